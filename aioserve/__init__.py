@@ -1,0 +1,43 @@
+"""Serve a language model from one asyncio process, with scheduler policies that anyone can write.
+
+Importing this package loads no torch; the names below are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioserve.client import AsyncClient
+    from aioserve.config import EngineConfig
+    from aioserve.engine import AsyncEngine, RequestStream
+    from aioserve.outputs import FinishReason, RequestOutput
+    from aioserve.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncClient": "aioserve.client",
+    "AsyncEngine": "aioserve.engine",
+    "EngineConfig": "aioserve.config",
+    "FinishReason": "aioserve.outputs",
+    "RequestOutput": "aioserve.outputs",
+    "RequestStream": "aioserve.engine",
+    "SamplingParams": "aioserve.sampling_params",
+}
+
+__all__ = [
+    "AsyncClient",
+    "AsyncEngine",
+    "EngineConfig",
+    "FinishReason",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,224 @@
+"""Every engine-wide setting, once: name, type, default, range and help text.
+
+Command-line flags, YAML keys and `--help` follow from the structs here. Options of one policy
+are not here: they are declared by the policy and travel in `scheduler.options`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aioserve.errors import ConfigError
+
+EMBEDDED_MODEL = "embedded"
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all settings: immutable, unknown names refused."""
+
+
+class ModelConfig(Section):
+    """Which model, and how it is read."""
+
+    model: Annotated[
+        str,
+        Meta(description="local Hugging Face directory, hub name, or 'embedded': the small one"),
+    ] = EMBEDDED_MODEL
+    served_model_name: Annotated[
+        str | None, Meta(description="name in the HTTP API (default: the value of --model)")
+    ] = None
+    revision: Annotated[str | None, Meta(description="hub revision of the model")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="compute type; auto: bfloat16 where the CPU has it, else float32"),
+    ] = "auto"
+    max_model_len: Annotated[
+        PositiveInt | None,
+        Meta(description="prompt and output together, in tokens (default: the model's own limit)"),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Meta(description="run Python code that comes with the model directory")
+    ] = False
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        return self.served_model_name or self.model
+
+
+class CacheConfig(Section):
+    """The paged KV cache."""
+
+    block_size: Annotated[PositiveInt, Meta(description="tokens per KV block")] = 16
+    num_kv_blocks: Annotated[
+        PositiveInt | None,
+        Meta(description="size of the KV pool in blocks (default: from --kv-cache-gib)"),
+    ] = None
+    kv_cache_gib: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="memory for the KV pool (default: a quarter of what is free, at most 4)"),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="share the blocks of equal prompt prefixes")
+    ] = True
+    watermark: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="share of the pool that admission keeps free"),
+    ] = 0.01
+
+
+class SchedulerConfig(Section):
+    """Limits that hold under every policy, and the choice of the policy."""
+
+    policy: Annotated[
+        str,
+        Meta(description="name of an installed policy, package.module:Class, or file.py:Class"),
+    ] = "chunked_prefill"
+    options: Annotated[
+        dict[str, Any], Meta(description="options of the policy, as a mapping (YAML or --set)")
+    ] = {}
+    max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 256
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="most tokens in one step (default: 2048, or max_model_len if larger)"),
+    ] = None
+    max_waiting_requests: Annotated[
+        PositiveInt, Meta(description="requests that may wait; more are refused with 429")
+    ] = 10_000
+    pipeline_depth: Annotated[
+        int, Meta(ge=1, le=2, description="steps handed to the runner before the first is back")
+    ] = 1
+
+
+class RunnerConfig(Section):
+    """Where steps are computed."""
+
+    runner: Annotated[
+        Literal["model", "simulated"],
+        Meta(description="model: compute; simulated: invented tokens after a modelled step time"),
+    ] = "model"
+    device: Annotated[Literal["cpu"], Meta(description="where the model runs")] = "cpu"
+    threads: Annotated[
+        PositiveInt | None, Meta(description="compute threads (default: one per physical core)")
+    ] = None
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
+    ] = 0
+    step_base_ms: Annotated[
+        NonNegativeFloat, Meta(description="simulated step time: fixed part")
+    ] = 4.0
+    step_prefill_token_us: Annotated[
+        NonNegativeFloat, Meta(description="simulated step time: per prompt token")
+    ] = 50.0
+    step_decode_us: Annotated[
+        NonNegativeFloat, Meta(description="simulated step time: per decoding request")
+    ] = 100.0
+    step_context_token_us: Annotated[
+        NonNegativeFloat, Meta(description="simulated step time: per token of context read")
+    ] = 0.05
+    simulated_output_tokens: Annotated[
+        PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
+    ] = 64
+
+
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port; 0: any free one")] = 8000
+    max_body_mib: Annotated[PositiveInt, Meta(description="largest request body, MiB")] = 16
+    drain_timeout: Annotated[
+        NonNegativeFloat,
+        Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),
+    ] = 5.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+    ] = "info"
+
+
+class EngineConfig(Section):
+    """All settings of one engine and its server."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runner: RunnerConfig = RunnerConfig()
+    server: ServerConfig = ServerConfig()
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, overrides: Sequence[tuple[str, Any]] = ()
+    ) -> "EngineConfig":
+        """Read a YAML file and lay `overrides`, pairs of dotted name and value, over it.
+
+        Overrides may be strings, as they come from a command line: they are converted to the
+        type of the field. Raises `ConfigError` that names the file or the setting.
+        """
+        tree: dict[str, Any] = {}
+        if path is not None:
+            tree = _read_yaml(path)
+            _convert(tree, cls, where=str(path))  # a bad file is named before a bad flag
+        for dotted, value in overrides:
+            _set(tree, dotted, value)
+        return _convert(tree, cls, where="settings", strict=False)
+
+
+def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    """Every setting as (section name, field), in the order of the structs above."""
+    for section in msgspec.structs.fields(EngineConfig):
+        for field in msgspec.structs.fields(section.type):
+            yield section.name, field
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set `a.b.c` in nested dicts."""
+    if isinstance(value, str) and dotted.startswith("scheduler.options"):
+        value = _parse_option(value)  # the policy's types are not known here
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"cannot set {dotted}: {name} is not a section")
+        tree = child
+    tree[leaf] = value
+
+
+def _parse_option(text: str) -> Any:
+    """Read `64`, `true`, `[1, 2]` or `{a: b}` as YAML would; anything else is itself."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _convert(
+    tree: dict[str, Any], cls: type[EngineConfig], where: str, strict: bool = True
+) -> EngineConfig:
+    try:
+        return msgspec.convert(tree, cls, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,58 @@
+"""Every error that aioserve raises on purpose.
+
+    AioserveError
+    ├── RequestError            the request is wrong: HTTP 400
+    ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
+    ├── RequestFailedError      the step that served this request raised: HTTP 500
+    ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
+    ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
+    ├── RunnerDeadError         the model runner cannot run another step; the engine ends
+    └── ConfigError             the process cannot start as configured
+        └── UnknownPolicyError  no policy of that name
+
+A message says what is wrong, what would be right, and where.
+"""
+
+
+class AioserveError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class RequestError(AioserveError):
+    """A request that cannot be served as it is. `param` names the offending field, if one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineOverloadedError(AioserveError):
+    """The waiting queue is full. `retry_after` is a guess in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestFailedError(AioserveError):
+    """The forward pass that carried this request raised; other requests may go on."""
+
+
+class EngineDeadError(AioserveError):
+    """The engine has stopped, is shutting down, or was not started. `__cause__` says why."""
+
+
+class PolicyError(AioserveError):
+    """A policy broke a rule; the message names the policy and the rule."""
+
+
+class RunnerDeadError(AioserveError):
+    """The runner lost what it needs (device context, thread): no further step can run."""
+
+
+class ConfigError(AioserveError):
+    """The configuration cannot work; said before anything starts."""
+
+
+class UnknownPolicyError(ConfigError):
+    """No policy of that name is installed."""

@@ -1,0 +1,6 @@
+"""Block ids, reference counts and prefix hashes. No tensors: those belong to the runner."""
+
+from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.manager import KVCacheManager
+
+__all__ = ["BlockPool", "KVCacheManager"]

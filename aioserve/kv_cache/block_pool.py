@@ -1,0 +1,95 @@
+"""A fixed pool of KV blocks: who holds them, which are free, which can be found by hash.
+
+Knows block ids, reference counts and hashes. Knows nothing about requests or tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Reference-counted blocks with an index of full blocks by content hash.
+
+    A block is in exactly one of three places: held (reference count > 0), `_unused` (free and not
+    in the index), or `_evictable` (free, still in the index, least recently freed first). Unused
+    blocks are handed out first, so the index lives as long as memory allows.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._unused = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * num_blocks  # per block: its key in _index
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` can hand out, evicting from the index if need be."""
+        return len(self._unused) + len(self._evictable)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free_blocks
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks off the free list, evicting cached ones last, oldest first."""
+        assert num_blocks <= self.num_free_blocks, "callers check num_free_blocks first"
+        block_ids = []
+        for _ in range(num_blocks):
+            if self._unused:
+                block_id = self._unused.pop()
+            else:
+                block_id, _ = self._evictable.popitem(last=False)
+                self._forget(block_id)
+            self.ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference to blocks found by `lookup`."""
+        for block_id in block_ids:
+            if self.ref_counts[block_id] == 0:
+                del self._evictable[block_id]
+            self.ref_counts[block_id] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference each. What is given first is evicted first."""
+        for block_id in block_ids:
+            self.ref_counts[block_id] -= 1
+            assert self.ref_counts[block_id] >= 0, f"block {block_id} freed twice"
+            if self.ref_counts[block_id] == 0:
+                if self._hashes[block_id] is None:
+                    self._unused.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, held or free; None if there is none."""
+        return self._index.get(block_hash)
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Make a held, full block findable. The first block of a content wins."""
+        if block_hash not in self._index:
+            self._index[block_hash] = block_id
+            self._hashes[block_id] = block_hash
+
+    def unregister(self, block_id: int) -> None:
+        """Make a held block unfindable, because it will not be computed after all."""
+        assert self.ref_counts[block_id] > 0
+        if self._hashes[block_id] is not None:
+            self._forget(block_id)
+
+    def clear_index(self) -> None:
+        """Forget all content; held blocks stay held."""
+        self._unused.extend(reversed(self._evictable))
+        self._evictable.clear()
+        self._index.clear()
+        self._hashes = [None] * self.num_blocks
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        del self._index[block_hash]
+        self._hashes[block_id] = None

@@ -1,0 +1,132 @@
+"""Gives requests the KV blocks that their tokens need and finds prefixes computed before.
+
+Knows requests' tokens and blocks. Does not know steps, queues or who deserves what.
+"""
+
+from array import array
+from hashlib import blake2b
+
+from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.request import Request
+
+
+class KVCacheManager:
+    """Block tables of all live requests over one `BlockPool`."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.01,
+    ) -> None:
+        """`watermark` is the share of the pool that `can_admit` keeps free."""
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.num_watermark_blocks = int(watermark * num_blocks)
+        self.num_queried_tokens = 0  # looked up at admissions, since the start
+        self.num_hit_tokens = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the whole pool can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """Blocks of the longest cached prefix; takes no reference and changes nothing.
+
+        At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        self._hash_blocks(request, num_blocks)
+        found = []
+        for block_hash in request.block_hashes[:num_blocks]:
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def can_admit(self, request: Request, computed_blocks: list[int], *, is_alone: bool) -> bool:
+        """Whether all known tokens fit beside what is held, with the watermark left free.
+
+        `is_alone` waives the watermark: nobody is there for whom it could be kept.
+        """
+        num_needed = self._num_blocks(request.num_target_tokens) - len(computed_blocks)
+        num_revived = sum(self.pool.ref_counts[b] == 0 for b in computed_blocks)
+        num_kept = 0 if is_alone else self.num_watermark_blocks
+        return num_needed + num_revived + num_kept <= self.pool.num_free_blocks
+
+    def admit(self, request: Request, computed_blocks: list[int]) -> None:
+        """Take the cached prefix and room for all known tokens, after `can_admit`.
+
+        Room for the whole prompt at once: a prompt that is computed in chunks can then never run
+        out of blocks half-way, and nobody is admitted only to be thrown out.
+        """
+        pool = self.pool
+        pool.touch(computed_blocks)
+        num_new = self._num_blocks(request.num_target_tokens) - len(computed_blocks)
+        request.block_ids = computed_blocks + pool.allocate(num_new)
+        request.num_slots = len(request.block_ids) * self.block_size
+        request.num_cached_blocks = len(computed_blocks)
+        request.num_computed_tokens = len(computed_blocks) * self.block_size
+        self.num_queried_tokens += request.num_tokens
+        self.num_hit_tokens += request.num_computed_tokens
+
+    def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the request lacks to hold `num_tokens` tokens."""
+        return self._num_blocks(num_tokens) - len(request.block_ids)
+
+    def grow(self, request: Request, num_blocks: int) -> list[int]:
+        """Append new blocks to the request and return them; the pool must have them."""
+        block_ids = self.pool.allocate(num_blocks)
+        request.block_ids += block_ids
+        request.num_slots += num_blocks * self.block_size
+        return block_ids
+
+    def cache_full_blocks(self, request: Request) -> list[int]:
+        """Make the request's full blocks of known, computed tokens findable; return the new ones.
+
+        Called when a step is scheduled, before it runs: steps run in order, and within a step
+        keys and values are written before they are read.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        num_known = min(request.num_computed_tokens, request.num_tokens)
+        first, end = request.num_cached_blocks, num_known // self.block_size
+        if first >= end:
+            return []
+        self._hash_blocks(request, end)
+        for i in range(first, end):
+            self.pool.register(request.block_ids[i], request.block_hashes[i])
+        request.num_cached_blocks = end
+        return request.block_ids[first:end]
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks, tail first so that a head outlives its tail in the index."""
+        self.pool.free(reversed(request.block_ids))
+        request.block_ids = []
+        request.num_slots = 0
+        request.num_cached_blocks = 0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Extend `request.block_hashes`: each hash covers its block and, by chaining, all before.
+
+        A cryptographic hash, since equal hashes share memory between strangers.
+        """
+        hashes = request.block_hashes
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else _digest(request.cache_salt.encode())
+            tokens = array("q", request.token_ids[i * self.block_size : (i + 1) * self.block_size])
+            hashes.append(_digest(parent + tokens.tobytes()))
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()

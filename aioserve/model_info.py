@@ -1,0 +1,129 @@
+"""What a model directory says about itself: limits, EOS tokens, tokenizer, chat template.
+
+Knows nothing about weights. The engine's door and the runner's loader read the same facts here.
+"""
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from aioserve.config import EMBEDDED_MODEL, ModelConfig
+from aioserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# A model that states no limit (or an absurd one) is served to this length, in tokens.
+FALLBACK_MAX_MODEL_LEN = 2048
+
+
+class ModelInfo:
+    """Facts of one resolved model directory. Raises `ConfigError` if it cannot be read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.path = resolve_model_path(config)
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """The text model's `transformers` configuration."""
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(
+                self.path, trust_remote_code=self.config.trust_remote_code
+            )
+        except Exception as error:  # transformers raises whatever the file provokes
+            raise ConfigError(
+                f"cannot read {self.path / 'config.json'}: {_one_line(error)}"
+            ) from error
+        return config.get_text_config(decoder=True)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply: generation_config.json, else config.json."""
+        from transformers import GenerationConfig
+
+        eos: int | list[int] | None = None
+        if (self.path / "generation_config.json").is_file():
+            try:
+                eos = GenerationConfig.from_pretrained(self.path).eos_token_id
+            except Exception as error:
+                raise ConfigError(
+                    f"cannot read {self.path / 'generation_config.json'}: {_one_line(error)}"
+                ) from error
+        if eos is None:
+            eos = getattr(self.hf_config, "eos_token_id", None)
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: token ids from 0 to one less."""
+        return int(self.hf_config.vocab_size)
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Prompt and output together, in tokens: the setting, else what the model states."""
+        stated = getattr(self.hf_config, "max_position_embeddings", None)
+        asked = self.config.max_model_len
+        if asked is None:
+            return int(stated or FALLBACK_MAX_MODEL_LEN)
+        if stated is not None and asked > stated:
+            raise ConfigError(
+                f"max_model_len is {asked}, but {self.config.model} has {stated} positions"
+            )
+        return asked
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The `transformers` tokenizer."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.path, trust_remote_code=self.config.trust_remote_code
+            )
+        except Exception as error:
+            raise ConfigError(f"cannot read the tokenizer of {self.path}: {_one_line(error)}") from error
+
+
+def resolve_model_path(config: ModelConfig) -> Path:
+    """The directory of the model: shipped with the package, local, or fetched from the hub."""
+    if config.model == EMBEDDED_MODEL:
+        return Path(__file__).parent / "embedded"
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"no config.json in model directory {path}")
+        return path
+    is_hub_name = config.model.count("/") <= 1 and not config.model.startswith((".", "/", "~"))
+    if path.exists() or not is_hub_name:
+        raise ConfigError(f"no model directory at {config.model}")
+    return _fetch_from_hub(config)
+
+
+def _fetch_from_hub(config: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"no directory {config.model!r} here, and the hub cannot be reached for a model of "
+            f"that name: give a local path with --model, or check the network"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"cannot fetch model {config.model!r}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

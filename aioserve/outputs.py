@@ -1,0 +1,110 @@
+"""What comes out: of the runner, of the scheduler, and of the engine for one request.
+
+Plain data. Knows nothing about who makes it or who reads it.
+"""
+
+import enum
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the words of the HTTP API."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's length limit
+    ABORT = "abort"  # the client left, or the engine shut down
+    TIMEOUT = "timeout"  # a deadline passed; never disguised as length
+    ERROR = "error"  # its step raised
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log probabilities at one output position, of the model's raw logits (natural log)."""
+
+    logprob: float  # of the sampled token
+    rank: int  # of the sampled token, 1 = most likely
+    top_token_ids: list[int]  # most likely first, as many as were asked for
+    top_logprobs: list[float]
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
+    """The result of one step: plain lists, no tensors.
+
+    `req_ids` repeats the keys of `SchedulerOutput.num_scheduled_tokens` in their order.
+    `sampled_token_ids[i]` is empty while a prompt is not finished, else it holds one token.
+    """
+
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = {}  # only for requests that asked
+
+
+EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
+    """What one step changed for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that matched
+    new_logprobs: list[TokenLogprobs] | None = None
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after a step; counters are totals since the start."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_kv_blocks: int
+    num_used_kv_blocks: int
+    num_preemptions: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that live requests hold, 0 to 1."""
+        return self.num_used_kv_blocks / self.num_kv_blocks
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True):
+    """All outputs of one step for one client."""
+
+    outputs: list[EngineCoreOutput]
+    timestamp: float = 0.0  # scheduler clock, seconds
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """New text and tokens of one sample of a request since the last `RequestOutput`.
+
+    A slow reader gets fewer, longer ones: nothing is lost, deltas are merged.
+    """
+
+    request_id: str
+    index: int = 0  # which of the n samples
+    text: str = ""  # new text only
+    token_ids: list[int] = []  # new tokens only
+    logprobs: list[TokenLogprobs] | None = None  # one per new token, if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # of this sample so far
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the last output of this sample."""
+        return self.finish_reason is not None
+
+    def merge(self, newer: "RequestOutput") -> None:
+        """Append `newer`, the next delta of the same sample."""
+        self.text += newer.text
+        self.token_ids = self.token_ids + newer.token_ids
+        if newer.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + newer.logprobs
+        self.finish_reason = newer.finish_reason
+        self.stop_reason = newer.stop_reason
+        self.num_output_tokens = newer.num_output_tokens
+        self.num_cached_tokens = newer.num_cached_tokens

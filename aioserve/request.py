@@ -1,0 +1,155 @@
+"""One request as the scheduler sees it: token ids and counts.
+
+Knows nothing about text, tensors, tasks or clients; the client is a number.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from aioserve.outputs import FinishReason
+from aioserve.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. Everything from FINISHED_STOPPED on is final."""
+
+    WAITING = enum.auto()  # never ran
+    PREEMPTED = enum.auto()  # ran, lost its blocks, waits to be computed again
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_TIMEOUT = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The word for it in the HTTP API; None while the request lives."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_TIMEOUT: FinishReason.TIMEOUT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class Request:
+    """Token ids and progress. There is no prefill or decode phase: `num_computed_tokens` chases
+    `num_target_tokens`, and a step gives it some number of tokens.
+
+    The counts, in tokens:
+
+        0 ... num_computed_tokens     keys and values are in blocks, or a step in flight writes them
+          ... num_tokens              known: the prompt and the output received so far
+          ... num_target_tokens       to be computed: the known tokens, plus one that a step in
+                                      flight will sample; never the last before the length limit,
+                                      because nobody would read its keys and values
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "client_index",
+        "max_total_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_slots",
+        "num_target_tokens",
+        "num_tokens",
+        "order_key",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+        "user",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        max_total_tokens: int,
+        arrival_time: float = 0.0,
+        eos_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str = "",
+        client_index: int = 0,
+    ) -> None:
+        """`max_total_tokens` bounds prompt and output together (the model's length limit)."""
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.arrival_time = arrival_time  # scheduler clock, seconds
+        self.priority = priority  # smaller is more urgent
+        self.user = user
+        self.cache_salt = cache_salt  # requests share blocks only within one salt
+        self.client_index = client_index
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        if sampling_params.max_tokens is not None:
+            max_total_tokens = min(
+                max_total_tokens, self.num_prompt_tokens + sampling_params.max_tokens
+            )
+        self.max_total_tokens = max_total_tokens
+        eos = () if sampling_params.ignore_eos else eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *sampling_params.stop_token_ids))
+        self.num_computed_tokens = 0
+        self.num_target_tokens = self.num_tokens
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
+        self.order_key: Any = None  # set by the scheduler when the request enters its queue
+        # Owned by the KV cache manager:
+        self.block_ids: list[int] = []
+        self.num_slots = 0  # tokens that block_ids have room for
+        self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
+        self.num_cached_blocks = 0  # leading blocks that are in the prefix index
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and received so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """How many tokens this request could be given now."""
+        return self.num_target_tokens - self.num_computed_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it lacks more than the one token of a decode step."""
+        return self.num_target_tokens - self.num_computed_tokens > 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} computed, "
+            f"{self.num_prompt_tokens} prompt)"
+        )

@@ -1,0 +1,39 @@
+"""What the engine needs from whatever computes tokens. Free of torch.
+
+Two implementations: `threaded.ThreadedRunner` (the model, on a thread of its own) and
+`simulated.SimulatedRunner` (a step-time model on the loop's clock).
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.scheduler.output import SchedulerOutput
+
+
+class RunnerInterface(ABC):
+    """Runs steps in the order in which they are handed over. Used from one event loop."""
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Load weights and allocate the KV cache. Raises `ConfigError` if that cannot work."""
+
+    @property
+    @abstractmethod
+    def num_kv_blocks(self) -> int:
+        """Size of the KV pool in blocks of `block_size` tokens; known after `load`."""
+
+    @abstractmethod
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        """Start one step and return its result to be awaited.
+
+        The step runs after all earlier ones. An exception in the future fails the requests of
+        this step only; `RunnerDeadError` says that no further step can run. A step without tokens
+        just tells the runner which requests have left.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Wait for the step that runs, then give back threads and memory. Idempotent."""

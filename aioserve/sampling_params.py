@@ -1,0 +1,85 @@
+"""What a caller may ask of the sampler, and the ranges that make sense.
+
+Knows nothing about models: token ids are checked against a vocabulary at the engine's door.
+"""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from aioserve.errors import RequestError
+
+MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
+MAX_N = 128
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one request is sampled and when it stops. Raises `RequestError` that names the field.
+
+    The order of operations on a row of logits: repetition, presence and frequency penalties;
+    `logit_bias`; stop tokens masked until `min_tokens`; temperature; `top_k`; `top_p`; `min_p`.
+    """
+
+    n: int = 1  # independent samples of one prompt
+    max_tokens: int | None = None  # None: until a stop or the model's length limit
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0  # relative to the most likely token
+    seed: int | None = None  # same seed, same logits: same tokens, whatever the batch
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        def require(name: str, is_valid: Callable[[float], bool], expected: str) -> None:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and is_valid(value)):
+                raise RequestError(f"{name} must be {expected}, got {value}", param=name)
+
+        require("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}")
+        require("max_tokens", lambda v: v >= 1, "at least 1")
+        require("min_tokens", lambda v: v >= 0, "at least 0")
+        require("temperature", lambda v: v >= 0, "a number of at least 0")
+        require("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
+        require("top_k", lambda v: v >= -1, "-1 or 0 (all tokens) or at least 1")
+        require("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
+        require("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
+        require("presence_penalty", lambda v: -2 <= v <= 2, "between -2 and 2")
+        require("frequency_penalty", lambda v: -2 <= v <= 2, "between -2 and 2")
+        require("repetition_penalty", lambda v: v > 0, "above 0")
+        require("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if not all(self.stop_strings):
+            raise RequestError("stop must not contain an empty string", param="stop")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not (math.isfinite(bias) and -100 <= bias <= 100):
+                raise RequestError(
+                    f"logit_bias must be between -100 and 100, got {bias} for token {token_id}",
+                    param="logit_bias",
+                )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever way it was given."""
+        if isinstance(self.stop, str):
+            return (self.stop,) if self.stop else ()
+        return self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0

@@ -1,0 +1,33 @@
+"""All that a policy author imports: the base class, its options, and what it hands around."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.base import BaseScheduler, PolicyOptions
+from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.registry import available_policies, load_policy
+from aioserve.scheduler.step import Step
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+__all__ = [
+    "BaseScheduler",
+    "CachedRequestData",
+    "NewRequestData",
+    "PolicyOptions",
+    "PositiveFloat",
+    "PositiveInt",
+    "Request",
+    "RequestQueue",
+    "RequestStatus",
+    "SchedulerInterface",
+    "SchedulerOutput",
+    "Step",
+    "available_policies",
+    "load_policy",
+]

@@ -1,0 +1,95 @@
+"""What the engine needs from a scheduler. The docstrings are the contract.
+
+Recognizable to anyone who knows the vLLM V1 family. Policies do not implement this: they derive
+from `BaseScheduler`, which does everything but the decision.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.output import SchedulerOutput
+
+
+class SchedulerInterface(ABC):
+    """Decides what each step computes and keeps the state of all requests.
+
+    Called from one event loop, never from a thread. No method waits.
+    """
+
+    @abstractmethod
+    def add_request(self, request: Request) -> None:
+        """Accept a request. From here on it ends in exactly one `finish_reason`.
+
+        Raises `RequestError` for what can never run (longer than the whole KV pool, an id in use)
+        and `EngineOverloadedError` when the waiting queue is full. After a raise nothing remains.
+        """
+
+    @abstractmethod
+    def schedule(self) -> SchedulerOutput:
+        """Plan one forward pass; it amounts to `{request_id: num_tokens}`.
+
+        Computed-token counts advance here, not when the result arrives, so that further steps may
+        be planned while this one runs. The plan may be empty: because nobody waits, because a
+        policy holds back, or to tell the runner of `finished_req_ids` only.
+        """
+
+    @abstractmethod
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in the result of a step, in the order in which the steps were planned.
+
+        Returns outputs by client index. Tokens for requests that have ended meanwhile are dropped.
+        """
+
+    @abstractmethod
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        """End requests from outside: a client left, a stop string was found, a step failed.
+
+        `None` means all. Unknown and already ended ids are ignored. Returns the ids that really
+        ended by this call. At any moment: while queued, running, or in a step in flight, in which
+        case its blocks return when that step is back.
+        """
+
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that are waiting or running."""
+
+    @abstractmethod
+    def get_request_counts(self) -> tuple[int, int]:
+        """`(running, waiting)`."""
+
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool:
+        """Whether anybody waits or runs."""
+
+    @abstractmethod
+    def has_finished_requests(self) -> bool:
+        """Whether requests have ended that the runner does not know of yet.
+
+        Not the negation of `has_unfinished_requests`: both can be true, and both false.
+        """
+
+    def has_requests(self) -> bool:
+        """Whether a call of `schedule` can have anything to say."""
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
+
+    def make_stats(self) -> SchedulerStats | None:
+        """The state after the last call, for metrics; None if the scheduler keeps none."""
+        return None
+
+    def get_kv_connector(self) -> Any | None:
+        """What moves KV blocks between machines; None without one."""
+        return None
+
+    def shutdown(self) -> None:  # noqa: B027 - a default that does nothing is the point
+        """Give back what the scheduler holds outside itself."""

@@ -1,0 +1,46 @@
+"""What one step runs: the only thing that travels from the scheduler to the runner.
+
+Full data once for a request that enters the batch; afterwards only what changed.
+"""
+
+import msgspec
+
+from aioserve.sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, frozen=True, gc=False):
+    """A request that enters the batch: for the first time, or again after a preemption."""
+
+    request_id: str
+    token_ids: list[int]  # all known tokens: the prompt, and the output if it was preempted
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    stop_token_ids: frozenset[int]  # EOS included unless ignored; masked until min_tokens
+    block_ids: list[int]
+    num_computed_tokens: int  # found in the prefix cache; the step computes what follows
+
+
+class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
+    """The requests of this step that are in the batch already, as columns."""
+
+    req_ids: list[str]
+    num_computed_tokens: list[int]  # before this step
+    new_block_ids: dict[str, list[int]]  # appended to what the runner has; absent = none
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
+    """One forward pass: `{request_id: num_tokens}` and what the runner needs for it.
+
+    The runner first drops `finished_req_ids` and `preempted_req_ids` from its batch, then adds
+    `scheduled_new_reqs`, then runs the rows in the order of `num_scheduled_tokens`. Steps are
+    executed in the order in which they were scheduled. Within a layer, keys and values of all
+    rows are written before any row attends: rows may share blocks that this very step fills.
+    """
+
+    step_id: int
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]  # new and cached, in batch order
+    total_num_scheduled_tokens: int
+    preempted_req_ids: list[str]
+    finished_req_ids: list[str]

@@ -1,0 +1,183 @@
+"""One step under construction: the verbs with which a policy says who runs.
+
+Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from aioserve.errors import PolicyError
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.scheduler.base import BaseScheduler
+
+
+class Step:
+    """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
+
+    `token_budget` is what remains of this step, in tokens.
+    """
+
+    def __init__(self, scheduler: "BaseScheduler", token_budget: int) -> None:
+        self.token_budget = token_budget
+        self._scheduler = scheduler
+        self._kv_cache = scheduler.kv_cache
+        self._tokens: dict[Request, int] = {}  # who was served, with how many tokens, in order
+        self._admitted: dict[Request, RequestStatus] = {}  # with the status before
+        self._new_block_ids: dict[str, list[int]] = {}  # of requests that ran already
+        self._preempted: set[Request] = set()
+        self._preempted_req_ids: list[str] = []  # those that the runner has heard of
+        self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
+        self._dependents: dict[Request, list[Request]] = {}  # who was admitted on whose fresh blocks
+
+    def run(self, request: Request, max_tokens: int | None = None) -> int:
+        """Give a running request what it lacks, within the budget and `max_tokens`.
+
+        Preempts `victim()` until there are blocks for it. Returns the tokens granted; 0 if it
+        lacks nothing, was served or preempted in this step, or cannot be served.
+        """
+        # The hot path: a decode that has room in its last block does no call at all.
+        if request in self._tokens or request.status is not RequestStatus.RUNNING:
+            return 0
+        num_computed = request.num_computed_tokens
+        num_tokens = request.num_target_tokens - num_computed
+        if num_tokens > self.token_budget:
+            num_tokens = self.token_budget
+        if max_tokens is not None and num_tokens > max_tokens:
+            num_tokens = max_tokens
+        if num_tokens <= 0:
+            return 0
+        num_computed += num_tokens
+        if num_computed > request.num_slots and not self._find_blocks(request, num_computed):
+            return 0
+        self.token_budget -= num_tokens
+        self._tokens[request] = num_tokens
+        request.num_computed_tokens = num_computed
+        if num_computed >= request.num_tokens:
+            # This step samples. One more to compute, unless it is the last before the limit.
+            if num_computed < request.max_total_tokens - 1:
+                request.num_target_tokens = num_computed + 1
+            if num_tokens > 1:
+                self._cache_full_blocks(request)
+        else:
+            self._cache_full_blocks(request)
+        return num_tokens
+
+    def admit(self, request: Request, max_tokens: int | None = None, whole: bool = False) -> int:
+        """Move a waiting request to `running` and give it tokens after its cached prefix.
+
+        Takes a seat and blocks for all its known tokens; never preempts anybody. `whole` refuses
+        a first chunk that is not all it lacks. Returns the tokens granted; 0: it has to wait.
+        """
+        scheduler, kv_cache = self._scheduler, self._kv_cache
+        limit = self.token_budget if max_tokens is None else min(self.token_budget, max_tokens)
+        if (
+            limit <= 0
+            or request in self._preempted  # out in this step: it may come back in the next
+            or len(scheduler.running) >= scheduler.max_num_seqs
+            or request not in scheduler.waiting
+        ):
+            return 0
+        computed_blocks = kv_cache.get_computed_blocks(request)
+        num_lacking = request.num_target_tokens - len(computed_blocks) * kv_cache.block_size
+        if whole and num_lacking > limit:
+            return 0
+        if not kv_cache.can_admit(request, computed_blocks, is_alone=not scheduler.running):
+            return 0
+        for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
+            self._dependents.setdefault(owner, []).append(request)
+        kv_cache.admit(request, computed_blocks)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        self._admitted[request] = request.status
+        scheduler.waiting.remove(request)
+        scheduler.running.append(request)
+        request.status = RequestStatus.RUNNING
+        return self.run(request, max_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """Free the blocks of a running request, refund its tokens of this step, put it in line.
+
+        It will be computed again from the start, less what the prefix cache still has.
+        """
+        if request.status is not RequestStatus.RUNNING:
+            return
+        self._refund(request)
+        self._preempted.add(request)
+        status_before = self._admitted.pop(request, None)
+        if status_before is None:
+            self._preempted_req_ids.append(request.request_id)
+        self._scheduler._return_to_queue(request, status_before)
+        for dependent in self._dependents.pop(request, ()):
+            self.preempt(dependent)  # its prefix would have been computed by this step
+
+    def output(self) -> SchedulerOutput:
+        """Freeze the step. Call it once, last."""
+        tokens, admitted = self._tokens, self._admitted
+        cached = [r for r in tokens if r not in admitted] if admitted else list(tokens)
+        req_ids = [r.request_id for r in cached]
+        output = SchedulerOutput(
+            step_id=self._scheduler._next_step_id(),
+            scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=req_ids,
+                num_computed_tokens=[r.num_computed_tokens - tokens[r] for r in cached],
+                new_block_ids=self._new_block_ids,
+            ),
+            num_scheduled_tokens=(
+                {r.request_id: n for r, n in tokens.items()}
+                if admitted
+                else dict(zip(req_ids, tokens.values(), strict=True))
+            ),
+            total_num_scheduled_tokens=sum(tokens.values()),
+            preempted_req_ids=self._preempted_req_ids,
+            finished_req_ids=self._scheduler._take_finished_req_ids(),
+        )
+        self._scheduler._commit(output, list(tokens))
+        return output
+
+    def _find_blocks(self, request: Request, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""
+        kv_cache, scheduler = self._kv_cache, self._scheduler
+        num_missing = kv_cache.num_missing_blocks(request, num_tokens)
+        while num_missing > kv_cache.pool.num_free_blocks:
+            victim = scheduler.victim()
+            if victim is None or victim.status is not RequestStatus.RUNNING:
+                raise PolicyError(
+                    f"policy {type(scheduler).__name__}: victim() must return a running request, "
+                    f"got {victim!r}"
+                )
+            self.preempt(victim)
+            if request.status is not RequestStatus.RUNNING:
+                return False  # it was its own victim, or depended on the victim's prefix
+        kv_cache.cache_full_blocks(request)  # filled by earlier steps
+        new_block_ids = kv_cache.grow(request, num_missing)
+        if request not in self._admitted:
+            self._new_block_ids[request.request_id] = new_block_ids
+        return True
+
+    def _cache_full_blocks(self, request: Request) -> None:
+        for block_id in self._kv_cache.cache_full_blocks(request):
+            self._fresh_blocks[block_id] = request
+
+    def _refund(self, request: Request) -> None:
+        num_tokens = self._tokens.pop(request, 0)
+        self.token_budget += num_tokens
+        self._new_block_ids.pop(request.request_id, None)
+        for block_id, owner in list(self._fresh_blocks.items()):
+            if owner is request:
+                del self._fresh_blocks[block_id]
+                if num_tokens:  # it would have been written by the tokens just refunded
+                    self._kv_cache.pool.unregister(block_id)
+
+    def _new_request_data(self, request: Request) -> NewRequestData:
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),  # the request's own list grows on the loop
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            stop_token_ids=request.stop_token_ids,
+            block_ids=list(request.block_ids),
+            num_computed_tokens=request.num_computed_tokens - self._tokens[request],
+        )

@@ -1,0 +1,1 @@
+"""The scheduling policies that come with aioserve, one decision per file."""

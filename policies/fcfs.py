@@ -1,0 +1,22 @@
+"""First come, first served (Orca, OSDI'22): whole prompts in order of arrival.
+
+The honest baseline. A prompt runs in one piece beside the decodes, so a long one stalls every
+stream for a step; nobody overtakes.
+"""
+
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+
+
+class FCFSScheduler(BaseScheduler):
+    """Everybody who runs, then whole prompts while they fit."""
+
+    runs_whole_prompts = True
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request, whole=True):
+                break
+        return step.output()
