@@ -23,7 +23,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all settings: immutable, unknown names refused."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Which model, and how it is read."""
 
     model: Annotated[
@@ -52,7 +52,7 @@ class ModelConfig(Section):
         return self.served_model_name or self.model
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True, kw_only=True):
     """The paged KV cache."""
 
     block_size: Annotated[PositiveInt, Meta(description="tokens per KV block")] = 16
@@ -73,7 +73,7 @@ class CacheConfig(Section):
     ] = 0.01
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Limits that hold under every policy, and the choice of the policy."""
 
     policy: Annotated[
@@ -96,7 +96,7 @@ class SchedulerConfig(Section):
     ] = 1
 
 
-class RunnerConfig(Section):
+class RunnerConfig(Section, frozen=True, kw_only=True):
     """Where steps are computed."""
 
     runner: Annotated[
@@ -127,7 +127,7 @@ class RunnerConfig(Section):
     ] = 64
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
@@ -142,7 +142,7 @@ class ServerConfig(Section):
     ] = "info"
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """All settings of one engine and its server."""
 
     model: ModelConfig = ModelConfig()

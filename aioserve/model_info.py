@@ -86,7 +86,9 @@ class ModelInfo:
                 self.path, trust_remote_code=self.config.trust_remote_code
             )
         except Exception as error:
-            raise ConfigError(f"cannot read the tokenizer of {self.path}: {_one_line(error)}") from error
+            raise ConfigError(
+                f"cannot read the tokenizer of {self.path}: {_one_line(error)}"
+            ) from error
 
 
 def resolve_model_path(config: ModelConfig) -> Path:

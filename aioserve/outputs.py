@@ -55,6 +55,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The state after a step; counters are totals since the start."""
 
+    num_steps: int
     num_running_reqs: int
     num_waiting_reqs: int
     num_kv_blocks: int

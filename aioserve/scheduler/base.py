@@ -30,7 +30,7 @@ from aioserve.scheduler.step import Step
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 
-class PolicyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
 
 
@@ -207,6 +207,7 @@ class BaseScheduler(SchedulerInterface):
     def make_stats(self) -> SchedulerStats:
         num_running, num_waiting = self.get_request_counts()
         return SchedulerStats(
+            num_steps=self._num_steps,
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
             num_kv_blocks=self.kv_cache.pool.num_blocks,

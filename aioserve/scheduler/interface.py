@@ -42,7 +42,8 @@ class SchedulerInterface(ABC):
     ) -> dict[int, EngineCoreOutputs]:
         """Take in the result of a step, in the order in which the steps were planned.
 
-        Returns outputs by client index. Tokens for requests that have ended meanwhile are dropped.
+        Called once for every step that carried tokens, and for no other. Returns
+        outputs by client index. Tokens for requests that have ended meanwhile are dropped.
         """
 
     @abstractmethod

@@ -70,7 +70,8 @@ def _import_file(path: Path) -> ModuleType:
         raise UnknownPolicyError(f"no file {path} to take a policy from")
     name = f"aioserve_policy_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that dataclasses, pickles and tracebacks find it
     spec.loader.exec_module(module)

@@ -29,7 +29,7 @@ class Step:
         self._preempted: set[Request] = set()
         self._preempted_req_ids: list[str] = []  # those that the runner has heard of
         self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
-        self._dependents: dict[Request, list[Request]] = {}  # who was admitted on whose fresh blocks
+        self._dependents: dict[Request, list[Request]] = {}  # admitted on whose fresh blocks
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         """Give a running request what it lacks, within the budget and `max_tokens`.
@@ -134,7 +134,8 @@ class Step:
             preempted_req_ids=self._preempted_req_ids,
             finished_req_ids=self._scheduler._take_finished_req_ids(),
         )
-        self._scheduler._commit(output, list(tokens))
+        if tokens:
+            self._scheduler._commit(output, list(tokens))
         return output
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:

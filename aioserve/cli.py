@@ -1,0 +1,161 @@
+"""The command line: flags from the settings structs, logging, exit codes.
+
+Knows no setting by name: `config` declares them. Loads neither the server nor torch before a
+command runs, so that `--help` is quick.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+import types
+import typing
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from aioserve import __version__
+from aioserve.config import EngineConfig, iter_settings
+from aioserve.errors import AioserveError, ConfigError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
+
+_EPILOG = """\
+Without a command, `aioserve` serves. Settings come from --config, then --set, then flags: of
+two values the later in this order wins, and of two --set the later one.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code. One line on stderr says what went wrong."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        config = load_config(arguments)
+        _set_up_logging(config.server.log_level)
+        _run(COMMANDS[arguments.command](config))
+    except AioserveError as error:
+        print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    return 0
+
+
+async def _serve(config: EngineConfig) -> None:
+    from aioserve.server.app import serve
+
+    await serve(config)
+
+
+COMMANDS: dict[str, Callable[[EngineConfig], Coroutine[Any, Any, None]]] = {"serve": _serve}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line: the usage of forty flags would bury them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every setting is a flag named after its field, grouped by section."""
+    parser = _Parser(
+        prog="aioserve",
+        usage="aioserve [serve] [--config FILE] [--set SECTION.NAME=VALUE] [--FLAG VALUE ...]",
+        description="Serve a language model over an OpenAI-compatible HTTP API.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=COMMANDS, default="serve", help="what to do (default: serve)"
+    )
+    parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.NAME=VALUE",
+        action="append",
+        default=[],
+        type=_assignment,
+        help="any setting, and options of the policy: scheduler.options.chunk_size=64; repeatable",
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for section, field in iter_settings():
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        _add_flag(groups[section], section, field)
+    return parser
+
+
+def load_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The settings that `arguments` ask for. Raises `ConfigError`."""
+    flags = [
+        (name, value)
+        for name, value in vars(arguments).items()
+        if "." in name and value is not None  # no dot: an argument that is not a setting
+    ]
+    return EngineConfig.load(arguments.config, [*arguments.set, *flags])
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, section: str, field: msgspec.structs.FieldInfo
+) -> None:
+    kind, description = _read_annotation(field.type)
+    if typing.get_origin(kind) is dict:
+        return  # mappings have no flag: --set reaches inside
+    help_text = description.replace("%", "%%")
+    if field.default is not None:  # None is explained in the description
+        help_text += f" (default: {_show(field.default)})"
+    options: dict[str, Any] = {"dest": f"{section}.{field.name}", "help": help_text}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(kind) is typing.Literal:
+        options["choices"] = typing.get_args(kind)
+    else:
+        options["metavar"] = getattr(kind, "__name__", "value").upper()
+    group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def _read_annotation(annotation: Any) -> tuple[Any, str]:
+    """The type under `Annotated` and `| None`, and the description on the way there."""
+    description = ""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation, *notes = typing.get_args(annotation)
+            descriptions = [n.description for n in notes if isinstance(n, msgspec.Meta)]
+            description = next(filter(None, descriptions), description)
+        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        else:
+            return annotation, description
+
+
+def _show(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")) or "." not in name:
+        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _run(command: Coroutine[Any, Any, None]) -> None:
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    try:
+        from uvloop import new_event_loop
+
+        loop_factory = new_event_loop
+    except ImportError:  # no wheel for this platform: asyncio's own loop
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(command)
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    )

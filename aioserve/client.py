@@ -1,0 +1,254 @@
+"""A remote aioserve as an async Python API: streams are awaited as the engine's own are.
+
+Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine nor torch.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec import UNSET
+
+from aioserve.errors import AioserveError, EngineDeadError, RequestFailedError
+from aioserve.outputs import RequestOutput
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.errors import from_wire
+from aioserve.server.protocol import (
+    SHARED_SAMPLING_FIELDS,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatMessage,
+    Choice,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    Envelope,
+    ErrorInfo,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    StreamOptions,
+)
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+_completion_decoder = msgspec.json.Decoder(Completion)
+_chat_decoder = msgspec.json.Decoder(ChatCompletionChunk)
+_models_decoder = msgspec.json.Decoder(ModelList)
+_error_decoder = msgspec.json.Decoder(ErrorResponse)
+
+_STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
+
+
+class AsyncClient:
+    """Requests to one server. Leaving a stream early aborts the request there.
+
+    All methods raise what the engine raises: `RequestError` (with `param`),
+    `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and `EngineDeadError`,
+    also for a server that cannot be reached or goes away.
+
+        async with AsyncClient("http://127.0.0.1:8000") as client:
+            async for output in client.generate("Once", SamplingParams(max_tokens=32)):
+                print(output.text, end="")
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,  # None: whatever the server has
+        timeout: float | None = None,  # seconds without a byte, waiting in its queue included
+        connect_timeout: float = 10.0,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.model = model
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=connect_timeout, sock_read=timeout
+        )
+        self._open_session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections; streams that are still read end with an error."""
+        if self._open_session is not None:
+            await self._open_session.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Deltas of all samples of `prompt`, a text or token ids, as `AsyncEngine.generate`.
+
+        `async for ... break` aborts when the generator is collected, which CPython does at once
+        if nothing else refers to it; `contextlib.aclosing` aborts at a line of your choice.
+        """
+        params = sampling_params or SamplingParams()
+        body = CompletionRequest(
+            prompt=prompt if isinstance(prompt, str) else list(prompt),
+            max_tokens=params.max_tokens,
+            logprobs=params.logprobs,
+            **self._shared(params, priority, user),
+        )
+        return self._outputs("/v1/completions", body, _completion_decoder)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
+        params = sampling_params or SamplingParams()
+        body = ChatCompletionRequest(
+            messages=msgspec.convert(messages, list[ChatMessage]),
+            max_completion_tokens=params.max_tokens,
+            logprobs=None if params.logprobs is None else True,
+            top_logprobs=params.logprobs,
+            **self._shared(params, priority, user),
+        )
+        return self._outputs("/v1/chat/completions", body, _chat_decoder)
+
+    async def models(self) -> list[ModelCard]:
+        """What the server serves: id and max_model_len."""
+        async with self._request("GET", "/v1/models") as response:
+            return _models_decoder.decode(await response.read()).data
+
+    async def health(self) -> bool:
+        """Whether a new request would be taken. False while the server drains or is away."""
+        try:
+            async with self._request("GET", "/health"):
+                return True
+        except EngineDeadError:
+            return False
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._open_session is None:
+            self._open_session = aiohttp.ClientSession(
+                timeout=self._timeout,
+                connector=aiohttp.TCPConnector(limit=0),  # the server says when it is full
+            )
+        return self._open_session
+
+    def _shared(self, params: SamplingParams, priority: int, user: str) -> dict[str, Any]:
+        """Fields of both endpoints; defaults stay at home."""
+        default = SamplingParams()
+        given = {
+            name: value
+            for name in SHARED_SAMPLING_FIELDS
+            if (value := getattr(params, name)) != getattr(default, name)
+        }
+        return given | {
+            "model": self.model,
+            "stream": True,
+            "stream_options": _STREAM_OPTIONS,
+            "return_token_ids": True,
+            "priority": priority or None,
+            "user": user or None,
+        }
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful response; its connection is dropped if it was not read to the end."""
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with self._session().request(
+                method, self.base_url + path, data=body, headers=headers
+            ) as response:
+                if response.status != 200:
+                    raise _error_of(response, await response.read())
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
+
+    async def _outputs(
+        self,
+        path: str,
+        body: CompletionRequest | ChatCompletionRequest,
+        decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletionChunk],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with self._request("POST", path, _encoder.encode(body)) as response:
+            async for data in _events(response.content):
+                if data == b"[DONE]":
+                    return
+                if data.startswith(b'{"error"'):
+                    raise from_wire(500, _error_decoder.decode(data).error)
+                chunk = decoder.decode(data)
+                for choice in chunk.choices:
+                    if output := _output(chunk, choice):
+                        yield output
+        raise RequestFailedError(f"{self.base_url} ended the stream before the last output")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each event. Splits by itself: aiohttp's line reader has a length limit."""
+    rest = b""
+    async for received in content.iter_any():
+        *events, rest = (rest + received).split(b"\n\n")
+        for event in events:
+            yield event.removeprefix(b"data: ")
+
+
+def _output(chunk: Envelope, choice: Choice) -> RequestOutput | None:
+    """The engine's delta behind a choice; None for one that only says the role."""
+    if choice.token_ids is UNSET and choice.finish_reason is None:
+        return None
+    output = RequestOutput(
+        request_id=chunk.id,
+        index=choice.index,
+        text=_text(choice),
+        token_ids=choice.token_ids or [],
+        logprobs=choice.raw_logprobs or None,
+        finish_reason=choice.finish_reason,
+        stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
+    )
+    if chunk.usage:
+        output.num_prompt_tokens = chunk.usage.prompt_tokens
+        output.num_output_tokens = chunk.usage.completion_tokens
+        if details := chunk.usage.prompt_tokens_details:
+            output.num_cached_tokens = details.cached_tokens
+    return output
+
+
+def _text(choice: Choice) -> str:
+    if isinstance(choice, CompletionChoice):
+        return choice.text
+    return choice.delta.content or "" if isinstance(choice, ChatChunkChoice) else ""
+
+
+def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
+    try:
+        info = _error_decoder.decode(body).error
+    except msgspec.DecodeError:  # not aioserve: a proxy, or another server
+        text = body[:200].decode("utf-8", "replace").strip()
+        message = f"HTTP {response.status} from {response.url}: {text or response.reason}"
+        info = ErrorInfo(message=message, type="http_error")
+    try:
+        retry_after = float(response.headers.get("Retry-After", "1"))
+    except ValueError:  # a date: nothing of ours sends one
+        retry_after = 1.0
+    return from_wire(response.status, info, retry_after)

@@ -1,0 +1,7 @@
+"""The engine: one asyncio task that schedules, and the streams that its callers read."""
+
+from aioserve.engine.async_engine import AsyncEngine
+from aioserve.engine.input_processor import Prompt
+from aioserve.engine.stream import RequestStream
+
+__all__ = ["AsyncEngine", "Prompt", "RequestStream"]

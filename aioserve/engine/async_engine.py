@@ -1,0 +1,287 @@
+"""The public Python API: an engine that lives in the caller's event loop.
+
+Builds the parts, guards the door, and owns the engine task. Installs no signal handlers, opens no
+ports, starts no processes.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.engine.core import EngineCore
+from aioserve.engine.input_processor import InputProcessor, Prompt
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.stream import RequestStream
+from aioserve.errors import ConfigError, EngineDeadError, RequestFailedError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, SchedulerStats
+from aioserve.request import Request, RequestStatus
+from aioserve.runner.interface import RunnerInterface
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """Serves requests from any number of tasks of one event loop.
+
+    async with AsyncEngine(EngineConfig()) as engine:
+        async for output in engine.generate("Who's there?", SamplingParams(max_tokens=32)):
+            print(output.text, end="")
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, runner: RunnerInterface | None = None
+    ) -> None:
+        """Cheap; `start` does the work. `runner` replaces the one that the config names."""
+        self.config = config or EngineConfig()
+        self.model_info = ModelInfo(self.config.model)
+        self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
+        self.metrics = EngineMetrics(self._get_stats)
+        self._runner = runner
+        self._core: EngineCore | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._is_closing = False
+
+    @property
+    def errored(self) -> BaseException | None:
+        """What killed the engine; None while it lives."""
+        return self._error
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `shutdown` was called: new requests are refused."""
+        return self._is_closing
+
+    async def start(self) -> None:
+        """Load the model and start the engine task. Raises `ConfigError`."""
+        policy = load_policy(self.config.scheduler.policy)
+        if issubclass(policy, BaseScheduler):  # what is wrong is said before weights are loaded
+            policy.parse_options(self.config.scheduler.options)
+            policy.check_limits(self.config.scheduler, self.model_info.max_model_len)
+        if self._runner is None:
+            self._runner = make_runner(self.config, self.model_info)
+        try:
+            await self._runner.load()
+            self._build(policy, self._runner)
+        except BaseException:
+            await self._runner.close()
+            raise
+
+    def _build(self, policy: type[SchedulerInterface], runner: RunnerInterface) -> None:
+        cache = self.config.cache
+        kv_cache = KVCacheManager(
+            runner.num_kv_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            watermark=cache.watermark,
+        )
+        self.max_model_len = self._fit_max_model_len(kv_cache.num_slots)
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        # A policy that implements the interface without BaseScheduler is built the same way.
+        make_scheduler: Callable[..., SchedulerInterface] = policy
+        scheduler = make_scheduler(
+            self.config.scheduler,
+            kv_cache,
+            max_model_len=self.max_model_len,
+            clock=self._clock,
+        )
+        self._input_processor = InputProcessor(
+            self.model_info, self.max_model_len, self.config.runner.seed
+        )
+        self._output_processor = OutputProcessor(self.model_info.tokenizer, self.metrics)
+        self._core = EngineCore(
+            scheduler,
+            runner,
+            pipeline_depth=self.config.scheduler.pipeline_depth,
+            deliver=self._deliver,
+            fail=self._fail,
+        )
+        self._task = asyncio.create_task(self._core.run(), name="aioserve-engine")
+        self._task.add_done_callback(self._on_task_done)
+
+    def _fit_max_model_len(self, num_slots: int) -> int:
+        """Every request that is accepted must be able to run alone in the KV pool."""
+        max_model_len = self.model_info.max_model_len
+        if max_model_len - 1 <= num_slots:
+            return max_model_len
+        if self.config.model.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but the KV cache holds {num_slots} tokens: "
+                "lower max_model_len or raise kv_cache_gib (or num_kv_blocks)"
+            )
+        logger.warning(
+            "the KV cache holds %d tokens: serving at most that many per request, not the model's "
+            "%d (raise kv_cache_gib for more)",
+            num_slots,
+            max_model_len,
+        )
+        return num_slots
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+    ) -> RequestStream:
+        """Accept a request and return its stream; all refusals are raised here.
+
+        `prompt` is text, token ids, or chat messages. Smaller `priority` is more urgent. Raises
+        `RequestError`, `EngineOverloadedError` or `EngineDeadError`.
+        """
+        self._check_alive()
+        assert self._core is not None
+        arrival_time = self._clock()  # before tokenizing: waiting for that is waiting, too
+        params = self._input_processor.complete_params(sampling_params or SamplingParams())
+        token_ids = await self._input_processor.tokenize(prompt)
+        self._check_alive()
+        request_id = request_id or f"req-{uuid4().hex}"
+        sample_ids = [request_id if params.n == 1 else f"{request_id}-{i}" for i in range(params.n)]
+        stream = RequestStream(
+            request_id, len(token_ids), params.n, abort=lambda: self._abort(sample_ids)
+        )
+        added: list[str] = []
+        try:
+            for index, sample_id in enumerate(sample_ids):
+                seed = None if params.seed is None else params.seed + index
+                request = Request(
+                    sample_id,
+                    token_ids,
+                    msgspec.structs.replace(params, n=1, seed=seed),
+                    max_total_tokens=self.max_model_len,
+                    arrival_time=arrival_time,
+                    eos_token_ids=self.model_info.eos_token_ids,
+                    priority=priority,
+                    user=user,
+                )
+                self._core.add_request(request)
+                self._output_processor.add_request(request, stream, index)
+                added.append(sample_id)
+        except BaseException:
+            self._abort(added)
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
+        stream = await self.add_request(
+            prompt, sampling_params, request_id=request_id, priority=priority, user=user
+        )
+        async with stream:
+            async for output in stream:
+                yield output
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; True if the KV cache is now empty."""
+        self._check_alive()
+        assert self._core is not None
+        return self._core.scheduler.reset_prefix_cache()
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for so many seconds, abort the rest.
+
+        Idempotent. Streams that are aborted end with finish reason `abort`.
+        """
+        self._is_closing = True
+        if self._core is not None and self._task is not None:
+            await self._drain(self._core, drain_timeout)
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._core.scheduler.shutdown()
+            self._core = None
+            self._input_processor.close()
+        if self._runner is not None:
+            await self._runner.close()
+
+    async def _drain(self, core: EngineCore, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        # Polled: it happens once in a life, which an event of its own would not be worth.
+        while (  # noqa: ASYNC110
+            self._error is None and len(self._output_processor) and self._clock() < deadline
+        ):
+            await asyncio.sleep(0.01)
+        if self._error is None:
+            aborted = core.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self._output_processor.end_requests(aborted, FinishReason.ABORT, self._clock())
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineDeadError(f"the engine has died: {self._error}") from self._error
+        if self._is_closing:
+            raise EngineDeadError("the engine is shutting down")
+        if self._core is None:
+            raise EngineDeadError("the engine has not been started")
+
+    def _get_stats(self) -> SchedulerStats | None:
+        return None if self._core is None else self._core.scheduler.make_stats()
+
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        assert self._core is not None
+        stopped = self._output_processor.process_outputs(outputs, self._clock())
+        if stopped:
+            self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
+
+    def _fail(self, request_ids: list[str], cause: BaseException) -> None:
+        error = RequestFailedError(f"the step of this request failed: {cause}")
+        error.__cause__ = cause
+        self._output_processor.fail_requests(request_ids, error, self._clock())
+
+    def _abort(self, request_ids: list[str]) -> None:
+        """The reader has left."""
+        ids = self._output_processor.drop_requests(request_ids, self._clock())
+        if ids and self._core is not None and self._error is None:
+            self._core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Nobody may wait for a dead task: every open stream hears why."""
+        if task.cancelled():
+            return
+        self._error = task.exception()
+        logger.critical("the engine has died", exc_info=self._error)
+        error = EngineDeadError(f"the engine has died: {self._error}")
+        error.__cause__ = self._error
+        self._output_processor.fail_requests(None, error, self._clock())
+
+
+def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
+    """The runner that the config names; only that one is imported."""
+    if config.runner.runner == "simulated":
+        from aioserve.runner.simulated import SimulatedRunner
+
+        return SimulatedRunner(config, model_info)
+    from aioserve.runner.threaded import ThreadedRunner
+
+    return ThreadedRunner(config, model_info)

@@ -1,0 +1,142 @@
+"""The engine task: schedule, hand the step to the runner, take the result, deliver.
+
+The one place where the order of these is decided. Knows nothing about text, HTTP or tensors.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from aioserve.errors import RunnerDeadError
+from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+# When a policy holds everybody back, it is asked again after so many seconds even if nothing
+# happened: long enough to cost nothing, short enough to be unnoticed. A guess.
+IDLE_POLL_SECONDS = 0.01
+
+Deliver = Callable[[list[EngineCoreOutput]], None]
+Fail = Callable[[list[str], BaseException], None]
+
+
+class EngineCore:
+    """Runs steps for as long as there are requests; sleeps on an event otherwise.
+
+    All calls come from the event loop, so nothing needs a lock: a call between two awaits of
+    `run` sees, and leaves, a consistent scheduler.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerInterface,
+        runner: RunnerInterface,
+        *,
+        pipeline_depth: int,
+        deliver: Deliver,
+        fail: Fail,
+    ) -> None:
+        """`deliver` gets the outputs of each step, `fail` the ids that lost their step."""
+        self.scheduler = scheduler
+        self._runner = runner
+        self._pipeline_depth = pipeline_depth
+        self._deliver = deliver
+        self._fail = fail
+        self._wakeup = asyncio.Event()
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises what the scheduler raises."""
+        self.scheduler.add_request(request)
+        self._wakeup.set()
+
+    def finish_requests(
+        self, request_ids: Iterable[str] | None, status: RequestStatus
+    ) -> list[str]:
+        """End requests; their blocks return at once, or when the step in flight is back."""
+        finished = self.scheduler.finish_requests(request_ids, status)
+        self._wakeup.set()
+        return finished
+
+    async def run(self) -> None:
+        """The engine task. Ends only by cancellation or by the error that killed the engine."""
+        while True:
+            await self.step()
+
+    async def step(self) -> None:
+        """Fill the pipeline, deliver while it computes, wait for the oldest step or for work."""
+        self._wakeup.clear()
+        outputs: dict[int, EngineCoreOutputs] = {}
+        if self._in_flight:
+            outputs = await self._take_result()
+        while len(self._in_flight) < self._pipeline_depth and self._dispatch():
+            pass
+        # The next step computes already; only now the last one's tokens are turned into text.
+        for client_outputs in outputs.values():
+            self._deliver(client_outputs.outputs)
+        if not self._in_flight:
+            await self._sleep()
+
+    def _dispatch(self) -> bool:
+        """Schedule one step and hand it over; False if there is nothing to run now."""
+        if not self.scheduler.has_requests():
+            return False
+        output = self.scheduler.schedule()
+        if output.total_num_scheduled_tokens == 0:
+            if not (output.finished_req_ids or output.preempted_req_ids):
+                return False
+            self._in_flight.append((output, self._runner.execute_model(output)))
+            return False  # the runner hears who left; asking again now would change nothing
+        self._in_flight.append((output, self._runner.execute_model(output)))
+        return True
+
+    async def _take_result(self) -> dict[int, EngineCoreOutputs]:
+        output, future = self._in_flight[0]
+        try:
+            result = await future
+        except RunnerDeadError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed", output.step_id)
+            await self._fail_steps(error)
+            return {}
+        self._in_flight.popleft()
+        if output.total_num_scheduled_tokens == 0:
+            return {}
+        return self.scheduler.update_from_output(output, result)
+
+    async def _fail_steps(self, error: BaseException) -> None:
+        """Fail the requests of every step in flight: later steps may read what a failed one
+        should have written. The rest go on.
+        """
+        steps = list(self._in_flight)
+        self._in_flight.clear()
+        results = await asyncio.gather(*(future for _, future in steps), return_exceptions=True)
+        for result in results:
+            if isinstance(result, RunnerDeadError):
+                raise result
+        failed: list[str] = []
+        for output, _ in steps:
+            req_ids = list(output.num_scheduled_tokens)
+            failed += self.scheduler.finish_requests(req_ids, RequestStatus.FINISHED_ERROR)
+        for output, _ in steps:
+            if output.total_num_scheduled_tokens:
+                req_ids = list(output.num_scheduled_tokens)
+                nothing = ModelRunnerOutput(req_ids, [[] for _ in req_ids])
+                self.scheduler.update_from_output(output, nothing)
+        self._fail(failed, error)
+
+    async def _sleep(self) -> None:
+        """Until something happens; or, if a policy holds requests back, for a short while."""
+        if not self.scheduler.has_requests():
+            await self._wakeup.wait()
+            return
+        try:
+            async with asyncio.timeout(IDLE_POLL_SECONDS):
+                await self._wakeup.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,85 @@
+"""The queue between the engine and the one reader of a request.
+
+Bounded without waiting: a slow reader gets fewer, longer deltas. Knows nothing about scheduling.
+"""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from aioserve.outputs import RequestOutput
+
+
+class RequestStream:
+    """An async iterator of `RequestOutput`; ends after all `n` samples have finished.
+
+    Use it as `async with stream:`: leaving the block aborts what is unfinished. Raises
+    `RequestFailedError` or `EngineDeadError` where the tokens would have come.
+    """
+
+    def __init__(
+        self, request_id: str, num_prompt_tokens: int, n: int, abort: Callable[[], None]
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self._abort = abort
+        self._num_unfinished = n
+        self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Hand over the next delta of a sample. Never waits."""
+        pending = self._pending.get(output.index)
+        if pending is None:
+            self._pending[output.index] = output
+        else:
+            pending.merge(output)
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, after what is pending."""
+        self._error = error
+        self._wake()
+
+    def close(self) -> None:
+        """Abort what is unfinished and end the stream. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pending.clear()
+            if self._num_unfinished > 0 and self._error is None:
+                self._abort()
+            self._wake()
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._pending:
+            if self._is_closed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            if self._num_unfinished == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._pending.pop(next(iter(self._pending)))
+
+    async def __aenter__(self) -> "RequestStream":
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,133 @@
+"""A runner without a model: invented tokens after a modelled time, on the event loop's clock.
+
+Test double, quick start without weights, and the lab's machine. Knows what a step costs; knows
+nothing about what is computed. Its view of the batch is rebuilt from `SchedulerOutput` alone.
+"""
+
+import asyncio
+from zlib import crc32
+
+from aioserve.config import EngineConfig
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+
+# Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
+# on memory visible without being the rule.
+DEFAULT_POOL_SHARE = 0.25
+
+
+class _Row:
+    """What the runner remembers of a request in the batch."""
+
+    def __init__(self, data: NewRequestData, mean_output_tokens: int, seed: int) -> None:
+        prompt = data.token_ids[: data.num_prompt_tokens]
+        params = data.sampling_params
+        self.num_tokens = len(data.token_ids)
+        self.num_prompt_tokens = data.num_prompt_tokens
+        self.num_logprobs = params.logprobs
+        # Token and length depend on the prompt alone, so that they are equal under every policy.
+        self.hash = crc32(repr((seed, prompt)).encode())
+        # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
+        num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
+        self.eos_position = self.num_prompt_tokens + num_output_tokens
+        self.eos_token_id = min(data.stop_token_ids, default=None)
+
+
+class SimulatedRunner(RunnerInterface):
+    """Steps take `base + prefill tokens + decodes + context read`, each at its own rate."""
+
+    def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
+        self._config = config.runner
+        self._vocab_size = model_info.vocab_size
+        self._special_token_ids = frozenset(model_info.eos_token_ids)
+        self._rows: dict[str, _Row] = {}
+        self._busy_until = 0.0
+        scheduler, cache = config.scheduler, config.cache
+        slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
+        slots = max(slots, model_info.max_model_len)
+        self._num_kv_blocks = cache.num_kv_blocks or -(-slots // cache.block_size)
+
+    async def load(self) -> None:
+        pass
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._num_kv_blocks
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
+        # Steps run in order: this one starts when the last one ends.
+        started = max(loop.time(), self._busy_until)
+        try:
+            seconds, output = self._compute(scheduler_output)
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        self._busy_until = started + seconds
+        loop.call_at(self._busy_until, self._resolve, future, output)
+        return future
+
+    async def close(self) -> None:
+        self._rows.clear()
+
+    @staticmethod
+    def _resolve(future: "asyncio.Future[ModelRunnerOutput]", output: ModelRunnerOutput) -> None:
+        if not future.done():  # it was cancelled at shutdown
+            future.set_result(output)
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
+        """Step time in seconds, and the tokens."""
+        for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self._rows.pop(request_id, None)
+        computed: dict[str, int] = {}
+        for data in scheduler_output.scheduled_new_reqs:
+            config = self._config
+            self._rows[data.request_id] = _Row(data, config.simulated_output_tokens, config.seed)
+            computed[data.request_id] = data.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+        sampled: list[list[int]] = []
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        num_prefill = num_decodes = num_context = 0
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            end = computed[request_id] + num_tokens
+            num_context += end
+            if num_tokens == 1:
+                num_decodes += 1
+            else:
+                num_prefill += num_tokens
+            if end < row.num_tokens:
+                sampled.append([])
+                continue
+            token_id = self._sample(row)
+            row.num_tokens += 1
+            sampled.append([token_id])
+            if row.num_logprobs is not None:  # all probability on the one token
+                top = min(row.num_logprobs, 1)
+                logprobs[request_id] = [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top])]
+        seconds = self._step_seconds(num_prefill, num_decodes, num_context) if sampled else 0.0
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        return seconds, ModelRunnerOutput(req_ids, sampled, logprobs)
+
+    def _step_seconds(self, num_prefill: int, num_decodes: int, num_context: int) -> float:
+        config = self._config
+        return 1e-3 * config.step_base_ms + 1e-6 * (
+            config.step_prefill_token_us * num_prefill
+            + config.step_decode_us * num_decodes
+            + config.step_context_token_us * num_context
+        )
+
+    def _sample(self, row: _Row) -> int:
+        if row.eos_token_id is not None and row.num_tokens + 1 > row.eos_position:
+            return row.eos_token_id
+        token_id = (row.hash + 2654435761 * row.num_tokens) % self._vocab_size
+        while token_id in self._special_token_ids:
+            token_id = (token_id + 1) % self._vocab_size
+        return token_id
