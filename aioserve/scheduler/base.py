@@ -243,9 +243,10 @@ class BaseScheduler(SchedulerInterface):
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request; the caller drops it from `waiting` and `running`."""
+        if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
+            self._finished_req_ids.append(request.request_id)
         request.status = status
         del self._requests[request.request_id]
-        self._finished_req_ids.append(request.request_id)
         self._returning.discard(request)
         if self._is_in_flight(request):
             self._ended.add(request)

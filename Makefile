@@ -1,0 +1,39 @@
+# make serve, make test: both set up .venv first. make help lists all.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help install serve test check clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+install: .venv/runtime  ## create .venv with pinned dependencies
+serve: .venv/runtime  ## start the server on the embedded model (ARGS="--port 9000" adds flags)
+	@exec $(BIN)/python -m aioserve $(ARGS)
+
+test: .venv/test check  ## install what tests need, check style and types, run the tests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: .venv/test  ## ruff and mypy alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove .venv and caches
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "aioserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/runtime: requirements/runtime.txt pyproject.toml | .venv/bin/python
+	$(BIN)/pip install -q --disable-pip-version-check -r requirements/runtime.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+.venv/test: requirements/test.txt .venv/runtime
+	$(BIN)/pip install -q --disable-pip-version-check -r requirements/test.txt
+	@touch $@
