@@ -75,6 +75,13 @@ class InputProcessor:
     def _render(self, messages: Sequence[Any]) -> str:
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt", "messages")
+        for i, message in enumerate(messages):
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    raise RequestError(
+                        f"messages[{i}].{key} must be a string, got {message.get(key)!r}",
+                        param="messages",
+                    )
         try:
             return str(
                 self._tokenizer.apply_chat_template(

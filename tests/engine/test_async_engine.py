@@ -1,0 +1,257 @@
+"""AsyncEngine on the simulated runner: the door, the streams, failures, the end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestFailedError,
+    RunnerDeadError,
+)
+from aioserve.outputs import ModelRunnerOutput, SchedulerStats
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.scheduler import SchedulerOutput
+
+FAST = RunnerConfig(runner="simulated", step_base_ms=0.5, simulated_output_tokens=20)
+
+
+def make_config(**scheduler: Any) -> EngineConfig:
+    return EngineConfig(runner=FAST, scheduler=SchedulerConfig(**scheduler))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(make_config()) as engine:
+        yield engine
+
+
+def stats_of(engine: AsyncEngine) -> SchedulerStats:
+    assert engine._core is not None
+    stats = engine._core.scheduler.make_stats()
+    assert stats is not None
+    return stats
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    """Until nothing is held; fails by timeout."""
+    async with asyncio.timeout(10):
+        while (  # noqa: ASYNC110 - what is awaited has no event
+            stats_of(engine).num_used_kv_blocks or stats_of(engine).num_running_reqs
+        ):
+            await asyncio.sleep(0.001)
+
+
+async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    async for output in engine.generate(prompt, params):
+        texts[output.index] = texts.get(output.index, "") + output.text
+    return texts
+
+
+async def test_text_token_ids_and_messages_are_prompts(engine: AsyncEngine) -> None:
+    ids = engine.model_info.tokenizer.encode("Who's there?")
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert await collect(engine, "Who's there?", params) == await collect(engine, ids, params)
+    assert (await collect(engine, [{"role": "user", "content": "Speak!"}], params))[0]
+
+
+async def test_streamed_deltas_are_the_text_of_all_tokens(engine: AsyncEngine) -> None:
+    text, token_ids, counts = "", [], []
+    async for output in engine.generate("Nay,", SamplingParams(max_tokens=50, ignore_eos=True)):
+        text += output.text
+        token_ids += output.token_ids
+        counts.append(output.num_output_tokens)
+    assert text == engine.model_info.tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert counts[-1] == len(token_ids) == 50
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+async def test_n_samples_come_tagged_and_share_the_prompt(engine: AsyncEngine) -> None:
+    finished = {}
+    prompt = [3] * 40
+    async for output in engine.generate(prompt, SamplingParams(n=3, max_tokens=4)):
+        if output.finished:
+            finished[output.index] = output.num_cached_tokens
+    assert finished.keys() == {0, 1, 2}
+    assert sorted(finished.values()) == [0, 32, 32]
+
+
+async def test_a_stop_string_ends_the_request_and_frees_it(engine: AsyncEngine) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    whole = (await collect(engine, "Go", params))[0]
+    stop = whole[20:24]
+    outputs = [o async for o in engine.generate("Go", SamplingParams(max_tokens=200, stop=stop))]
+    assert "".join(o.text for o in outputs) == whole[: whole.index(stop)]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
+    await until_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "message"),
+    [
+        ("", {}, "prompt", "empty"),
+        ([], {}, "prompt", "empty"),
+        ([1, 2, 4000], {}, "prompt", r"prompt\[2\] must be a token id from 0 to 2047, got 4000"),
+        ([1] * 4096, {}, "prompt", "4096 tokens, but the model's limit is 4096"),
+        ("word " * 200_000, {}, "prompt", r"at least \d+ tokens, but the model's limit is 4096"),
+        ("hi", {"stop_token_ids": (9999,)}, "stop_token_ids", "9999"),
+        ("hi", {"logit_bias": {-1: 1.0}}, "logit_bias", "-1"),
+        ([{"role": "user"}], {}, "messages", r"messages\[0\].content must be a string"),
+    ],
+)
+async def test_a_bad_request_is_refused_before_it_is_queued(
+    engine: AsyncEngine, prompt: Any, params: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        await engine.add_request(prompt, SamplingParams(**params))
+    assert caught.value.param == param
+    assert stats_of(engine).num_waiting_reqs == 0
+    assert await collect(engine, "still here?", SamplingParams(max_tokens=3))
+
+
+async def test_an_overload_takes_back_all_samples_of_the_request() -> None:
+    async with AsyncEngine(make_config(max_waiting_requests=2)) as engine:
+        with pytest.raises(EngineOverloadedError):
+            await engine.add_request("hello", SamplingParams(n=3))
+        assert stats_of(engine).num_waiting_reqs == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_leaving_the_loop_or_cancelling_the_task_frees_everything(depth: int) -> None:
+    async with AsyncEngine(make_config(max_num_seqs=2, pipeline_depth=depth)) as engine:
+        params = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+        async def read(limit: int) -> None:
+            count = 0
+            async for _ in engine.generate([5] * 100, params):
+                count += 1
+                if count == limit:
+                    break
+
+        tasks = [asyncio.create_task(read(limit)) for limit in (3, 10_000, 10_000, 10_000)]
+        await tasks[0]
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_idle(engine)
+        assert stats_of(engine).num_waiting_reqs == 0
+        assert await collect(engine, "next", SamplingParams(max_tokens=3))
+
+
+class FailingRunner(SimulatedRunner):
+    """Raises in the step that carries a request whose prompt begins with token 13."""
+
+    error: Exception = ValueError("a kernel failed")
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
+        if any(data.token_ids[0] == 13 for data in scheduler_output.scheduled_new_reqs):
+            raise self.error
+        return super()._compute(scheduler_output)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(depth: int) -> None:
+    config = make_config(pipeline_depth=depth)
+    engine = AsyncEngine(config)
+    engine._runner = FailingRunner(config, engine.model_info)
+    async with engine:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        with pytest.raises(RequestFailedError, match="a kernel failed"):
+            await collect(engine, [13, 1, 2], params)
+        await until_idle(engine)
+        assert await collect(engine, [12, 1, 2], params)
+        assert engine.errored is None
+
+
+async def test_a_dead_runner_tells_everybody_and_refuses_who_comes_later() -> None:
+    config = make_config()
+    engine = AsyncEngine(config)
+    runner = FailingRunner(config, engine.model_info)
+    runner.error = RunnerDeadError("the device is gone")
+    engine._runner = runner
+    async with engine:
+        stream = await engine.add_request([12] * 5, SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await collect(engine, [13, 1], SamplingParams())
+        with pytest.raises(EngineDeadError):
+            [output async for output in stream]
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await engine.add_request("too late")
+        assert isinstance(engine.errored, RunnerDeadError)
+
+
+async def test_shutdown_lets_requests_finish_and_then_aborts_the_rest() -> None:
+    engine = AsyncEngine(make_config())
+    await engine.start()
+    short = await engine.add_request([1] * 5, SamplingParams(max_tokens=5, ignore_eos=True))
+    long = await engine.add_request([1] * 5, SamplingParams(max_tokens=4000, ignore_eos=True))
+    await engine.shutdown(drain_timeout=0.3)
+    await engine.shutdown()
+    assert [o.finish_reason async for o in short][-1] is FinishReason.LENGTH
+    assert [o.finish_reason async for o in long][-1] is FinishReason.ABORT
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await engine.add_request("too late")
+
+
+async def test_a_slow_reader_delays_nobody_and_gets_everything(engine: AsyncEngine) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    async with await engine.add_request([7] * 9, params) as slow:
+        await collect(engine, [8] * 9, params)  # finishes although nobody reads the other
+        await asyncio.sleep(0.05)
+        outputs = [o async for o in slow]
+    assert sum(len(o.token_ids) for o in outputs) == 100
+    assert len(outputs) < 5
+
+
+async def test_limits_that_cannot_work_are_said_before_loading() -> None:
+    with pytest.raises(ConfigError, match="runs whole prompts"):
+        await AsyncEngine(make_config(policy="fcfs", max_num_batched_tokens=64)).start()
+    with pytest.raises(ConfigError, match="chunk_sise"):
+        await AsyncEngine(make_config(options={"chunk_sise": 1})).start()
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=4096), runner=FAST, cache=CacheConfig(num_kv_blocks=8)
+    )
+    with pytest.raises(ConfigError, match="the KV cache holds 128 tokens"):
+        await AsyncEngine(config).start()
+
+
+async def test_a_small_pool_lowers_a_length_limit_that_nobody_asked_for() -> None:
+    config = EngineConfig(runner=FAST, cache=CacheConfig(num_kv_blocks=8))
+    async with AsyncEngine(config) as engine:
+        assert engine.max_model_len == 128
+        with pytest.raises(RequestError, match="limit is 128"):
+            await engine.add_request([1] * 128)
+
+
+async def test_metrics_count_requests_and_return_to_zero(engine: AsyncEngine) -> None:
+    await collect(engine, [1] * 10, SamplingParams(max_tokens=7, ignore_eos=True))
+    await until_idle(engine)
+    lines = dict(
+        line.rsplit(" ", 1)
+        for line in engine.metrics.render().decode().splitlines()
+        if not line.startswith("#")
+    )
+    assert float(lines["aioserve_prompt_tokens_total"]) == 10
+    assert float(lines["aioserve_generation_tokens_total"]) == 7
+    assert float(lines['aioserve_requests_finished_total{reason="length"}']) == 1
+    assert float(lines["aioserve_time_to_first_token_seconds_count"]) == 1
+    assert float(lines["aioserve_inter_token_latency_seconds_count"]) == 6
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks"):
+        assert float(lines[f"aioserve_{gauge}"]) == 0
+
+
+async def test_an_idle_engine_runs_no_steps(engine: AsyncEngine) -> None:
+    await collect(engine, [1] * 10, SamplingParams(max_tokens=3))
+    await asyncio.sleep(0.05)
+    before = stats_of(engine).num_steps
+    await asyncio.sleep(0.2)
+    assert stats_of(engine).num_steps == before

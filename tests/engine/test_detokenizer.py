@@ -1,0 +1,103 @@
+"""Incremental text equals the text of all tokens; stop strings are found across tokens."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import aioserve
+from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher
+
+TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
+
+
+def decode(token_ids: list[int]) -> str:
+    return str(TOKENIZER.decode(token_ids, skip_special_tokens=True))
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def stream(token_ids: list[int], prompt: list[int], chunk: int = 1) -> list[str]:
+    detokenizer = Detokenizer(decode, prompt)
+    deltas = [detokenizer.append(token_ids[i : i + chunk]) for i in range(0, len(token_ids), chunk)]
+    return [*deltas, detokenizer.flush()]
+
+
+@given(st.text(max_size=80), st.text(max_size=10), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_any_text_comes_out_whole_and_no_character_is_split(
+    text: str, prompt: str, chunk: int
+) -> None:
+    text = text.encode(errors="ignore").decode()
+    prompt = prompt.encode(errors="ignore").decode()
+    deltas = stream(encode(text), encode(prompt), chunk)
+    assert "".join(deltas) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_tokens_give_the_text_of_all_of_them(seed: int) -> None:
+    """Most random byte tokens are no characters at all; they must still come out as decoded."""
+    rng = random.Random(seed)
+    token_ids = [rng.randrange(TOKENIZER.get_vocab_size()) for _ in range(200)]
+    assert "".join(stream(token_ids, [])) == decode(token_ids)
+
+
+def test_a_character_that_the_prompt_began_is_completed_by_the_output() -> None:
+    begun = encode("🙂")
+    assert len(begun) > 1
+    assert "".join(stream([*begun[1:], *encode(" ok")], begun[:1])) == "🙂 ok"
+
+
+def test_an_incomplete_character_is_held_back_until_the_end() -> None:
+    *most, last = encode("🙂")
+    detokenizer = Detokenizer(decode, encode("a"))
+    assert [detokenizer.append([token_id]) for token_id in most] == [""] * len(most)
+    assert detokenizer.append([last]) == "🙂"
+    detokenizer = Detokenizer(decode, encode("a"))
+    detokenizer.append(most)
+    assert detokenizer.flush() == "\ufffd"
+
+
+def match(text: str, stops: list[str], chunk: int, include: bool = False) -> tuple[str, str | None]:
+    matcher = StopStringMatcher(stops, include_stop=include)
+    sent = ""
+    for i in range(0, len(text), chunk):
+        delta, stop = matcher.append(text[i : i + chunk])
+        sent += delta
+        if stop is not None:
+            return sent, stop
+    return sent + matcher.flush(), None
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
+def test_text_ends_before_the_first_stop_string_however_it_arrives(
+    text: str, stops: list[str], chunk: int
+) -> None:
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    sent, stop = match(text, stops, chunk)
+    if not ends:
+        assert (sent, stop) == (text, None)
+        return
+    assert stop in stops
+    assert not any(s in sent for s in stops)
+    assert text.startswith(sent + str(stop))
+
+
+def test_the_stop_string_itself_is_sent_only_if_asked() -> None:
+    assert match("hello world", [" wor"], 1) == ("hello", " wor")
+    assert match("hello world", [" wor"], 1, include=True) == ("hello wor", " wor")
+
+
+def test_text_that_only_begins_like_a_stop_string_is_not_lost() -> None:
+    assert match("a STO b ST", ["STOP"], 1) == ("a STO b ST", None)

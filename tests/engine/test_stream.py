@@ -1,0 +1,82 @@
+"""RequestStream: one reader, bounded memory, a defined end."""
+
+import asyncio
+
+import pytest
+
+from aioserve.engine.stream import RequestStream
+from aioserve.errors import RequestFailedError
+from aioserve.outputs import FinishReason, RequestOutput
+
+
+def delta(text: str, index: int = 0, finish_reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(
+        request_id="r", index=index, text=text, token_ids=[1], finish_reason=finish_reason
+    )
+
+
+async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    for text in "abc":
+        stream.put(delta(text))
+    stream.put(delta("d", finish_reason=FinishReason.STOP))
+    outputs = [output async for output in stream]
+    assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [
+        ("abcd", [1, 1, 1, 1], FinishReason.STOP)
+    ]
+
+
+async def test_a_waiting_reader_gets_each_delta_as_it_comes() -> None:
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    texts = []
+
+    async def read() -> None:
+        async for output in stream:
+            texts.append(output.text)
+
+    reader = asyncio.create_task(read())
+    for text in "ab":
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream.put(delta(text))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stream.put(delta("c", finish_reason=FinishReason.STOP))
+    await reader
+    assert texts == ["a", "b", "c"]
+
+
+async def test_the_stream_ends_after_all_samples() -> None:
+    stream = RequestStream("r", 1, 2, abort=lambda: None)
+    stream.put(delta("a", 0, FinishReason.STOP))
+    assert (await anext(stream)).index == 0
+    stream.put(delta("b", 1, FinishReason.LENGTH))
+    assert [o.index async for o in stream] == [1]
+
+
+async def test_leaving_the_block_aborts_only_what_is_unfinished() -> None:
+    aborts: list[int] = []
+    async with RequestStream("r", 1, 1, abort=lambda: aborts.append(1)) as stream:
+        stream.put(delta("a", finish_reason=FinishReason.STOP))
+    assert aborts == []
+    async with RequestStream("r", 1, 1, abort=lambda: aborts.append(1)) as stream:
+        stream.put(delta("a"))
+    stream.close()
+    assert aborts == [1]
+
+
+async def test_an_error_comes_after_what_was_pending() -> None:
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream.put(delta("a"))
+    stream.fail(RequestFailedError("boom"))
+    assert (await anext(stream)).text == "a"
+    with pytest.raises(RequestFailedError, match="boom"):
+        await anext(stream)
+
+
+async def test_closing_wakes_a_reader_that_waits() -> None:
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    reader = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0)
+    stream.close()
+    assert await reader is None

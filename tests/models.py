@@ -1,0 +1,68 @@
+"""Tiny random models of several architectures, as directories that `from_pretrained` can read.
+
+Weights are large enough that the best token leads by a wide margin, so that greedy decoding can
+be compared token by token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {
+        "sliding_window": 24,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+MODEL_KINDS = tuple(_KINDS)
+
+
+def make_model(kind: str, path: Path, **overrides: Any) -> Path:
+    """Write a model of one of `MODEL_KINDS` to `path` and return `path`.
+
+    `overrides` are fields of its `transformers` configuration. There is no tokenizer.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**_COMMON, **_KINDS[kind], **overrides})
+    model = AutoModelForCausalLM.from_config(config)
+    if kind == "gemma2":  # else its tied embedding makes every model repeat its input
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name and "post" in name:
+                torch.nn.init.constant_(parameter, 3.0)
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,129 @@
+"""Who may import whom. The arrows point one way, and nothing heavy is loaded before it is used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What a package's modules may import at module level, besides the standard library, third parties
+# and their own package. Imports inside functions are choices made at run time; TYPE_CHECKING too.
+ALLOWED = {
+    "aioserve.errors": set(),
+    "aioserve.sampling_params": {"aioserve.errors"},
+    "aioserve.config": {"aioserve.errors"},
+    "aioserve.outputs": set(),
+    "aioserve.model_info": {"aioserve.config", "aioserve.errors"},
+    "aioserve.request": {"aioserve.outputs", "aioserve.sampling_params"},
+    "aioserve.kv_cache": {"aioserve.request"},
+    "aioserve.scheduler": {
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.kv_cache",
+        "aioserve.outputs",
+        "aioserve.request",
+        "aioserve.sampling_params",
+    },
+    "aioserve.runner": {
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.model_info",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
+        "aioserve.scheduler.output",
+    },
+    "aioserve.engine": {
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.kv_cache",
+        "aioserve.model_info",
+        "aioserve.outputs",
+        "aioserve.request",
+        "aioserve.runner.interface",
+        "aioserve.sampling_params",
+        "aioserve.scheduler",
+    },
+    "aioserve.lab": set(),
+    "aioserve.testing": {
+        "aioserve.config",
+        "aioserve.kv_cache",
+        "aioserve.outputs",
+        "aioserve.request",
+        "aioserve.sampling_params",
+        "aioserve.scheduler",
+        "aioserve.scheduler.output",
+    },
+    "aioserve.server": {
+        "aioserve",
+        "aioserve.config",
+        "aioserve.engine",
+        "aioserve.errors",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
+    },
+    "aioserve.client": {
+        "aioserve.errors",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
+        "aioserve.server.protocol",
+    },
+    "aioserve.cli": {"aioserve", "aioserve.config", "aioserve.errors"},
+    "aioserve.__main__": {"aioserve.cli"},
+    "aioserve": set(),
+    "policies": {"aioserve.scheduler"},
+}
+
+
+def home(module: str) -> str:
+    """The entry of ALLOWED that a module belongs to: the longest one."""
+    return max((name for name in ALLOWED if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def module_level_imports(path: Path) -> set[str]:
+    """Modules of this project that importing the file imports."""
+    found: set[str] = set()
+    todo: list[ast.stmt] = list(ast.parse(path.read_text()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            todo += node.body + node.orelse
+        elif isinstance(node, ast.ClassDef | ast.Try):
+            todo += node.body
+    return {name for name in found if name.split(".")[0] in ("aioserve", "policies")}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*ROOT.glob("aioserve/**/*.py"), *ROOT.glob("policies/**/*.py")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_every_import_edge_is_an_allowed_one(path: Path) -> None:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    own = home(module)
+    for imported in module_level_imports(path):
+        assert imported in ALLOWED[own] or home(imported) == own, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", ["aioserve", "aioserve.cli", "aioserve.testing"])
+def test_importing_loads_no_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_had() -> None:
+    import aioserve
+
+    for name in aioserve.__all__:
+        assert getattr(aioserve, name) is not None
