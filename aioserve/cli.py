@@ -23,21 +23,26 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 
 _EPILOG = """\
-Without a command, `aioserve` serves. Settings come from --config, then --set, then flags: of
+Commands: serve (the default). Settings come from --config, then --set, then flags: of
 two values the later in this order wins, and of two --set the later one.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. One line on stderr says what went wrong."""
-    arguments = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
+    command = COMMANDS[words.pop(0)] if words and words[0] in COMMANDS else _serve
+    arguments = build_parser().parse_args(words)
     try:
         config = load_config(arguments)
         _set_up_logging(config.server.log_level)
-        _run(COMMANDS[arguments.command](config))
+        _run(command(config))
     except AioserveError as error:
         print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:  # before the command took charge of signals
+        pass
     return 0
 
 
@@ -65,9 +70,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve a language model over an OpenAI-compatible HTTP API.",
         epilog=_EPILOG,
         allow_abbrev=False,
-    )
-    parser.add_argument(
-        "command", nargs="?", choices=COMMANDS, default="serve", help="what to do (default: serve)"
     )
     parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")

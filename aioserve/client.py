@@ -3,6 +3,7 @@
 Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine nor torch.
 """
 
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -12,7 +13,7 @@ import aiohttp
 import msgspec
 from msgspec import UNSET
 
-from aioserve.errors import AioserveError, EngineDeadError, RequestFailedError
+from aioserve.errors import AioserveError, EngineDeadError, RequestError, RequestFailedError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import from_wire
@@ -121,8 +122,12 @@ class AsyncClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
         params = sampling_params or SamplingParams()
+        try:
+            wire_messages = msgspec.convert(messages, list[ChatMessage])
+        except msgspec.ValidationError as error:
+            raise RequestError(f"messages: {error}", param="messages") from error
         body = ChatCompletionRequest(
-            messages=msgspec.convert(messages, list[ChatMessage]),
+            messages=wire_messages,
             max_completion_tokens=params.max_tokens,
             logprobs=None if params.logprobs is None else True,
             top_logprobs=params.logprobs,
@@ -173,11 +178,11 @@ class AsyncClient:
         self, method: str, path: str, body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response; its connection is dropped if it was not read to the end."""
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        options: dict[str, Any] = {}
+        if body is not None:  # as a file: aiohttp sends large ones in pieces
+            options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
         try:
-            async with self._session().request(
-                method, self.base_url + path, data=body, headers=headers
-            ) as response:
+            async with self._session().request(method, self.base_url + path, **options) as response:
                 if response.status != 200:
                     raise _error_of(response, await response.read())
                 yield response
@@ -195,9 +200,13 @@ class AsyncClient:
             async for data in _events(response.content):
                 if data == b"[DONE]":
                     return
-                if data.startswith(b'{"error"'):
-                    raise from_wire(500, _error_decoder.decode(data).error)
-                chunk = decoder.decode(data)
+                try:
+                    if data.startswith(b'{"error"'):
+                        raise from_wire(500, _error_decoder.decode(data).error)
+                    chunk = decoder.decode(data)
+                except msgspec.DecodeError as error:
+                    message = f"an event of {self.base_url} cannot be read: {error}"
+                    raise RequestFailedError(message) from error
                 for choice in chunk.choices:
                     if output := _output(chunk, choice):
                         yield output

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-import pytest
 import uvloop
 
 

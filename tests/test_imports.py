@@ -68,6 +68,7 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.outputs",
         "aioserve.sampling_params",
+        "aioserve.server.errors",
         "aioserve.server.protocol",
     },
     "aioserve.cli": {"aioserve", "aioserve.config", "aioserve.errors"},

@@ -126,7 +126,7 @@ def test_greedy_tokens_equal_those_of_transformers(
             num_kv_blocks=POOLS[pool] // block_size,
         ),
         scheduler=SchedulerConfig(policy=policy, options=options, max_num_seqs=64),
-        runner=RunnerConfig(threads=2),
+        runner=RunnerConfig(threads=1),
     )
     cases = [
         (prompt, expected)

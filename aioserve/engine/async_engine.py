@@ -255,7 +255,10 @@ class AsyncEngine:
             self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
 
     def _fail(self, request_ids: list[str], cause: BaseException) -> None:
-        error = RequestFailedError(f"the step of this request failed: {cause}")
+        # The cause may quote anything; clients get its type, the log and Python callers get it all.
+        error = RequestFailedError(
+            f"the step that served this request failed ({type(cause).__name__}); the log says why"
+        )
         error.__cause__ = cause
         self._output_processor.fail_requests(request_ids, error, self._clock())
 

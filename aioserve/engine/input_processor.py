@@ -69,8 +69,8 @@ class InputProcessor:
         return params
 
     def close(self) -> None:
-        """Stop the tokenizer thread."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Let the tokenizer thread end; who still waits for it is refused afterwards."""
+        self._executor.shutdown(wait=False)
 
     def _render(self, messages: Sequence[Any]) -> str:
         if self._tokenizer.chat_template is None:

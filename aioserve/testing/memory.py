@@ -44,8 +44,9 @@ class KVMemory:
         computed = self._enter(output)
         if set(computed) != set(output.num_scheduled_tokens):
             raise ContractViolation(
-                f"step {output.step_id}: num_scheduled_tokens names {sorted(output.num_scheduled_tokens)}, "
-                f"new and cached requests are {sorted(computed)}"
+                f"step {output.step_id}: num_scheduled_tokens names "
+                f"{sorted(output.num_scheduled_tokens)}, new and cached requests are "
+                f"{sorted(computed)}"
             )
         self._write(output, computed)
         sampled = [

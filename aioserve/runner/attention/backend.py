@@ -1,0 +1,82 @@
+"""What every attention backend is given and must do. No implementation here."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The packed arrays of one step: R rows (requests) with T tokens in all, row after row."""
+
+    req_ids: list[str]  # R, in the scheduler's order
+    rows: IntArray  # R, rows of the persistent batch
+    input_ids: IntArray  # T
+    positions: IntArray  # T, restarting with every row
+    slot_mapping: IntArray  # T, block_id * block_size + offset: where K and V of a token go
+    query_start_loc: IntArray  # R + 1, first packed token of each row
+    seq_lens: IntArray  # R, tokens whose K and V exist once this step has written its own
+    block_table: npt.NDArray[np.int32]  # [R, W] block ids; unused entries hold any valid id
+    sampling: IntArray  # S, which of the R rows sample a token
+    logits_indices: IntArray  # S, the packed token whose logits they sample from
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """K and V of one attention layer, per token."""
+
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """All attention layers in the order in which the model runs them."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        elements = sum(
+            layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim)
+            for layer in self.layers
+        )
+        return elements * self.dtype.itemsize
+
+
+class AttentionBackend(ABC):
+    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
+
+    @abstractmethod
+    def prepare(self, step: StepInputs) -> None:
+        """Derive what all layers of this step share."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store K and V of all T tokens, then let every token attend to its own past and itself.
+
+        `query` is [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv]; returns [T, Hq, Dv].
+        Query head h reads KV head h // (Hq // Hkv). `sliding_window` = w: a token sees itself and
+        the w - 1 before it. `softcap` = c: scores become c * tanh(score / c) (Gemma 2). `sinks`
+        [Hq]: a logit per head that takes part in the softmax and carries no value (gpt-oss).
+        """

@@ -1,0 +1,117 @@
+"""The persistent batch: what the runner remembers of each request between steps.
+
+Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and counts; knows
+nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class InputBatch:
+    """Up to `max_num_seqs` requests of up to `max_model_len` tokens."""
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int
+    ) -> None:
+        self._block_size = block_size
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._rows: dict[str, int] = {}
+        # one column more than a request may have: a step scheduled ahead may sample a token too
+        # many. Memory of columns that are never used is never committed.
+        num_columns = max_model_len + 1
+        self._token_ids = np.zeros((max_num_seqs, num_columns), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._block_table = np.zeros((max_num_seqs, -(-num_columns // block_size)), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._sampling = SamplingColumns(max_num_seqs, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Drop who left, add who came, update who stayed. Ids that are unknown may be dropped."""
+        self._drop(step.finished_req_ids)
+        self._drop(step.preempted_req_ids)
+        for request in step.scheduled_new_reqs:
+            self._add(request)
+        self._update(step.scheduled_cached_reqs)
+
+    def prepare(self, step: SchedulerOutput) -> StepInputs:
+        """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
+        req_ids = list(step.num_scheduled_tokens)
+        num_reqs = len(req_ids)
+        rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, num_reqs)
+        num_scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
+        num_computed = self._num_computed_tokens[rows]
+        seq_lens = num_computed + num_scheduled
+        query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
+        np.cumsum(num_scheduled, out=query_start_loc[1:])
+
+        token_row = np.repeat(rows, num_scheduled)
+        positions = np.arange(query_start_loc[-1])
+        positions += np.repeat(num_computed - query_start_loc[:-1], num_scheduled)
+        block, offset = np.divmod(positions, self._block_size)
+        # >=, not ==: after a failed step, a step scheduled ahead of it is beyond the known tokens;
+        # its requests have failed already, so what it computes for them does not matter
+        sampling = np.flatnonzero(seq_lens >= self._num_tokens[rows])
+        num_columns = -(-int(seq_lens.max(initial=1)) // self._block_size)
+        return StepInputs(
+            req_ids=req_ids,
+            rows=rows,
+            input_ids=self._token_ids[token_row, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=self._block_table[token_row, block].astype(np.int64) * self._block_size
+            + offset,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=self._block_table[rows, :num_columns],
+            sampling=sampling,
+            logits_indices=query_start_loc[1:][sampling] - 1,
+        )
+
+    def sampling_inputs(self, inputs: StepInputs) -> SamplingInputs:
+        """Sampling columns of the rows of `inputs` that sample."""
+        return self._sampling.select(inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling])
+
+    def append(self, inputs: StepInputs, token_ids: IntArray) -> None:
+        """Add the sampled tokens, one for each of the rows of `inputs` that sample."""
+        rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+        self._token_ids[rows, position] = token_ids
+        self._num_tokens[rows] = position + 1
+        self._sampling.append(rows, token_ids)
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._sampling.drop(row)
+                self._free_rows.append(row)
+
+    def _add(self, request: NewRequestData) -> None:
+        self._drop([request.request_id])
+        row = self._rows[request.request_id] = self._free_rows.pop()
+        num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
+        self._token_ids[row, :num_tokens] = request.token_ids
+        self._num_tokens[row] = num_tokens
+        self._num_computed_tokens[row] = request.num_computed_tokens
+        self._block_table[row, :num_blocks] = request.block_ids
+        self._num_blocks[row] = num_blocks
+        self._sampling.set(row, request)
+
+    def _update(self, cached: CachedRequestData) -> None:
+        rows = np.fromiter(
+            map(self._rows.__getitem__, cached.req_ids), np.int64, len(cached.req_ids)
+        )
+        self._num_computed_tokens[rows] = cached.num_computed_tokens
+        for request_id, block_ids in cached.new_block_ids.items():
+            row = self._rows[request_id]
+            begin = self._num_blocks[row]
+            self._num_blocks[row] = end = begin + len(block_ids)
+            self._block_table[row, begin:end] = block_ids

@@ -1,0 +1,214 @@
+"""Reads a model directory into a module whose attention calls reach us, or says why it cannot.
+
+Knows `transformers` and file formats; knows nothing about blocks, batches or requests.
+"""
+
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner import machine
+from aioserve.runner.architecture import check_architecture
+from aioserve.runner.attention.backend import KVCacheSpec, StepInputs
+from aioserve.runner.attention.bridge import (
+    ATTN_IMPLEMENTATION,
+    AttentionProbe,
+    UnsupportedModelError,
+    serving,
+)
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 4  # more than one, so that a model that builds masks of its own shows them
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode, and what its attention layers look like."""
+
+    module: nn.Module
+    kv_cache_spec: KVCacheSpec
+    attention_modules: list[nn.Module]  # in the order of the layers of `kv_cache_spec`
+    takes_logits_to_keep: bool = True  # else its head always runs on all tokens
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Logits [S, V] of the rows that sample. Attention goes to whoever is `serving`."""
+        keep = torch.from_numpy(inputs.logits_indices)
+        arguments: dict[str, Any] = {
+            "input_ids": torch.from_numpy(inputs.input_ids)[None],
+            "position_ids": torch.from_numpy(inputs.positions)[None],
+            "use_cache": False,
+        }
+        if self.takes_logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        logits: Tensor = self.module(**arguments).logits[0]
+        return logits if self.takes_logits_to_keep else logits[keep]
+
+
+def load_model(config: ModelConfig, info: ModelInfo) -> LoadedModel:
+    """Load the weights of `info.path`.
+
+    Raises `ConfigError` in one line if a file is missing or damaged, or if the architecture needs
+    more than causal attention over tokens.
+    """
+    check_architecture(info)
+    _check_weight_files(info.path)
+    dtype = resolve_dtype(config.dtype)
+    module = _from_pretrained(config, info, dtype)
+    try:
+        probe = _probe_attention(module, info)
+    except UnsupportedModelError as error:
+        name = type(module).__name__
+        raise ConfigError(f"unsupported architecture {name}: {error}") from error
+    return LoadedModel(module, probe.spec(dtype), probe.modules, _takes(module, "logits_to_keep"))
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The compute type for a `--dtype` setting."""
+    if name != "auto":
+        return {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }[name]
+    return torch.bfloat16 if machine.has_native_bf16() else torch.float32
+
+
+def _check_weight_files(path: Path) -> None:
+    """Name the damaged file; `from_pretrained` would not."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"cannot read {index}: {_one_line(error)}") from error
+        files = [path / name for name in sorted(names)]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"no *.safetensors weights in model directory {path}")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass  # reads the header and compares it with the size of the file
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
+
+
+def _from_pretrained(config: ModelConfig, info: ModelInfo, dtype: torch.dtype) -> nn.Module:
+    try:
+        with _quiet_transformers():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                info.path,
+                dtype=dtype,
+                attn_implementation=ATTN_IMPLEMENTATION,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises whatever the files provoke
+        reason = _one_line(error)
+        if isinstance(error, KeyError) and ATTN_IMPLEMENTATION in error.args:
+            reason = "its architecture does not use the attention interface of transformers"
+        raise ConfigError(f"cannot load the model in {info.path}: {reason}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} weights of {type(module).__name__} are not in the *.safetensors files "
+            f"of {info.path}, first {missing[0]}"
+        )
+    model: nn.Module = module.eval()
+    return model
+
+
+def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
+    """Run a few tokens to see which attention layers there are; config fields differ by model."""
+    if not _takes(module, "position_ids"):
+        raise UnsupportedModelError("it does not take the positions of its tokens")
+    positions = torch.arange(_PROBE_TOKENS)[None]
+    ids = (info.vocab_size // 2 + positions) % info.vocab_size  # small ids may mean padding
+    with torch.inference_mode():
+        probe = _record_attention(module, input_ids=ids, position_ids=positions)
+        default = _record_attention(module, input_ids=ids)
+    num_layers = info.hf_config.num_hidden_layers
+    if len(probe.modules) != num_layers:
+        raise UnsupportedModelError(
+            f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
+        )
+    if not all(map(torch.equal, probe.queries, default.queries)):
+        raise UnsupportedModelError("its positions do not count from 0")
+    if not any(probe.sliding_windows) and _masks_a_window(module, info):
+        raise UnsupportedModelError(
+            "its sliding window is only in its mask: serve it with max_model_len of at most "
+            f"{info.hf_config.sliding_window}"
+        )
+    return probe
+
+
+def _masks_a_window(module: nn.Module, info: ModelInfo) -> bool:
+    """Whether the model asks for windowed masks (which are not built) that requests would feel."""
+    window = getattr(info.hf_config, "sliding_window", None)
+    layer_types = getattr(info.hf_config, "layer_types", None) or ["sliding_attention"]
+    return (
+        window is not None
+        and window < info.max_model_len
+        and "sliding_attention" in layer_types
+        and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    )
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
+
+
+def _record_attention(module: nn.Module, **inputs: Tensor) -> AttentionProbe:
+    probe = AttentionProbe()
+    try:
+        with serving(probe):
+            module(**inputs, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # code of any kind of model
+        raise UnsupportedModelError(f"its forward pass fails: {_one_line(error)}") from error
+    return probe
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No load report (we raise instead), and no progress bar in a log file."""
+    verbosity = hf_logging.get_verbosity()
+    had_progress_bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            hf_logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

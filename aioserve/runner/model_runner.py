@@ -1,0 +1,104 @@
+"""The model on this machine: weights, KV cache, persistent batch, one forward pass per step.
+
+Built, used and closed on one thread. Knows nothing about requests that are not in its batch, nor
+about text.
+"""
+
+import logging
+
+import torch
+
+from aioserve.config import EngineConfig
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.runner import machine
+from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.attention.bridge import PagedAttentionHandler, serving
+from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.kv_pool import MIB, choose_num_kv_blocks
+from aioserve.runner.loader import LoadedModel, load_model
+from aioserve.runner.sampler import SampledTokens, sample
+from aioserve.scheduler.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Computes steps in the order of the calls."""
+
+    def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
+        self._config = config
+        self._model_info = model_info
+        self.num_kv_blocks = 0  # known after `load`
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Load the weights and allocate the KV cache. Raises `ConfigError`."""
+        config, cache = self._config, self._config.cache
+        threads = config.runner.threads or machine.default_num_threads()
+        torch.set_num_threads(threads)
+        machine.keep_freed_memory()
+        loaded = load_model(config.model, self._model_info)
+        spec = loaded.kv_cache_spec
+        self.num_kv_blocks = choose_num_kv_blocks(
+            config, spec.bytes_per_token, self._model_info.max_model_len
+        )
+        self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
+        self._attention = PagedAttentionHandler(loaded.attention_modules, self._backend)
+        self._model = loaded
+        self._batch = InputBatch(
+            config.scheduler.max_num_seqs,
+            self._model_info.max_model_len,
+            cache.block_size,
+            self._model_info.vocab_size,
+        )
+        _log_loaded(loaded, self.num_kv_blocks, cache.block_size, threads)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One forward pass, and a token for each row whose known tokens are then all computed.
+
+        If it raises, the requests of this step are in an unknown state and must be dropped; all
+        others can go on.
+        """
+        self._batch.apply(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_RUNNER_OUTPUT
+        inputs = self._batch.prepare(scheduler_output)
+        self._backend.prepare(inputs)
+        with serving(self._attention):
+            logits = self._model.forward(inputs)
+        sampled = sample(logits, self._batch.sampling_inputs(inputs))
+        self._batch.append(inputs, sampled.token_ids)
+        return _make_output(inputs, sampled)
+
+    def close(self) -> None:
+        """Give back weights and KV cache. Idempotent."""
+        for name in ("_model", "_attention", "_backend", "_batch"):
+            self.__dict__.pop(name, None)
+
+
+def _make_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutput:
+    token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
+    sampling = inputs.sampling.tolist()
+    for index, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
+        token_ids[index] = [token_id]
+    logprobs = {
+        inputs.req_ids[sampling[index]]: [entry] for index, entry in sampled.logprobs.items()
+    }
+    return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs)
+
+
+def _log_loaded(loaded: LoadedModel, num_kv_blocks: int, block_size: int, threads: int) -> None:
+    spec = loaded.kv_cache_spec
+    num_tokens = num_kv_blocks * block_size
+    logger.info(
+        "%s: %s, %.1fM parameters; KV pool: %d blocks, %d tokens, %.0f MiB; %d threads",
+        type(loaded.module).__name__,
+        str(spec.dtype).removeprefix("torch."),
+        loaded.num_parameters / 1e6,
+        num_kv_blocks,
+        num_tokens,
+        num_tokens * spec.bytes_per_token / MIB,
+        threads,
+    )

@@ -1,0 +1,162 @@
+"""Chooses one token per row of logits, doing only what the rows ask for.
+
+Knows numbers and columns; knows nothing about requests, batches or models. The same seed,
+position and logits give the same token whatever else is in the batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.runner import noise
+from aioserve.runner.sampling_columns import NO_LOGPROBS, IntArray, SamplingInputs
+
+NOISE_ELEMENTS = 1 << 16  # hashed at a time: what stays in a core's cache
+TOP_P_CANDIDATES = 1024  # sorted first; a row whose mass is spread wider sorts its vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token for each of the S rows."""
+
+    token_ids: IntArray  # S
+    logprobs: dict[int, TokenLogprobs]  # by row, for those that asked
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
+    """Choose a token from each row of `logits` [S, V], of any floating type and not changed.
+
+    The operations and their order are defined in the docstring of `SamplingParams`.
+    """
+    token_ids = _choose(logits, inputs)
+    asked = np.flatnonzero(inputs.num_logprobs != NO_LOGPROBS)
+    if not len(asked):
+        return SampledTokens(token_ids, {})
+    rows = logits[torch.from_numpy(asked)]
+    logprobs = _logprobs(rows, token_ids[asked], inputs.num_logprobs[asked].tolist())
+    return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)))
+
+
+def _choose(logits: Tensor, inputs: SamplingInputs) -> IntArray:
+    random = inputs.temperature > 0
+    touched = random.copy()
+    touched[list(inputs.edits)] = True
+    if not touched.any():
+        return _argmax(logits)
+    token_ids = np.empty(len(touched), dtype=np.int64)
+    plain = np.flatnonzero(~touched)
+    if len(plain):
+        token_ids[plain] = _argmax(logits[torch.from_numpy(plain)])
+    rows = np.flatnonzero(touched)
+    edited = logits[torch.from_numpy(rows)].float()
+    for place, row in enumerate(rows.tolist()):
+        if row in inputs.edits:
+            inputs.edits[row].apply(edited[place], int(inputs.num_tokens[row]))
+    token_ids[rows] = _argmax(edited)
+    if random.any():
+        chosen = _choose_randomly(edited[torch.from_numpy(random[rows])], inputs.take(random))
+        token_ids[random] = chosen
+    return token_ids
+
+
+def _argmax(logits: Tensor) -> IntArray:
+    return logits.argmax(dim=-1).numpy()
+
+
+def _choose_randomly(logits: Tensor, inputs: SamplingInputs) -> IntArray:
+    """Temperature, top-k, top-p, min-p, and a draw, for rows that are all random; float32."""
+    # the most likely token becomes 0, so that no temperature, however small, can overflow
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    logits /= torch.from_numpy(inputs.temperature)[:, None]
+    keys = noise.row_keys(inputs.seeds, inputs.num_tokens)
+    with np.errstate(divide="ignore"):
+        floor = torch.from_numpy(np.log(inputs.min_p))  # min-p as a bound on logits
+    token_ids = np.empty(len(keys), dtype=np.int64)
+    limited = (inputs.top_k > 0) | (inputs.top_p < 1)
+    for rows, draw in ((~limited, _draw_from_all), (limited, _draw_from_most_likely)):
+        if rows.any():
+            which = torch.from_numpy(rows)
+            token_ids[rows] = draw(logits[which], keys[rows], floor[which], inputs.take(rows))
+    return token_ids
+
+
+def _draw_from_all(
+    logits: Tensor, keys: noise.Words, floor: Tensor, inputs: SamplingInputs
+) -> IntArray:
+    """Draw from the whole vocabulary."""
+    logits = logits.masked_fill_(logits < floor[:, None], float("-inf"))
+    vocabulary = np.arange(logits.shape[1], dtype=np.uint32)
+    step = max(1, NOISE_ELEMENTS // logits.shape[1])
+    chosen = [
+        _argmax(logits[begin : begin + step] + _gumbel(keys[begin : begin + step], vocabulary))
+        for begin in range(0, len(keys), step)
+    ]
+    return np.concatenate(chosen)
+
+
+def _draw_from_most_likely(
+    logits: Tensor, keys: noise.Words, floor: Tensor, inputs: SamplingInputs
+) -> IntArray:
+    """Draw from the tokens that top-k and top-p leave.
+
+    Both keep every token that is at least as likely as the last one kept, as top-k does in
+    transformers: the choice among equals must not depend on how the rows of a batch are sorted.
+    """
+    vocab_size = logits.shape[1]
+    wanted = np.where(inputs.top_k > 0, inputs.top_k + 1, TOP_P_CANDIDATES)
+    num_candidates = min(vocab_size, int(wanted.max()))
+    token_ids = np.empty(len(keys), dtype=np.int64)
+    pending = np.arange(len(keys))
+    while len(pending):
+        which = torch.from_numpy(pending)
+        rows = inputs.take(pending)
+        values, candidates = logits[which].topk(num_candidates)
+        lowest = _lowest_kept(values, logits[which], rows)
+        # equals of the last token kept may lie beyond the candidates
+        complete = (values[:, -1] < lowest).numpy() | (num_candidates == vocab_size)
+        scores = values + _gumbel(keys[pending], candidates.numpy().astype(np.uint32))
+        scores.masked_fill_(values < torch.maximum(lowest, floor[which])[:, None], float("-inf"))
+        chosen = candidates.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0].numpy()
+        token_ids[pending[complete]] = chosen[complete]
+        pending, num_candidates = pending[~complete], vocab_size
+    return token_ids
+
+
+def _lowest_kept(values: Tensor, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """The smallest logit [N] that top-k, then top-p, keep; `values` [N, K] are sorted, falling."""
+    num_candidates = values.shape[1]
+    top_k = torch.from_numpy(inputs.top_k)
+    last = torch.where(top_k > 0, top_k, num_candidates).clamp(max=num_candidates) - 1
+    kept = values >= values.gather(1, last[:, None])
+    weights = values.double().exp() * kept
+    mass = weights.cumsum(dim=1)
+    all_mass = torch.where(top_k > 0, mass[:, -1], logits.double().exp().sum(dim=1))
+    top_p = torch.from_numpy(inputs.top_p).double()
+    target = torch.where(top_p < 1, top_p * all_mass, float("inf"))
+    kept &= mass - weights < target[:, None]  # what comes before a token lacks mass
+    return values.gather(1, kept.sum(dim=1, keepdim=True) - 1)[:, 0]
+
+
+def _gumbel(keys: noise.Words, token_ids: noise.Words) -> Tensor:
+    """Noise [N, V] that makes argmax(logits + noise) a draw from softmax(logits) (Gumbel-max)."""
+    uniform = torch.from_numpy(noise.uniform(noise.hash_tokens(keys, token_ids)))
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _logprobs(logits: Tensor, token_ids: IntArray, num_logprobs: list[int]) -> list[TokenLogprobs]:
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    sampled = logprobs.gather(1, torch.from_numpy(token_ids)[:, None])
+    ranks = (logprobs > sampled).sum(dim=1) + 1
+    values, ids = logprobs.topk(min(max(num_logprobs), logits.shape[1]))
+    columns = zip(
+        sampled[:, 0].tolist(),
+        ranks.tolist(),
+        ids.tolist(),
+        values.tolist(),
+        num_logprobs,
+        strict=True,
+    )
+    return [TokenLogprobs(own, rank, i[:n], v[:n]) for own, rank, i, v, n in columns]

@@ -1,0 +1,71 @@
+"""What operators and tools ask: models, health, metrics, version.
+
+Reads the engine, changes nothing.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from aioserve import __version__
+from aioserve.engine import AsyncEngine
+from aioserve.server.errors import UnknownModelError
+from aioserve.server.keys import ENGINE
+from aioserve.server.protocol import ModelCard, ModelList
+
+_encoder = msgspec.json.Encoder()
+_STARTED = int(time.time())
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    return _json(ModelList(data=[_card(request.app[ENGINE])]))
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; a name may hold slashes."""
+    card = _card(request.app[ENGINE])
+    asked = request.match_info["id"]
+    if asked != card.id:
+        raise UnknownModelError(
+            f"model {asked!r} does not exist; this server has {card.id!r}", param="model"
+        )
+    return _json(card)
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: 200 if a new request would be taken, else 503 with the reason."""
+    engine = request.app[ENGINE]
+    if engine.errored is not None:
+        reason = f"{type(engine.errored).__name__}: {engine.errored}"
+        return _json({"status": "dead", "reason": reason}, status=503)
+    if engine.is_draining:
+        return _json({"status": "draining", "reason": "the server is shutting down"}, status=503)
+    return _json({"status": "ok"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    return web.Response(
+        body=request.app[ENGINE].metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return _json({"version": __version__})
+
+
+def _card(engine: AsyncEngine) -> ModelCard:
+    return ModelCard(
+        id=engine.config.model.served_name,
+        created=_STARTED,
+        max_model_len=engine.max_model_len,
+    )
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_encoder.encode(body), status=status, content_type="application/json")

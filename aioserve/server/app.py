@@ -1,0 +1,152 @@
+"""The application and its life: start engine and site, serve until a signal, drain, stop.
+
+Knows which path belongs to which handler; nothing about what they do.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from socket import socket
+from typing import Any
+
+from aiohttp import web
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.server import admin
+from aioserve.server.chat import create_chat_completion
+from aioserve.server.completions import create_completion
+from aioserve.server.keys import ENGINE, TOKEN_TEXTS
+from aioserve.server.logprobs import TokenTexts
+from aioserve.server.middleware import add_request_id, answer_errors, log_requests
+from aioserve.server.sockets import bind, cannot_listen
+
+logger = logging.getLogger(__name__)
+
+# Seconds for handlers to write what is left after the engine has ended all streams.
+HANDLER_TIMEOUT = 1.0
+
+
+def build_app(engine: AsyncEngine) -> web.Application:
+    """The routes in front of a started engine, which stays its caller's."""
+    app = web.Application(
+        middlewares=[log_requests, answer_errors],
+        client_max_size=engine.config.server.max_body_mib * 2**20,
+    )
+    app[ENGINE] = engine
+    app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/completions", create_completion),
+            web.post("/v1/chat/completions", create_chat_completion),
+            web.get("/v1/models", admin.list_models),
+            web.get("/v1/models/{id:.+}", admin.get_model),
+            web.get("/health", admin.health),
+            web.get("/metrics", admin.metrics),
+            web.get("/version", admin.version),
+        ]
+    )
+    return app
+
+
+@contextlib.asynccontextmanager
+async def listening(engine: AsyncEngine, sockets: list[socket]) -> AsyncIterator[str]:
+    """Serve `engine` on `sockets` inside the block; yields the URL.
+
+    Raises `ConfigError` if another process took the port in the meantime.
+    """
+    runner = web.AppRunner(
+        build_app(engine),
+        handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
+        auto_decompress=False,  # refused by name; aiohttp drops the connection over a bad one
+        access_log=None,
+        shutdown_timeout=HANDLER_TIMEOUT,
+    )
+    await runner.setup()
+    try:
+        for sock in sockets:
+            try:
+                await web.SockSite(runner, sock).start()
+            except OSError as error:
+                host, port = sock.getsockname()[:2]
+                raise cannot_listen(host, port, error) from error
+        host, port = sockets[0].getsockname()[:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def serve(config: EngineConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs.
+
+    Raises `ConfigError` if the engine or the site cannot start as configured.
+    """
+    signals = _Signals()
+    sockets = bind(config.server.host, config.server.port)
+    engine = AsyncEngine(config)
+    try:
+        if not await _unless(signals.first, engine.start()):
+            return
+        _exempt_from_garbage_collection()
+        async with listening(engine, sockets) as url:
+            logger.info(
+                "listening on %s (model %s, policy %s)",
+                url,
+                config.model.served_name,
+                config.scheduler.policy,
+            )
+            await signals.first.wait()
+            logger.info("draining for at most %g s", config.server.drain_timeout)
+            # The site goes on listening meanwhile, so that /health and refusals say why.
+            if not await _unless(signals.second, engine.shutdown(config.server.drain_timeout)):
+                logger.info("second signal: dropping what still runs")
+                await engine.shutdown(drain_timeout=0)
+    finally:
+        for sock in sockets:
+            sock.close()
+        await engine.shutdown(drain_timeout=0)
+    logger.info("stopped")
+
+
+def _exempt_from_garbage_collection() -> None:
+    """Whatever was loaded so far stays: a full collection would look at it again and again.
+
+    With torch and transformers imported it took 270 ms (CPython 3.11, AMD EPYC), felt by every
+    running stream; with their objects frozen, less than one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class _Signals:
+    """SIGINT and SIGTERM as events. Replaces the handlers for the rest of the process."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, cancelled when `event` is set first. Whether it finished; raises what it does."""
+    task = asyncio.create_task(work)
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        for pending in (task, waiter):
+            pending.cancel()
+        await asyncio.gather(task, waiter, return_exceptions=True)

@@ -1,0 +1,61 @@
+"""Errors to status codes and wire structs, and back: one table for server and client.
+
+Knows nothing about aiohttp. A message reaches the client as it is; a traceback never does.
+"""
+
+from typing import NamedTuple
+
+from aioserve.errors import (
+    AioserveError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestFailedError,
+)
+from aioserve.server.protocol import ErrorInfo, ErrorResponse
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+
+class _Kind(NamedTuple):
+    error: type[AioserveError]
+    status: int
+    type: str
+    code: str | None
+
+
+# The first row that fits wins, so subclasses stand before their bases.
+_KINDS = (
+    _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    _Kind(RequestError, 400, "invalid_request_error", None),
+    _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
+    _Kind(RequestFailedError, 500, "server_error", "request_failed"),
+    _Kind(EngineDeadError, 503, "server_error", "engine_unavailable"),
+)
+_INTERNAL = _Kind(AioserveError, 500, "server_error", "internal_error")
+
+
+def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
+    """Status and body for `error`; one that nobody raised on purpose is not described."""
+    kind = next((k for k in _KINDS if isinstance(error, k.error)), _INTERNAL)
+    message = str(error) if isinstance(error, AioserveError) else "internal server error"
+    param = error.param if isinstance(error, RequestError) else None
+    return kind.status, ErrorResponse(
+        error=ErrorInfo(message=message, type=kind.type, param=param, code=kind.code)
+    )
+
+
+def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:
+    """The exception for an error that a server sent, in a response or as an event (500)."""
+    kind = next((k for k in _KINDS if k.code is not None and k.code == info.code), None)
+    if kind is None:
+        kind = next((k for k in _KINDS if k.status == status), None)
+    error = kind.error if kind is not None else RequestFailedError
+    if issubclass(error, RequestError) or (kind is None and status < 500):
+        cls = error if issubclass(error, RequestError) else RequestError
+        return cls(info.message, param=info.param)
+    if issubclass(error, EngineOverloadedError):
+        return error(info.message, retry_after=retry_after)
+    return error(info.message)

@@ -1,0 +1,225 @@
+"""From a decoded request to its response: admission, streaming or collecting, usage.
+
+What both endpoints share. How a delta looks on the wire is the business of a `Reply`.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aioserve.engine import RequestStream
+from aioserve.errors import AioserveError
+from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.errors import UnknownModelError
+from aioserve.server.keys import ENGINE, RESPONSE_ID, TOKEN_TEXTS
+from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
+from aioserve.server.sse import DONE, EventStream
+
+logger = logging.getLogger(__name__)
+
+_encoder = msgspec.json.Encoder()
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class Reply(ABC):
+    """How one request's outputs look on the wire. Holds what its chunks have in common."""
+
+    id_prefix: str
+
+    def __init__(self, request: web.Request, body: GenerationRequest) -> None:
+        options = body.stream_options
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = body.model or request.app[ENGINE].config.model.served_name
+        self.texts = request.app[TOKEN_TEXTS]
+        self.return_token_ids = bool(body.return_token_ids)
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+
+    @abstractmethod
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        """The events, perhaps none, that tell the next delta of choice `index`."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The event that tells the usage of the whole request."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Envelope:
+        """The body of a response that is not streamed; outputs in the order of choices."""
+
+    def is_silent(self, output: RequestOutput) -> bool:
+        """Whether a delta says nothing yet: its text is held back."""
+        return not (
+            output.text
+            or output.finish_reason is not None
+            or output.logprobs
+            or (self.return_token_ids and output.token_ids)
+        )
+
+    def extend(self, choice: Choice, output: RequestOutput) -> None:
+        """Add the extensions that were asked for."""
+        if output.stop_reason is not None:
+            choice.stop_reason = output.stop_reason
+        if self.return_token_ids:
+            choice.token_ids = output.token_ids
+            if output.logprobs is not None:
+                choice.raw_logprobs = output.logprobs
+
+    def add_usage(self, chunk: Envelope, output: RequestOutput) -> None:
+        """Say the sample's usage so far, or null, as `stream_options` asks."""
+        if self.continuous_usage:
+            chunk.usage = Usage.of(
+                output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
+            )
+        elif self.include_usage:
+            chunk.usage = None
+
+
+class _Tally:
+    """Token counts of all prompts and samples of one HTTP request."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._num_prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
+        self._num_output_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def note(self, index: int, output: RequestOutput) -> None:
+        self._num_output_tokens[index] = output.num_output_tokens
+        if output.index == 0:  # the other samples may have found the first one's blocks
+            self._num_cached_tokens[index] = output.num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage.of(
+            self._num_prompt_tokens,
+            sum(self._num_output_tokens.values()),
+            sum(self._num_cached_tokens.values()),
+        )
+
+
+class _Collected:
+    """All deltas of one choice. Lists are extended in place: merging would copy every time."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self._texts.append(output.text)
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs or ()
+        self._last = output
+
+    def output(self) -> RequestOutput:
+        assert self._last is not None, "a stream ends only after every sample has finished"
+        return msgspec.structs.replace(
+            self._last,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs or None,
+        )
+
+
+def check_model(request: web.Request, body: GenerationRequest) -> None:
+    """Raises `UnknownModelError` unless the request names the served model, or none."""
+    served = request.app[ENGINE].config.model.served_name
+    if body.model is not None and body.model != served:
+        raise UnknownModelError(
+            f"model {body.model!r} does not exist; this server has {served!r}", param="model"
+        )
+
+
+async def respond(
+    request: web.Request,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    reply: Reply,
+) -> web.StreamResponse:
+    """Run `prompts` together and answer as `body` asks.
+
+    Leaving, by an error or because the client went away, aborts what is unfinished.
+    """
+    request[RESPONSE_ID] = reply.id
+    engine = request.app[ENGINE]
+    async with AsyncExitStack() as stack:
+        streams = []
+        for i, prompt in enumerate(prompts):
+            stream = await engine.add_request(
+                prompt,
+                params,
+                request_id=reply.id if len(prompts) == 1 else f"{reply.id}-{i}",
+                priority=body.priority or 0,
+                user=body.user or "",
+            )
+            streams.append(await stack.enter_async_context(stream))
+        if body.stream:
+            return await _stream(request, streams, params.n, reply)
+        return await _collect(streams, params.n, reply)
+
+
+async def _stream(
+    request: web.Request, streams: Sequence[RequestStream], n: int, reply: Reply
+) -> web.StreamResponse:
+    events = EventStream(request)
+    tally = _Tally(streams)
+
+    async def pump(first_index: int, stream: RequestStream) -> None:
+        async for output in stream:
+            index = first_index + output.index
+            tally.note(index, output)
+            if chunk := reply.chunk(index, output):
+                await events.send(chunk)
+
+    try:
+        await _run_all([pump(i * n, stream) for i, stream in enumerate(streams)])
+    except ConnectionError:
+        raise  # the client has gone: nobody is left to be told
+    except Exception as error:
+        if not events.started:
+            raise
+        if not isinstance(error, AioserveError):
+            logger.exception("%s failed while streaming", reply.id)
+        return await events.fail(error)
+    return await events.end(
+        reply.usage_chunk(tally.usage()) + DONE if reply.include_usage else DONE
+    )
+
+
+async def _collect(streams: Sequence[RequestStream], n: int, reply: Reply) -> web.Response:
+    choices = [_Collected() for _ in range(len(streams) * n)]
+    tally = _Tally(streams)
+
+    async def drain(first_index: int, stream: RequestStream) -> None:
+        async for output in stream:
+            index = first_index + output.index
+            tally.note(index, output)
+            choices[index].add(output)
+
+    await _run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
+    whole = reply.whole([choice.output() for choice in choices], tally.usage())
+    return web.Response(body=_encoder.encode(whole), content_type="application/json")
+
+
+async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run together; the first error cancels the rest and is raised as it is."""
+    if len(coroutines) == 1:  # the usual case needs no second task
+        return await coroutines[0]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,107 @@
+"""Log probabilities of token ids, as OpenAI's two formats show them: with strings and bytes.
+
+Knows the tokenizer only by `decode` and `convert_ids_to_tokens`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.server.protocol import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    TopLogprob,
+)
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """Text and bytes of single tokens, looked up once per token id."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __getitem__(self, token_id: int) -> tuple[str, list[int]]:
+        known = self._known.get(token_id)
+        if known is None:
+            text = self._tokenizer.decode([token_id])
+            known = self._known[token_id] = (text, list(self._bytes(token_id, text)))
+        return known
+
+    def text(self, token_id: int) -> str:
+        """The token's text; a piece of a character shows as U+FFFD."""
+        return self[token_id][0]
+
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        if _REPLACEMENT not in text:
+            return text.encode()
+        # A piece of a character: only the vocabulary knows which bytes it stands for.
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        if all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return text.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's table of printable stand-ins for the 256 bytes, inverted."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def completion_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+) -> CompletionLogprobs:
+    """The format of /v1/completions; `offset` is where the first token's text begins."""
+    tokens = [texts.text(token_id) for token_id in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[item.logprob for item in logprobs],
+        top_logprobs=[
+            {
+                texts.text(i): value
+                for i, value in zip(item.top_token_ids, item.top_logprobs, strict=True)
+            }
+            | {token: item.logprob}  # OpenAI's always holds the sampled token as well
+            for token, item in zip(tokens, logprobs, strict=True)
+        ],
+        text_offset=offsets,
+    )
+
+
+def chat_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> ChatLogprobs:
+    """The format of /v1/chat/completions."""
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                **_entry(texts, token_id, item.logprob),
+                top_logprobs=[
+                    TopLogprob(**_entry(texts, i, value))
+                    for i, value in zip(item.top_token_ids, item.top_logprobs, strict=True)
+                ],
+            )
+            for token_id, item in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    text, raw = texts[token_id]
+    return {"token": text, "logprob": logprob, "bytes": raw}

@@ -1,0 +1,117 @@
+"""Around every handler: errors in OpenAI's shape, one log line, the X-Request-Id header.
+
+Knows nothing about what the handlers do.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import hdrs, web
+
+from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
+from aioserve.server.errors import to_wire
+from aioserve.server.keys import RESPONSE_ID
+from aioserve.server.protocol import ErrorInfo, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_MAX_REQUEST_ID = 128
+
+_encoder = msgspec.json.Encoder()
+
+
+@web.middleware
+async def log_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """One line for what was refused or failed; the engine logs what it served."""
+    start = time.perf_counter()
+    try:
+        response = await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        _log(logging.DEBUG, request, "the client left", start)
+        raise
+    # A caller's own id is worth a line, because only this one ties it to the engine's.
+    is_news = response.status >= 400 or _given_request_id(request) is not None
+    _log(logging.INFO if is_news else logging.DEBUG, request, f"HTTP {response.status}", start)
+    return response
+
+
+def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
+    logger.log(
+        level,
+        "%s %s (%s): %s after %.0f ms",
+        request.method,
+        request.path,
+        " is ".join(filter(None, (_given_request_id(request), request.get(RESPONSE_ID)))),
+        outcome,
+        (time.perf_counter() - start) * 1e3,
+    )
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error becomes a JSON body that names the field, never a traceback."""
+    try:
+        if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+            raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported")
+        return await handler(request)
+    except web.HTTPException as error:
+        return _http_error(request, error)
+    except web.RequestPayloadError as error:
+        return _error(RequestError(f"the body cannot be read: {error}"))
+    except ConnectionError:
+        raise  # the client has gone: nobody is left to be told
+    except AioserveError as error:
+        return _error(error)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error(error)
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler, before headers leave: name the request in the caller's terms or ours."""
+    if request_id := _given_request_id(request) or request.get(RESPONSE_ID):
+        response.headers[REQUEST_ID_HEADER] = request_id
+
+
+def _given_request_id(request: web.Request) -> str | None:
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    is_sane = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID
+    return given if is_sane else None
+
+
+def _error(error: Exception) -> web.Response:
+    status, body = to_wire(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, EngineOverloadedError):
+        headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after)))
+    return _json(status, body, headers)
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    """aiohttp's own refusals: no such path, wrong method, body too large."""
+    message = error.reason
+    headers: dict[str, str] = {}
+    if isinstance(error, web.HTTPNotFound):
+        message = f"no such path: {request.path}"
+    elif isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} does not take {request.method}, only {allowed}"
+        headers[hdrs.ALLOW] = allowed
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.client_max_size // 2**20
+        message = f"the body is larger than {limit} MiB, the limit of this server"
+    info = ErrorInfo(message=message, type="invalid_request_error")
+    return _json(error.status, ErrorResponse(error=info), headers)
+
+
+def _json(status: int, body: ErrorResponse, headers: dict[str, str]) -> web.Response:
+    return web.Response(
+        body=_encoder.encode(body), status=status, headers=headers, content_type="application/json"
+    )

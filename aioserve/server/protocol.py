@@ -1,0 +1,280 @@
+"""The wire structs of the OpenAI-compatible API: one definition for server and client.
+
+Requests ignore unknown fields (real clients send extras); fields that are known but not
+implemented are refused in `validation`. Knows nothing about HTTP or the engine.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from aioserve.errors import RequestError
+from aioserve.outputs import FinishReason, TokenLogprobs
+from aioserve.sampling_params import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+
+# JSON integers have no limit; those of the engine have 64 bits.
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+# Requests
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a stream carries besides deltas."""
+
+    include_usage: bool | None = None  # a last chunk with the usage of the whole request
+    continuous_usage_stats: bool | None = None  # usage of its sample so far in every chunk
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The fields that both endpoints share. `null` means the default everywhere."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    min_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: str | tuple[str, ...] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: tuple[Int, ...] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Int, float] | None = None  # keys are token ids in strings
+    skip_special_tokens: bool | None = None
+    priority: Int | None = None  # smaller is more urgent, under a policy that looks
+    user: str | None = None
+    return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
+
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The request's sampling parameters. Raises `RequestError` that names the field."""
+        given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS}
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+
+
+SHARED_SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.__struct_fields__
+)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | Int | list[Int]]
+    max_tokens: Int | None = DEFAULT_COMPLETION_TOKENS  # null: up to the model's limit
+    logprobs: Int | None = None
+    best_of: Int | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry per prompt. Raises `RequestError` if texts and token ids are mixed."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) != 1:
+            what = "be empty" if not kinds else "mix texts, token ids and lists of token ids"
+            raise RequestError(f"prompt must not {what}", param="prompt")
+        # `kinds` has just shown what the type checker cannot see.
+        return [self.prompt] if kinds == {int} else self.prompt  # type: ignore[return-value]
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    # Sent back by clients that replay an assistant's message; refused unless empty.
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: Int | None = None  # the older name of max_completion_tokens
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+
+
+# Responses
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts. Build it with `Usage.of`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
+        """Usage with its sum."""
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        )
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """What every kind of choice says, besides its text."""
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType = UNSET  # extension: which stop token or string matched
+    token_ids: list[int] | UnsetType = UNSET  # extension: return_token_ids
+    raw_logprobs: list[TokenLogprobs] | UnsetType = UNSET  # extension: return_token_ids
+
+
+class Envelope(msgspec.Struct, kw_only=True):
+    """What every response and every chunk says, besides its choices."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | UnsetType | None = UNSET  # null: not yet; absent: not asked for
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Choice, kw_only=True):
+    """A completion, or the next piece of one."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(Envelope, kw_only=True):
+    """Response of /v1/completions, and each chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob, kw_only=True):
+    """The sampled token and its alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatReplyMessage(msgspec.Struct, kw_only=True):
+    """The assistant's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(Choice, kw_only=True):
+    """A whole reply."""
+
+    message: ChatReplyMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Envelope, kw_only=True):
+    """Response of /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """The next piece of a message; the first one of a choice says the role."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Choice, kw_only=True):
+    """The next piece of a reply."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(Envelope, kw_only=True):
+    """Each chunk of a streamed chat completion."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One model of GET /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int  # extension: prompt and output together, in tokens
+    object: Literal["model"] = "model"
+    owned_by: str = "aioserve"
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Response of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorInfo(msgspec.Struct, kw_only=True):
+    """What went wrong; `param` is the path of the offending field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct, kw_only=True):
+    """Body of every error, and the last event of a stream that failed."""
+
+    error: ErrorInfo

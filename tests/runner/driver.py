@@ -1,0 +1,162 @@
+"""A scheduler for tests: says by hand what each step runs, and hands out shuffled block ids."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.runner.model_runner import ModelRunner
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+GREEDY = SamplingParams(temperature=0)
+NUM_BLOCKS = 128
+BLOCK_SIZE = 8
+
+
+def make_config(path: Path, **model: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(**{"model": str(path), "dtype": "float32", **model}),
+        cache=CacheConfig(num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+        runner=RunnerConfig(threads=1),  # two would mostly wait for each other on tiny tensors
+    )
+
+
+@dataclass
+class Sequence:
+    """What a scheduler knows of one request."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled_ahead: int = 0  # sampled tokens that are not known yet
+    is_known_to_runner: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def lacking(self) -> int:
+        return len(self.token_ids) + self.num_scheduled_ahead - self.num_computed
+
+
+class Driver:
+    """Drives a runner step by step: `schedule({"a": 3, "b": 1})`, then `execute` in order."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int, block_size: int) -> None:
+        self.runner = runner
+        self.block_size = block_size
+        self.free_blocks = list(range(num_blocks))
+        random.Random(0).shuffle(self.free_blocks)
+        self.sequences: dict[str, Sequence] = {}
+        self.finished: list[str] = []
+        self.preempted: list[str] = []
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams = GREEDY,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.sequences[request_id] = Sequence(list(prompt), len(prompt), params, stop_token_ids)
+
+    def share_prefix(self, request_id: str, other: str, num_blocks: int) -> None:
+        """Let a new request start with the blocks of `other`, as a prefix cache does."""
+        sequence = self.sequences[request_id]
+        sequence.block_ids = self.sequences[other].block_ids[:num_blocks]
+        sequence.num_computed = num_blocks * self.block_size
+
+    def finish(self, request_id: str) -> None:
+        self.free_blocks.extend(self.sequences.pop(request_id).block_ids)
+        self.finished.append(request_id)
+
+    def preempt(self, request_id: str) -> None:
+        sequence = self.sequences[request_id]
+        self.free_blocks.extend(sequence.block_ids)
+        sequence.block_ids, sequence.num_computed = [], 0
+        sequence.is_known_to_runner = False
+        self.preempted.append(request_id)
+
+    def schedule(self, num_scheduled: dict[str, int]) -> SchedulerOutput:
+        new: list[NewRequestData] = []
+        req_ids: list[str] = []
+        computed: list[int] = []
+        new_blocks: dict[str, list[int]] = {}
+        for request_id, count in num_scheduled.items():
+            sequence = self.sequences[request_id]
+            assert 1 <= count <= sequence.lacking
+            block_ids = self.allocate(sequence, count)
+            if sequence.is_known_to_runner:
+                req_ids.append(request_id)
+                computed.append(sequence.num_computed)
+                if block_ids:
+                    new_blocks[request_id] = block_ids
+            else:
+                new.append(self.new_request_data(request_id))
+            if count == sequence.lacking:
+                sequence.num_scheduled_ahead += 1
+            sequence.num_computed += count
+        output = SchedulerOutput(
+            step_id=0,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=CachedRequestData(req_ids, computed, new_blocks),
+            num_scheduled_tokens=dict(num_scheduled),
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            preempted_req_ids=self.preempted,
+            finished_req_ids=self.finished,
+        )
+        self.preempted, self.finished = [], []
+        return output
+
+    def allocate(self, sequence: Sequence, count: int) -> list[int]:
+        needed = -(-(sequence.num_computed + count) // self.block_size) - len(sequence.block_ids)
+        block_ids = [self.free_blocks.pop() for _ in range(needed)]
+        sequence.block_ids = sequence.block_ids + block_ids
+        return block_ids
+
+    def new_request_data(self, request_id: str) -> NewRequestData:
+        sequence = self.sequences[request_id]
+        sequence.is_known_to_runner = True
+        return NewRequestData(
+            request_id=request_id,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling_params=sequence.params,
+            stop_token_ids=sequence.stop_token_ids,
+            block_ids=list(sequence.block_ids),
+            num_computed_tokens=sequence.num_computed,
+        )
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = self.runner.execute_model(output)
+        assert result.req_ids == list(output.num_scheduled_tokens)
+        for request_id, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            sequence = self.sequences.get(request_id)
+            if sequence is None:
+                continue
+            sequence.token_ids += tokens
+            sequence.num_scheduled_ahead -= len(tokens)
+            sequence.logprobs += result.logprobs.get(request_id, [])
+        return result
+
+    def step(self, num_scheduled: dict[str, int] | None = None) -> ModelRunnerOutput:
+        """Schedule and execute; by default everything that all requests lack."""
+        if num_scheduled is None:
+            num_scheduled = {name: sequence.lacking for name, sequence in self.sequences.items()}
+        return self.execute(self.schedule(num_scheduled))
+
+    def generate(self, request_id: str, num_tokens: int) -> list[int]:
+        """Run one request alone until it has so many output tokens."""
+        sequence = self.sequences[request_id]
+        while len(sequence.output) < num_tokens:
+            self.step({request_id: sequence.lacking})
+        return sequence.output

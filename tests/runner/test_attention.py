@@ -1,0 +1,184 @@
+"""Paged attention against a naive loop over tokens and heads, on shuffled shared blocks."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs, torch_paged
+from aioserve.runner.attention.torch_paged import TorchPagedAttention
+
+BLOCK_SIZE = 4
+
+
+def naive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One sequence: `query` [T, Hq, D], the last T tokens of `key` and `value` [L, Hkv, D]."""
+    num_queries, num_heads, _ = query.shape
+    offset = key.shape[0] - num_queries
+    group = num_heads // key.shape[1]
+    out = query.new_empty(num_queries, num_heads, value.shape[2])
+    for token in range(num_queries):
+        end = offset + token + 1
+        begin = max(0, end - sliding_window) if sliding_window is not None else 0
+        for head in range(num_heads):
+            scores = key[begin:end, head // group] @ query[token, head] * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            weights = torch.softmax(scores, dim=0)[: end - begin]
+            out[token, head] = weights @ value[begin:end, head // group]
+    return out
+
+
+class PagedSequences:
+    """Sequences of random K and V, run through a backend in chunks of given lengths."""
+
+    def __init__(self, lengths: list[int], num_kv_heads: int, dims: tuple[int, int]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        key_dim, value_dim = dims
+        self.keys = [torch.randn(n, num_kv_heads, key_dim, generator=generator) for n in lengths]
+        self.values = [
+            torch.randn(n, num_kv_heads, value_dim, generator=generator) for n in lengths
+        ]
+        width = max(-(-n // BLOCK_SIZE) for n in lengths)
+        blocks = list(range(width * len(lengths)))
+        random.Random(0).shuffle(blocks)
+        self.block_table = np.array(blocks, dtype=np.int32).reshape(len(lengths), width)
+        spec = KVCacheSpec((LayerSpec(num_kv_heads, key_dim, value_dim),), torch.float32)
+        self.backend = TorchPagedAttention(spec, len(blocks), BLOCK_SIZE)
+        # what was never written, and what others left behind, must not matter
+        for cache in (*self.backend.key_caches, *self.backend.value_caches):
+            cache.fill_(1e4)
+        self.computed = [0] * len(lengths)
+
+    def step(self, chunks: dict[int, int], num_heads: int, **options: Any) -> None:
+        """Run `chunks[sequence]` more tokens of some sequences and compare with the loop."""
+        rows = np.array(list(chunks))
+        lens = np.array(list(chunks.values()))
+        computed = np.array([self.computed[row] for row in rows])
+        starts = np.concatenate([[0], np.cumsum(lens)])
+        positions = np.concatenate([c + np.arange(n) for c, n in zip(computed, lens, strict=True)])
+        token_row = np.repeat(rows, lens)
+        slots = self.block_table[token_row, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+        inputs = StepInputs(
+            req_ids=[str(row) for row in rows],
+            rows=rows,
+            input_ids=positions,
+            positions=positions,
+            slot_mapping=slots + positions % BLOCK_SIZE,
+            query_start_loc=starts,
+            seq_lens=computed + lens,
+            block_table=self.block_table[rows],
+            sampling=np.arange(len(rows)),
+            logits_indices=starts[1:] - 1,
+        )
+        queries = [torch.randn(n, num_heads, self.keys[0].shape[2]) for n in lens]
+        ends = [self.computed[row] + n for row, n in chunks.items()]
+
+        def packed(states: list[Tensor]) -> Tensor:
+            return torch.cat(
+                [
+                    states[row][self.computed[row] : end]
+                    for row, end in zip(chunks, ends, strict=True)
+                ]
+            )
+
+        self.backend.prepare(inputs)
+        out = self.backend.forward(
+            0, torch.cat(queries), packed(self.keys), packed(self.values), **options
+        )
+        expected = [
+            naive_attention(query, self.keys[row][:end], self.values[row][:end], **options)
+            for query, row, end in zip(queries, chunks, ends, strict=True)
+        ]
+        torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+        for row, end in zip(chunks, ends, strict=True):
+            self.computed[row] = end
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"scaling": 0.25},
+    "scaling": {"scaling": 1.3},
+    "window": {"scaling": 0.25, "sliding_window": 7},
+    "window of one": {"scaling": 0.25, "sliding_window": 1},
+    "softcap": {"scaling": 0.5, "softcap": 2.0},
+    "sinks": {"scaling": 0.25, "sinks": torch.linspace(-2, 3, 6)},
+    "all": {"scaling": 0.7, "sliding_window": 9, "softcap": 3.0, "sinks": torch.linspace(3, -1, 6)},
+}
+
+
+@contextmanager
+def small_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sizes that make tiny inputs take every turn of the grouping."""
+    with patch.context() as p:
+        p.setattr(torch_paged, "QUERY_BLOCK", 8)
+        p.setattr(torch_paged, "GROUP_ELEMENTS", 500)
+        yield
+
+
+@pytest.mark.parametrize("are_groups_small", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_chunks_and_decodes_equal_the_loop(
+    name: str, num_kv_heads: int, are_groups_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_groups(monkeypatch) if are_groups_small else monkeypatch.context():
+        sequences = PagedSequences([3, 20, 41, 70, 12], num_kv_heads, dims=(16, 16))
+        options = OPTIONS[name]
+        sequences.step({0: 1, 1: 11, 3: 37}, 6, **options)
+        sequences.step({2: 40, 0: 1, 3: 5, 1: 3}, 6, **options)
+        sequences.step({1: 1, 3: 1, 2: 1, 0: 1}, 6, **options)
+        sequences.step({3: 27, 4: 12, 1: 5}, 6, **options)
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    sequences = PagedSequences([20, 9], 2, dims=(24, 16))
+    sequences.step({0: 13, 1: 9}, 4, scaling=0.2)
+    sequences.step({0: 1}, 4, scaling=0.2)
+
+
+def test_masked_slots_hide_whatever_was_written_there() -> None:
+    sequences = PagedSequences([5, 5], 2, dims=(8, 8))
+    healthy = sequences.values[0].clone(), sequences.keys[0].clone()
+    sequences.values[0][:] = float("nan")
+    sequences.keys[0][:] = float("inf")
+    with pytest.raises(AssertionError):  # its own output is not what the loop says
+        sequences.step({0: 5}, 2, scaling=1.0)
+    sequences.values[0][:], sequences.keys[0][:] = healthy
+    sequences.step({0: 2, 1: 5}, 2, scaling=1.0)
+    assert math.isfinite(float(sequences.backend.value_caches[0].sum()))
+
+
+def test_padding_of_a_group_is_bounded() -> None:
+    lengths = np.array([5, 6, 7, 8, 90, 100, 400, 390])
+    inputs = StepInputs(
+        req_ids=[],
+        rows=np.arange(8),
+        input_ids=np.zeros(8, dtype=np.int64),
+        positions=lengths - 1,
+        slot_mapping=np.zeros(8, dtype=np.int64),
+        query_start_loc=np.arange(9),
+        seq_lens=lengths,
+        block_table=np.zeros((8, 100), dtype=np.int32),
+        sampling=np.arange(8),
+        logits_indices=np.arange(8),
+    )
+    plan = torch_paged._StepPlan(inputs, BLOCK_SIZE, torch.float32)
+    groups = plan.groups(torch_paged._LayerShape(None, 4, 2, 16))
+    assert [(group.size, group.bias.shape[-1]) for group in groups] == [(2, 400), (2, 100), (4, 8)]

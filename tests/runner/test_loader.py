@@ -1,0 +1,231 @@
+"""A model directory that cannot be served is refused in one line that says what and where."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver import make_config
+
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner import machine
+from aioserve.runner.attention import StepInputs
+from aioserve.runner.attention.bridge import AttentionProbe, serving
+from aioserve.runner.loader import LoadedModel, load_model, resolve_dtype
+from tests.models import VOCAB_SIZE, make_model
+
+STEP = StepInputs(
+    req_ids=["a"],
+    rows=np.arange(1),
+    input_ids=np.arange(5),
+    positions=np.arange(5),
+    slot_mapping=np.arange(5),
+    query_start_loc=np.array([0, 5]),
+    seq_lens=np.array([5]),
+    block_table=np.zeros((1, 1), dtype=np.int32),
+    sampling=np.arange(1),
+    logits_indices=np.array([1, 4]),
+)
+
+
+def load(path: Path, **model: Any) -> LoadedModel:
+    config = make_config(path, **model).model
+    return load_model(config, ModelInfo(config))
+
+
+def refusal(path: Path, **model: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, **model)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1000  # transformers is wordy about unknown model types
+    return message
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_model("llama", tmp_path)
+
+
+def edit_config(path: Path, **fields: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return path
+
+
+def test_healthy_model_loads_without_a_word(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load(llama)
+    assert len(loaded.attention_modules) == 3
+    assert loaded.kv_cache_spec.bytes_per_token == 3 * 2 * 2 * 16 * 4
+    assert not loaded.module.training
+    assert capfd.readouterr() == ("", "")
+
+
+def test_truncated_weights_are_named(llama: Path) -> None:
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert str(weights) in refusal(llama)
+
+
+def test_damaged_weights_are_named(llama: Path) -> None:
+    (llama / "model.safetensors").write_bytes(b"not weights")
+    assert "model.safetensors" in refusal(llama)
+
+
+def test_missing_weights_file_is_said(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    assert f"no *.safetensors weights in model directory {llama}" in refusal(llama)
+
+
+def test_missing_shard_is_named(llama: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002-of-00002.safetensors" in refusal(llama)
+
+
+def test_damaged_index_is_named(llama: Path) -> None:
+    (llama / "model.safetensors.index.json").write_text("{")
+    assert "model.safetensors.index.json" in refusal(llama)
+
+
+def test_weights_of_too_few_layers_are_refused(llama: Path) -> None:
+    message = refusal(edit_config(llama, num_hidden_layers=4))
+    assert "LlamaForCausalLM" in message
+    assert "model.layers.3" in message
+
+
+def test_weights_of_another_shape_are_refused(llama: Path) -> None:
+    assert str(llama) in refusal(edit_config(llama, intermediate_size=80))
+
+
+def test_bad_json_is_named(llama: Path) -> None:
+    (llama / "config.json").write_text('{"model_type": "llama", ')
+    assert "config.json" in refusal(llama)
+
+
+def test_unknown_model_type_is_named(llama: Path) -> None:
+    assert "llama99" in refusal(edit_config(llama, model_type="llama99"))
+
+
+def save_config(path: Path, model_type: str, **fields: Any) -> Path:
+    """A directory with a configuration only: refused before any weight is read."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type, **fields).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("t5", "encoder-decoder"),
+        ("bart", "encoder-decoder"),
+        ("mamba", "state-space"),
+        ("falcon_h1", "state-space"),
+        ("qwen3_next", "linear-attention"),
+        ("llama4_text", "chunked_attention"),
+        ("vit", "not a causal language model"),
+    ],
+)
+def test_unsupported_architectures_are_named(tmp_path: Path, model_type: str, reason: str) -> None:
+    message = refusal(save_config(tmp_path, model_type))
+    assert "unsupported architecture" in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt_neox_japanese", "0 of its 2 layers"),
+        ("doge", "mask of its own"),
+        ("roberta", "positions do not count from 0"),
+        ("bloom", "positions"),
+        ("gptj", "does not use the attention interface"),
+    ],
+)
+def test_models_whose_attention_is_out_of_reach_are_refused(
+    tmp_path: Path, model_type: str, reason: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, intermediate_size=64, is_decoder=True, rotary_dim=16, **fields
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert reason in refusal(tmp_path, max_model_len=64)
+
+
+def test_rope_that_depends_on_neighbours_is_refused_beyond_its_original_length(
+    llama: Path,
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    edit_config(llama, rope_parameters=rope | {"original_max_position_embeddings": 256})
+    assert "max_model_len to at most 256" in refusal(llama)
+    assert load(llama, max_model_len=256)
+
+
+def test_window_that_is_only_in_the_mask_is_refused_where_it_matters(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "phimoe",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        max_position_embeddings=256,
+        sliding_window=32,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert "max_model_len of at most 32" in refusal(tmp_path)
+    assert load(tmp_path, max_model_len=32)
+
+
+def test_auto_is_bfloat16_only_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bf16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
+        monkeypatch.setattr(machine, "has_native_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert resolve_dtype("auto") == dtype
+    assert resolve_dtype("float16") == torch.float16
+
+
+def test_machine_answers_are_sane() -> None:
+    assert 1 <= machine.default_num_threads() <= 4096
+    assert machine.available_memory() > 1 << 20
+    assert isinstance(machine.has_native_bf16(), bool)
+
+
+def test_container_limits_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    for name, text in {
+        "cpu.max": "150000 100000",
+        "memory.max": "5000",
+        "memory.current": "3000",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert machine.default_num_threads() == 1
+    assert machine.available_memory() == 2000
+    (tmp_path / "memory.max").write_text("max")
+    assert machine.available_memory() > 2000
+
+
+def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None:
+    driver_logits = []
+    for takes_logits_to_keep in (True, False):
+        loaded = replace(load(llama), takes_logits_to_keep=takes_logits_to_keep)
+        probe = AttentionProbe()
+        with serving(probe):
+            driver_logits.append(loaded.forward(STEP))
+    assert driver_logits[0].shape == (2, VOCAB_SIZE)
+    torch.testing.assert_close(*driver_logits)

@@ -1,0 +1,275 @@
+"""The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import Driver, make_config
+
+from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.kv_pool import choose_num_kv_blocks
+from aioserve.runner.model_runner import ModelRunner
+from aioserve.sampling_params import SamplingParams
+from tests.models import MODEL_KINDS, VOCAB_SIZE
+
+MakeDriver = Callable[..., Driver]
+Generate = Callable[..., list[int]]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed * 1000 + length)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def assert_all_match(driver: Driver, kind: str, generate: Generate) -> None:
+    for sequence in driver.sequences.values():
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert sequence.output == generate(kind, prompt, len(sequence.output))
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_mixed_chunks_and_decodes_equal_generate(
+    kind: str, make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver(kind)
+    for name, length in {"a": 1, "b": 17, "c": 70, "d": 300}.items():
+        driver.add(name, random_prompt(length))
+    driver.step({"a": 1, "b": 5, "c": 70})
+    driver.step({"d": 129, "a": 1, "b": 12})
+    driver.step({"b": 1, "d": 64, "c": 1})
+    while driver.sequences["d"].lacking > 30:
+        driver.step({"a": 1, "d": 30, "b": 1, "c": 1})
+    for _ in range(12):
+        driver.step()
+    assert all(len(sequence.output) >= 10 for sequence in driver.sequences.values())
+    assert_all_match(driver, kind, generate_reference)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules_with_preemptions_equal_generate(
+    seed: int, make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver("llama")
+    chance = random.Random(seed)
+    for index in range(5):
+        driver.add(str(index), random_prompt(chance.choice([1, 7, 8, 9, 40, 150]), seed=index))
+    for _ in range(40):
+        names = chance.sample(list(driver.sequences), chance.randint(1, 5))
+        if chance.random() < 0.2:
+            victim = names.pop()
+            if driver.sequences[victim].is_known_to_runner:
+                driver.preempt(victim)
+        driver.step({n: chance.randint(1, driver.sequences[n].lacking) for n in names})
+    assert sum(len(sequence.output) for sequence in driver.sequences.values()) > 20
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_request_resumes_in_the_step_that_preempts_it(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    driver.add("a", random_prompt(20))
+    driver.generate("a", 5)
+    driver.preempt("a")
+    driver.generate("a", 10)
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_rows_share_blocks_filled_in_the_same_step(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    prefix = random_prompt(24)
+    driver.add("filler", prefix + random_prompt(5, seed=1))
+    driver.add("sharer", prefix + random_prompt(9, seed=2))
+    filling = driver.sequences["filler"]
+    driver.allocate(filling, filling.lacking)
+    driver.share_prefix("sharer", "filler", num_blocks=3)
+    driver.step({"sharer": 9, "filler": 29})  # the sharer comes first
+    for _ in range(5):
+        driver.step()
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_step_scheduled_ahead_uses_the_token_sampled_before_it(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    driver.add("a", random_prompt(20))
+    driver.add("b", random_prompt(3))
+    in_flight = driver.schedule({"a": 20, "b": 3})
+    for _ in range(6):
+        ahead = driver.schedule({"a": 1, "b": 1})
+        driver.execute(in_flight)
+        in_flight = ahead
+    driver.execute(in_flight)
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_request_may_finish_while_a_step_for_it_is_in_flight(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    driver.add("a", random_prompt(20))
+    driver.add("b", random_prompt(9))
+    driver.step()
+    surplus = driver.schedule({"a": 1, "b": 1})
+    driver.finish("a")
+    driver.execute(surplus)
+    driver.add("a2", random_prompt(30))
+    for _ in range(5):
+        driver.step()
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_rows_are_reused_without_traces_of_their_last_request(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    for index in range(20):  # the batch has eight rows
+        driver.add(str(index), random_prompt(5 + index))
+        driver.generate(str(index), 3)
+        assert_all_match(driver, "llama", generate_reference)
+        driver.finish(str(index))
+
+
+def test_unknown_ids_may_leave(make_driver: MakeDriver) -> None:
+    driver = make_driver()
+    driver.add("a", random_prompt(4))
+    driver.finished, driver.preempted = ["ghost"], ["other ghost"]
+    assert len(driver.generate("a", 2)) == 2
+
+
+def test_step_without_tokens_only_drops(make_driver: MakeDriver) -> None:
+    driver = make_driver()
+    driver.add("a", random_prompt(4))
+    driver.generate("a", 2)
+    driver.finish("a")
+    output = driver.runner.execute_model(driver.schedule({}))
+    assert (output.req_ids, output.sampled_token_ids) == ([], [])
+    assert len(driver.runner._batch) == 0
+
+
+def test_other_requests_go_on_after_a_failed_step(
+    make_driver: MakeDriver, generate_reference: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver()
+    driver.add("sound", random_prompt(20))
+    driver.generate("sound", 2)
+    driver.add("failing", random_prompt(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner._backend, "prepare", lambda step: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.step({"failing": 9})
+    # a step that was scheduled ahead carries the failed request once more, and beyond its tokens
+    sequence = driver.sequences["failing"]
+    sequence.num_scheduled_ahead = 1
+    driver.step({"failing": 1, "sound": 1})
+    driver.finish("failing")
+    driver.generate("sound", 8)
+    assert_all_match(driver, "llama", generate_reference)
+
+
+def test_non_finite_values_of_one_request_do_not_reach_the_next_owner_of_its_blocks(
+    make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver()
+    driver.add("broken", [0] * 30)
+    embedding = driver.runner._model.module.get_input_embeddings().weight
+    healthy = embedding[0].clone()
+    embedding.data[0] = float("nan")
+    driver.step()
+    embedding.data[0] = healthy
+    driver.finish("broken")
+    driver.add("sound", random_prompt(17))
+    driver.generate("sound", 6)
+    assert_all_match(driver, "llama", generate_reference)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_precision_stays_close_to_float32(half: str, make_driver: MakeDriver) -> None:
+    params = SamplingParams(temperature=0, logprobs=5)
+    found = []
+    for dtype in ("float32", half):
+        driver = make_driver("llama", dtype=dtype)
+        driver.add("a", random_prompt(90), params)
+        driver.step({"a": 50})
+        driver.generate("a", 1)
+        found.append(driver.sequences["a"].logprobs[0])
+    assert found[0].top_token_ids[0] == found[1].top_token_ids[0]
+    assert abs(found[0].logprob - found[1].logprob) < 0.25
+
+
+def test_logprobs_are_given_only_to_those_who_asked(make_driver: MakeDriver) -> None:
+    driver = make_driver()
+    driver.add("asks", random_prompt(9), SamplingParams(temperature=0, logprobs=3))
+    driver.add("does not", random_prompt(9))
+    result = driver.step()
+    assert list(result.logprobs) == ["asks"]
+    entry = result.logprobs["asks"][0]
+    assert entry.rank == 1
+    assert entry.top_token_ids[0] == driver.sequences["asks"].output[0]
+    assert len(entry.top_logprobs) == 3
+
+
+def test_penalties_survive_preemption(make_driver: MakeDriver) -> None:
+    params = SamplingParams(
+        temperature=0, frequency_penalty=2, presence_penalty=2, repetition_penalty=1.5
+    )
+    outputs = []
+    for is_preempted in (False, True):
+        driver = make_driver()
+        driver.add("a", random_prompt(9), params)
+        driver.generate("a", 6)
+        if is_preempted:
+            driver.preempt("a")
+        outputs.append(list(driver.generate("a", 12)))
+    assert outputs[0] == outputs[1]
+
+
+def test_seeded_sampling_does_not_depend_on_schedule_row_or_neighbours(
+    make_driver: MakeDriver,
+) -> None:
+    params = SamplingParams(temperature=3.0, seed=7)
+    driver = make_driver()
+    driver.add("alone", random_prompt(30), params)
+    alone = list(driver.generate("alone", 10))
+    for index in range(3):
+        driver.add(f"n{index}", random_prompt(20, seed=index), SamplingParams(seed=index))
+    driver.add("again", random_prompt(30), params)
+    driver.step({"again": 13, "n2": 20})
+    driver.step({"n2": 1, "again": 17, "n0": 3})
+    while len(driver.sequences["again"].output) < 10:
+        driver.step({"n2": 1, "again": 1, "n1": 1} if driver.sequences["n1"].lacking else None)
+    assert driver.sequences["again"].output[:10] == alone
+
+
+def test_kv_pool_is_bounded_by_what_the_batch_can_use() -> None:
+    config = EngineConfig(
+        cache=CacheConfig(kv_cache_gib=1), scheduler=SchedulerConfig(max_num_seqs=4)
+    )
+    assert choose_num_kv_blocks(config, bytes_per_token=16, max_model_len=100) == 4 * 7
+    assert choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096) == 64
+
+
+def test_kv_pool_that_holds_no_block_is_refused_with_numbers() -> None:
+    config = EngineConfig(cache=CacheConfig(kv_cache_gib=0.001))
+    with pytest.raises(ConfigError, match=r"16 tokens need 16.0 MiB.* 1.0 MiB"):
+        choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096)
+
+
+def test_load_says_in_one_line_what_it_chose(
+    model_path: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = make_config(model_path("llama"))
+    runner = ModelRunner(config, ModelInfo(config.model))
+    runner.load()
+    (record,) = [r for r in caplog.records if r.name.startswith("aioserve")]
+    assert "LlamaForCausalLM: float32" in record.message
+    assert "128 blocks, 1024 tokens" in record.message
+    runner.close()
+    runner.close()

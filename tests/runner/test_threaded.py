@@ -1,0 +1,71 @@
+"""The runner's thread: built, used and closed there; nothing heavy is imported before."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import NUM_BLOCKS, make_config
+
+from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.threaded import ThreadedRunner
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.models import make_model
+
+EMPTY_STEP = SchedulerOutput(0, [], CachedRequestData([], [], {}), {}, 0, [], [])
+
+
+def make_runner(path: Path) -> ThreadedRunner:
+    config = make_config(path)
+    return ThreadedRunner(config, ModelInfo(config.model))
+
+
+def test_steps_run_in_order_on_one_thread(model_path: Callable[..., Path]) -> None:
+    async def run() -> None:
+        runner = make_runner(model_path("llama"))
+        await runner.load()
+        assert runner.num_kv_blocks == NUM_BLOCKS
+        request = NewRequestData(
+            "a", [1, 2, 3], 3, SamplingParams(temperature=0), frozenset(), [5], 0
+        )
+        first = SchedulerOutput(0, [request], CachedRequestData([], [], {}), {"a": 3}, 3, [], [])
+        second = SchedulerOutput(1, [], CachedRequestData(["a"], [3], {}), {"a": 1}, 1, [], [])
+        outputs = await asyncio.gather(runner.execute_model(first), runner.execute_model(second))
+        assert [len(output.sampled_token_ids[0]) for output in outputs] == [1, 1]
+        await runner.close()
+        await runner.close()
+        with pytest.raises(RunnerDeadError):
+            await runner.execute_model(EMPTY_STEP)
+
+    asyncio.run(run())
+    assert not [t for t in threading.enumerate() if t.name.startswith("aioserve-runner")]
+
+
+def test_load_passes_on_config_errors_and_close_still_works(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path)
+    (path / "model.safetensors").unlink()
+
+    async def run() -> None:
+        runner = make_runner(path)
+        with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+            await runner.load()
+        with pytest.raises(RunnerDeadError):
+            await runner.execute_model(EMPTY_STEP)
+        await runner.close()
+
+    asyncio.run(run())
+
+
+def test_importing_the_runner_loads_no_torch() -> None:
+    code = (
+        "import sys, aioserve.runner.threaded; print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "set()"

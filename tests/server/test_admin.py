@@ -1,0 +1,31 @@
+"""Models, health, metrics and version."""
+
+import aioserve
+
+
+async def test_the_model_is_listed_with_its_limit(start_server):
+    names = {"served_model_name": "house/bard", "max_model_len": 128}
+    async with start_server(model=names) as server:
+        listed = (await server.get("/v1/models")).json()
+        [card] = listed["data"]
+        assert listed["object"] == "list"
+        assert (card["id"], card["object"], card["max_model_len"]) == ("house/bard", "model", 128)
+        assert (await server.get("/v1/models/house/bard")).json() == card
+        assert (await server.complete(model="house/bard", max_tokens=1)).status == 200
+        assert (await server.complete(model="embedded", max_tokens=1)).status == 404
+
+
+async def test_a_healthy_server_says_so(server):
+    answer = await server.get("/health")
+    assert (answer.status, answer.json()) == (200, {"status": "ok"})
+
+
+async def test_metrics_are_prometheus_text_of_this_engine(server):
+    await server.complete(max_tokens=3, ignore_eos=True)
+    answer = await server.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    assert b"aioserve_generation_tokens_total 3.0" in answer.body
+
+
+async def test_the_version_is_the_packages(server):
+    assert (await server.get("/version")).json() == {"version": aioserve.__version__}

@@ -1,0 +1,254 @@
+"""Whatever a client sends, it gets a 4xx that names the field, and the server goes on."""
+
+import asyncio
+import gzip
+import io
+import json
+
+import pytest
+
+from aioserve.server.validation import REFUSED_FIELDS
+
+COMPLETION = {"prompt": "Hello", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+BIG = 10**400
+
+SAMPLING = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": BIG}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": BIG}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"999999999": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"priority": "high"}, "priority"),
+    ({"user": 5}, "user"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"model": 5}, "model"),
+]
+
+COMPLETION_ONLY = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["fine", ""]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [[1], 5]}, "prompt"),
+    ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"prompt": ["a"] * 2000}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 4}, "best_of"),
+]
+
+CHAT_ONLY = [
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [5]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls",
+    ),
+    ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "messages"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 5, "min_tokens": 9}, "min_tokens"),
+]
+
+
+def check(answer, status=400):
+    """The body is an error of OpenAI's shape; returns it."""
+    assert answer.status == status
+    assert answer.headers["Content-Type"].startswith("application/json")
+    body = answer.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+async def refuse_all(server, path, base, cases):
+    for change, param in cases:
+        answer = await server.request("POST", path, json={**base, **change})
+        assert answer.status == 400, (change, answer)
+        error = check(answer)
+        assert error["param"] == param, (change, error)
+        assert error["type"] == "invalid_request_error"
+    assert (await server.request("POST", path, json=base)).status == 200
+    assert set((await server.gauges()).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "cases"),
+    [
+        ("/v1/completions", COMPLETION, SAMPLING + COMPLETION_ONLY),
+        ("/v1/chat/completions", CHAT, SAMPLING + CHAT_ONLY),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_a_bad_field_is_a_400_that_names_its_path(server, path, base, cases):
+    await refuse_all(server, path, base, cases)
+
+
+@pytest.mark.parametrize(
+    "path_base", [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+async def test_fields_that_are_not_implemented_are_refused_by_name(server, path_base):
+    path, base = path_base
+    for name in REFUSED_FIELDS:
+        answer = await server.request("POST", path, json={**base, name: "something"})
+        assert check(answer)["param"] == name
+    for name, harmless in REFUSED_FIELDS.items():
+        for value in (None, False, *harmless):
+            answer = await server.request("POST", path, json={**base, name: value})
+            assert answer.status == 200, (name, value, answer)
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 0), ("echo", 1), ("tools", [{}])])
+async def test_a_value_that_only_resembles_false_is_refused(server, name, value):
+    assert check(await server.complete(**{name: value}))["param"] == name
+
+
+async def test_unknown_fields_are_ignored(server):
+    answer = await server.complete(max_tokens=2, some_client_extra={"a": [1]}, metadata={"b": "c"})
+    assert answer.status == 200
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"nonsense",
+    b"[]",
+    b"5",
+    b'"text"',
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x"} trailing',
+    b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_body_that_is_not_a_json_object_is_a_400(server, path):
+    for body in MALFORMED:
+        check(await server.request("POST", path, data=body))
+    assert (await server.complete(max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_missing_field_is_named(server, path):
+    error = check(await server.request("POST", path, json={"model": "embedded"}))
+    assert error["param"] == ("prompt" if path == "/v1/completions" else "messages")
+
+
+async def test_an_unknown_model_is_a_404_with_its_code(server):
+    for answer in (
+        await server.complete(model="gpt-4o"),
+        await server.chat(model="gpt-4o"),
+        await server.get("/v1/models/gpt-4o"),
+    ):
+        error = check(answer, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "gpt-4o" in error["message"]
+        assert "embedded" in error["message"]
+
+
+async def test_a_prompt_that_is_too_long_is_told_both_lengths(start_server):
+    async with start_server(model={"max_model_len": 64}) as server:
+        error = check(await server.complete([5] * 80))
+        assert "80" in error["message"]
+        assert "64" in error["message"]
+
+
+async def test_other_paths_and_methods_answer_in_the_same_shape(server):
+    assert "/v1/nothing" in check(await server.get("/v1/nothing"), 404)["message"]
+    answer = await server.get("/v1/completions")
+    assert "POST" in check(answer, 405)["message"]
+    assert answer.headers["Allow"] == "POST"
+
+
+async def test_a_body_beyond_the_limit_is_a_413(start_server):
+    async with start_server(server={"max_body_mib": 1}) as server:
+        body = io.BytesIO(json.dumps({"prompt": "x" * 2**21}).encode())
+        error = check(await server.request("POST", "/v1/completions", data=body), 413)
+        assert "1 MiB" in error["message"]
+        assert (await server.complete(max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("body", [gzip.compress(b'{"prompt": "x"}'), b"not gzip"])
+async def test_a_compressed_body_is_a_415(server, body):
+    headers = {"Content-Encoding": "gzip"}
+    answer = await server.request("POST", "/v1/completions", data=body, headers=headers)
+    assert "compressed" in check(answer, 415)["message"]
+    assert (await server.complete(max_tokens=1)).status == 200
+
+
+async def test_a_full_queue_is_a_429_with_retry_after(start_server):
+    limits = {"max_num_seqs": 1, "max_waiting_requests": 2}
+    async with start_server(scheduler=limits, runner={"step_base_ms": 20}) as server:
+        answers = await asyncio.gather(
+            *(server.complete([5, i], max_tokens=3, ignore_eos=True) for i in range(12))
+        )
+        refused = [answer for answer in answers if answer.status != 200]
+        assert 0 < len(refused) < 12
+        for answer in refused:
+            assert check(answer, 429)["code"] == "engine_overloaded"
+            assert int(answer.headers["Retry-After"]) >= 1
+        assert (await server.complete(max_tokens=1)).status == 200
+
+
+async def test_a_refused_prompt_of_many_leaves_nothing_behind(server):
+    check(await server.complete([[5, 6]] * 50 + [[10**9]], max_tokens=500, ignore_eos=True))
+    assert set((await server.gauges()).values()) == {0}

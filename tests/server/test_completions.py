@@ -1,0 +1,166 @@
+"""POST /v1/completions over a real socket."""
+
+import pytest
+
+
+async def test_a_completion_has_the_shape_of_openai(server):
+    answer = await server.complete(model="embedded", max_tokens=5, ignore_eos=True)
+    body = answer.json()
+    assert answer.status == 200
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["model"] == "embedded"
+    assert body["created"] > 1_700_000_000
+    [choice] = body["choices"]
+    assert choice["text"]
+    assert {**choice, "text": ""} == {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 5
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_a_stream_tells_the_same_text_as_a_whole_response(server):
+    options = {"max_tokens": 40, "seed": 7}
+    whole = (await server.complete(**options)).json()["choices"][0]
+    answer = await server.complete(stream=True, **options)
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    choices = [event["choices"][0] for event in answer.events()]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(reasons) - 1) + [whole["finish_reason"]]
+
+
+async def test_sixteen_tokens_are_the_default_and_null_is_the_models_limit(start_server):
+    async with start_server(model={"max_model_len": 64}) as server:
+        default = await server.complete([5] * 10, ignore_eos=True)
+        unlimited = await server.complete([5] * 10, ignore_eos=True, max_tokens=None)
+    assert default.json()["usage"]["completion_tokens"] == 16
+    assert unlimited.json()["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "has_usage"),
+    [
+        (None, False),
+        ({}, False),
+        ({"include_usage": False}, False),
+        ({"include_usage": True}, True),
+    ],
+)
+async def test_usage_ends_a_stream_only_if_asked_for(server, options, has_usage):
+    answer = await server.complete(max_tokens=3, stream=True, stream_options=options)
+    *deltas, last = answer.events()
+    if has_usage:
+        assert all(delta["usage"] is None for delta in deltas)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 3
+    else:
+        assert all("usage" not in event for event in [*deltas, last])
+        assert last["choices"][0]["finish_reason"] == "length"
+
+
+async def test_every_chunk_can_tell_the_usage_of_its_sample(server):
+    options = {"continuous_usage_stats": True}
+    answer = await server.complete(
+        max_tokens=4, stream=True, ignore_eos=True, stream_options=options
+    )
+    counts = [event["usage"]["completion_tokens"] for event in answer.events()]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "prompts", [["One", "Two", "Three"], [[5, 6], [7], [8, 9, 10]]], ids=["texts", "token_ids"]
+)
+async def test_choices_of_many_prompts_are_numbered_prompt_by_prompt(server, prompts, stream):
+    fields = {"max_tokens": 6, "ignore_eos": True}
+    alone = [(await server.complete(p, **fields)).json()["choices"][0]["text"] for p in prompts]
+    answer = await server.complete(prompts, n=2, stream=stream, **fields)
+    texts = [""] * 6
+    chunks = answer.events() if stream else [answer.json()]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    # Simulated tokens depend on the prompt alone, so the samples of one prompt are equal.
+    assert texts == [alone[0], alone[0], alone[1], alone[1], alone[2], alone[2]]
+
+
+async def test_usage_counts_each_prompt_once_and_every_sample(server):
+    answer = await server.complete([[5] * 3, [6] * 4], n=3, max_tokens=5, ignore_eos=True)
+    usage = answer.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, 30)
+
+
+async def test_cached_tokens_are_told(server):
+    prompt = list(range(10, 110))
+    await server.complete(prompt, max_tokens=2)
+    usage = (await server.complete(prompt, max_tokens=2)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 96  # whole blocks of 16
+
+
+async def test_stop_strings_and_stop_tokens_are_honoured(server):
+    whole = (await server.complete(max_tokens=12, return_token_ids=True)).json()["choices"][0]
+    stop = whole["text"][4:7]
+    choice = (await server.complete(max_tokens=12, stop=stop)).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == stop
+    assert choice["text"] == whole["text"].partition(stop)[0]
+    token_id = whole["token_ids"][2]
+    fields = {"stop_token_ids": [token_id], "return_token_ids": True}
+    choice = (await server.complete(max_tokens=12, **fields)).json()["choices"][0]
+    assert choice["stop_reason"] == token_id
+    assert len(choice["token_ids"]) == whole["token_ids"].index(token_id) + 1
+
+
+async def test_logprobs_cover_every_token_with_running_offsets(server):
+    fields = {"max_tokens": 6, "logprobs": 2, "ignore_eos": True}
+    whole = (await server.complete(**fields)).json()["choices"][0]
+    logprobs = whole["logprobs"]
+    assert "".join(logprobs["tokens"]) == whole["text"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 6
+    offsets = [whole["text"].index(logprobs["tokens"][0])]
+    for token in logprobs["tokens"][:-1]:
+        offsets.append(offsets[-1] + len(token))
+    assert logprobs["text_offset"] == offsets
+    chunks = (await server.complete(stream=True, **fields)).events()
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name, values in logprobs.items():
+        assert [value for part in streamed for value in part[name]] == values
+
+
+async def test_token_ids_come_only_if_asked_for(server):
+    plain = (await server.complete(max_tokens=4)).json()["choices"][0]
+    asked = (await server.complete(max_tokens=4, return_token_ids=True)).json()["choices"][0]
+    assert "token_ids" not in plain
+    assert len(asked["token_ids"]) == 4
+
+
+async def test_a_request_id_of_the_caller_comes_back(server):
+    headers = {"X-Request-Id": "trace-17"}
+    answer = await server.request(
+        "POST", "/v1/completions", json={"prompt": "Hi", "stream": True}, headers=headers
+    )
+    assert answer.headers["X-Request-Id"] == "trace-17"
+    answer = await server.complete()
+    assert answer.headers["X-Request-Id"] == answer.json()["id"]
+
+
+async def test_priority_and_user_reach_the_engine(server, monkeypatch):
+    seen = []
+    add_request = server.engine.add_request
+
+    async def spy(*args, **kwargs):
+        seen.append((kwargs["priority"], kwargs["user"]))
+        return await add_request(*args, **kwargs)
+
+    monkeypatch.setattr(server.engine, "add_request", spy)
+    await server.complete(priority=-3, user="will", max_tokens=1)
+    await server.chat(max_tokens=1)
+    assert seen == [(-3, "will"), (0, "")]

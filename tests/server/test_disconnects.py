@@ -1,0 +1,157 @@
+"""A client that goes away, at any moment, leaves nothing behind: told by /metrics.
+
+Through raw sockets, because a client library may close later than its caller thinks; on asyncio
+and on uvloop.
+"""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Callable
+
+import pytest
+
+IDLE = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_used_blocks": 0}
+ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
+
+
+class RawClient:
+    """One HTTP request on a socket of its own."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def post(cls, server, path="/v1/completions", **body) -> "RawClient":
+        client = cls(*await asyncio.open_connection(server.host, server.port))
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.writer.write(head.encode() + data)
+        await client.writer.drain()
+        return client
+
+    async def read_events(self, count: int) -> bytes:
+        received = b""
+        while received.count(b"\ndata: {") < count:
+            data = await self.reader.read(65536)
+            assert data, received
+            received += data
+        return received
+
+    async def leave(self, *, reset: bool = False) -> None:
+        if reset:  # RST instead of FIN, as a killed process or a firewall sends it
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+async def until(server, is_reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Poll the gauges until they satisfy the condition."""
+    async with asyncio.timeout(10):
+        while not is_reached(gauges := await server.gauges()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    return gauges
+
+
+async def until_idle(server, *, num_aborted: int) -> None:
+    """Nothing is left, and so many requests did not just run to their end."""
+    await until(server, lambda gauges: gauges == IDLE)
+    metrics = (await server.get("/metrics")).body.decode()
+    aborted = f'aioserve_requests_finished_total{{reason="abort"}} {num_aborted}.0'
+    assert aborted in metrics, metrics
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_leaving_a_stream_mid_decode_frees_its_blocks(server, path, reset):
+    prompt = (
+        {"prompt": "Hello"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "Hello"}]}
+    )
+    client = await RawClient.post(server, path, stream=True, **prompt, **ENDLESS)
+    await client.read_events(5)
+    assert (await server.gauges())["num_requests_running"] == 1
+    await client.leave(reset=reset)
+    await until_idle(server, num_aborted=1)
+    assert (await server.complete(max_tokens=1)).status == 200
+
+
+async def test_leaving_before_a_whole_response_frees_its_blocks(server):
+    client = await RawClient.post(server, prompt="Hello", **ENDLESS)
+    await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+    await client.leave()
+    await until_idle(server, num_aborted=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_in_prefill_frees_the_blocks_so_far(start_server, stream):
+    # 64 tokens per step, 50 ms each: this prompt needs 2 s before its first token.
+    async with start_server(runner={"step_base_ms": 50}) as server:
+        client = await RawClient.post(server, prompt=[7] * 2500, stream=stream, **ENDLESS)
+        await until(server, lambda gauges: gauges["kv_cache_used_blocks"] > 0)
+        await client.leave()
+        await until_idle(server, num_aborted=1)
+        metrics = (await server.get("/metrics")).body.decode()
+        assert "aioserve_generation_tokens_total 0.0" in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_the_queue_frees_the_place(start_server, stream):
+    async with start_server(scheduler={"max_num_seqs": 1}) as server:
+        first = await RawClient.post(server, prompt="First", stream=True, **ENDLESS)
+        await first.read_events(1)
+        queued = await RawClient.post(server, prompt="Second", stream=stream, **ENDLESS)
+        await until(server, lambda gauges: gauges["num_requests_waiting"] == 1)
+        await queued.leave()
+        gauges = await until(server, lambda gauges: gauges["num_requests_waiting"] == 0)
+        assert gauges["num_requests_running"] == 1
+        await first.leave()
+        await until_idle(server, num_aborted=2)
+
+
+async def test_leaving_ends_all_samples_of_all_prompts(server):
+    prompts = [[5, i] for i in range(4)]
+    client = await RawClient.post(server, prompt=prompts, n=3, stream=True, **ENDLESS)
+    await client.read_events(20)
+    await until(server, lambda gauges: gauges["num_requests_running"] == 12)
+    await client.leave()
+    await until_idle(server, num_aborted=12)
+
+
+async def test_leaving_in_the_middle_of_a_body_is_survived(server):
+    _reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prom')
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    assert (await server.complete(max_tokens=1)).status == 200
+    assert await server.gauges() == IDLE
+
+
+async def test_many_clients_that_leave_at_once_leave_nothing(server):
+    clients = await asyncio.gather(
+        *(RawClient.post(server, prompt=[5, i], stream=True, **ENDLESS) for i in range(50))
+    )
+    await asyncio.gather(*(client.read_events(1 + i % 5) for i, client in enumerate(clients)))
+    await asyncio.gather(*(client.leave(reset=i % 2 == 0) for i, client in enumerate(clients)))
+    await until_idle(server, num_aborted=50)
+
+
+async def test_a_reader_that_stops_reading_delays_nobody_and_loses_nothing(server):
+    fields = {"max_tokens": 2500, "ignore_eos": True, "return_token_ids": True}
+    slow = await RawClient.post(server, prompt="Slow", stream=True, **fields)
+    slow.writer.transport.pause_reading()  # the kernel's buffers fill up, then the server's
+    quick = await server.complete("Quick", stream=True, **fields)
+    assert sum(len(event["choices"][0]["token_ids"]) for event in quick.events()) == 2500
+    await until_idle(server, num_aborted=0)  # the slow reader's request has finished as well
+    slow.writer.transport.resume_reading()
+    received = b""
+    while not received.endswith(b"0\r\n\r\n"):
+        received += await slow.reader.read(2**20)
+    events = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")]
+    token_ids = [i for event in events for i in json.loads(event)["choices"][0]["token_ids"]]
+    assert len(token_ids) == 2500
+    await slow.leave()

@@ -1,0 +1,51 @@
+"""Errors survive the wire."""
+
+import pytest
+
+from aioserve.errors import (
+    AioserveError,
+    EngineDeadError,
+    EngineOverloadedError,
+    PolicyError,
+    RequestError,
+    RequestFailedError,
+)
+from aioserve.server.errors import UnknownModelError, from_wire, to_wire
+from aioserve.server.protocol import ErrorInfo
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError("bad", param="n"), 400),
+        (UnknownModelError("what?", param="model"), 404),
+        (EngineOverloadedError("full"), 429),
+        (RequestFailedError("step"), 500),
+        (EngineDeadError("dead"), 503),
+    ],
+)
+def test_an_error_arrives_as_it_was_raised(error, status):
+    sent_status, body = to_wire(error)
+    assert sent_status == status
+    received = from_wire(status, body.error, retry_after=3)
+    assert type(received) is type(error)
+    assert str(received) == str(error)
+    assert getattr(received, "param", None) == getattr(error, "param", None)
+    assert getattr(received, "retry_after", 3) == 3
+
+
+@pytest.mark.parametrize("error", [PolicyError("a policy's fault"), ZeroDivisionError("secret")])
+def test_other_errors_are_500_and_only_ours_are_described(error):
+    status, body = to_wire(error)
+    assert (status, body.error.code) == (500, "internal_error")
+    assert ("secret" in body.error.message) is False
+    assert (str(error) in body.error.message) is isinstance(error, AioserveError)
+    assert type(from_wire(status, body.error)) is RequestFailedError
+
+
+@pytest.mark.parametrize(
+    ("status", "cls"),
+    [(401, RequestError), (413, RequestError), (502, RequestFailedError), (503, EngineDeadError)],
+)
+def test_an_answer_that_is_not_ours_is_told_by_its_status(status, cls):
+    assert type(from_wire(status, ErrorInfo(message="proxy", type="http_error"))) is cls

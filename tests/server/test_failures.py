@@ -1,0 +1,115 @@
+"""Steps that raise, engines that die, servers that stop: what a client gets to see."""
+
+import asyncio
+import json
+
+import pytest
+from conftest import SIMULATED
+
+from aioserve.errors import RunnerDeadError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
+
+ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
+
+
+class FailingRunner(SimulatedRunner):
+    """Raises `error` in the step after `fail_next` was set."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(SIMULATED, ModelInfo(SIMULATED.model))
+        self.error = error
+        self.fail_next = False
+
+    def execute_model(self, scheduler_output):
+        if self.fail_next and scheduler_output.num_scheduled_tokens:
+            self.fail_next = False
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(self.error)
+            return future
+        return super().execute_model(scheduler_output)
+
+
+async def start_stream(server, **fields):
+    """A streamed completion of which some events were read."""
+    body = {"prompt": "Hello", "stream": True, **ENDLESS, **fields}
+    response = await server.session.post(server.url + "/v1/completions", json=body)
+    await response.content.readuntil(b"\n\n")
+    return response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_step_that_fails_before_the_first_token_is_a_500(start_server, stream):
+    runner = FailingRunner(ValueError("bad luck"))
+    async with start_server(runner) as server:
+        runner.fail_next = True
+        answer = await server.complete(stream=stream)
+        assert answer.status == 500
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "request_failed")
+        assert (await server.complete(max_tokens=2)).status == 200
+
+
+async def test_a_step_that_fails_later_ends_the_stream_with_an_error_event(start_server):
+    runner = FailingRunner(ValueError("bad luck"))
+    async with start_server(runner) as server:
+        response = await start_stream(server)
+        runner.fail_next = True
+        *_, last, end = (await response.read()).split(b"\n\n")
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_failed"
+        assert end == b""
+        assert (await server.complete(max_tokens=2)).status == 200
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_dead_engine_ends_streams_and_refuses_with_503(start_server, num_prompts):
+    runner = FailingRunner(RunnerDeadError("device lost"))
+    async with start_server(runner) as server:
+        prompts = [[5, i] for i in range(num_prompts)]
+        response = await start_stream(server, prompt=prompts)
+        runner.fail_next = True
+        last = (await response.read()).split(b"\n\n")[-2]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+        answer = await server.complete()
+        assert answer.status == 503
+        assert "device lost" in answer.json()["error"]["message"]
+        answer = await server.get("/health")
+        assert answer.status == 503
+        assert answer.json()["status"] == "dead"
+        assert "device lost" in answer.json()["reason"]
+        assert (await server.get("/metrics")).status == 200
+
+
+async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypatch, caplog):
+    async def broken(*args, **kwargs):
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(server.engine, "add_request", broken)
+    answer = await server.complete()
+    assert answer.status == 500
+    assert answer.json()["error"]["message"] == "internal server error"
+    assert b"secret detail" not in answer.body
+    assert "secret detail" in caplog.text
+
+
+async def test_while_draining_health_is_503_and_running_streams_finish(server):
+    response = await start_stream(server, max_tokens=300)
+    shutdown = asyncio.create_task(server.engine.shutdown(drain_timeout=30))
+    await asyncio.sleep(0)  # the task begins
+    assert server.engine.is_draining
+    health, refused = await server.get("/health"), await server.complete()
+    assert (health.status, health.json()["status"]) == (503, "draining")
+    assert refused.status == 503
+    assert "shutting down" in refused.json()["error"]["message"]
+    *_, last, done, _end = (await response.read()).split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert json.loads(last.removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+    await shutdown
+
+
+async def test_what_does_not_finish_in_time_ends_with_reason_abort(server):
+    response = await start_stream(server)
+    await server.engine.shutdown(drain_timeout=0)
+    *_, last, done, _end = (await response.read()).split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert json.loads(last.removeprefix(b"data: "))["choices"][0]["finish_reason"] == "abort"

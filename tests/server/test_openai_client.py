@@ -1,0 +1,109 @@
+"""The official `openai` package against a running server: nothing of ours on the client's side."""
+
+import asyncio
+
+import openai
+import pytest
+from conftest import SIMULATED, running
+
+from aioserve.config import EngineConfig, RunnerConfig
+
+# The loop is the subject of other tests; these load a model each.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+MESSAGES = [{"role": "user", "content": "Speak, I charge thee, speak!"}]
+
+
+@pytest.fixture(params=["simulated", "model"])
+async def url(request):
+    # One thread: on a busy machine two of them mostly wait for each other.
+    model = EngineConfig(runner=RunnerConfig(threads=1))
+    config = SIMULATED if request.param == "simulated" else model
+    async with running(config) as server:
+        yield server.url + "/v1"
+
+
+@pytest.fixture
+async def client(url):
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_async_chat_whole_and_streamed_agree(client):
+    fields = {"model": "embedded", "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    whole = await client.chat.completions.create(**fields)
+    stream = await client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_async_completions_whole_and_streamed_agree(client):
+    fields = {"model": "embedded", "prompt": ["Once", "Twice"], "temperature": 0, "max_tokens": 12}
+    whole = await client.completions.create(**fields)
+    texts = ["", ""]
+    async for chunk in await client.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def use_sync_client(url):
+    """Runs in a thread: the loop serves meanwhile."""
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["embedded"]
+        chat = {"model": "embedded", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
+        whole = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+        with client.chat.completions.create(**chat, stream=True) as stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == whole.choices[0].message.content
+        completion = {"model": "embedded", "prompt": "Once", "temperature": 0, "logprobs": 1}
+        whole = client.completions.create(**completion)
+        assert whole.choices[0].logprobs.tokens
+        with client.completions.create(**completion, stream=True) as stream:
+            assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+async def test_the_sync_client_works(url):
+    await asyncio.to_thread(use_sync_client, url)
+
+
+async def test_sampling_extensions_travel_in_extra_body(client):
+    reply = await client.chat.completions.create(
+        model="embedded",
+        messages=MESSAGES,
+        max_tokens=8,
+        seed=5,
+        n=2,
+        extra_body={"top_k": 20, "min_p": 0.01, "ignore_eos": True, "repetition_penalty": 1.1},
+    )
+    assert len(reply.choices) == 2
+    assert reply.usage.completion_tokens == 16
+
+
+async def test_errors_arrive_as_the_packages_own_exceptions(client):
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.completions.create(model="embedded", prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.completions.create(model="gpt-4o", prompt="x")
+    assert missing.value.code == "model_not_found"
+
+
+async def test_leaving_a_stream_aborts_it(server):
+    body = {"prompt": "x", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        stream = await client.completions.create(model="embedded", stream=True, **body)
+        async with stream:
+            async for _ in stream:
+                break
+        async with asyncio.timeout(10):
+            while any((await server.gauges()).values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    metrics = (await server.get("/metrics")).body
+    assert b'aioserve_requests_finished_total{reason="abort"} 1.0' in metrics

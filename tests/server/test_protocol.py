@@ -1,0 +1,95 @@
+"""Decoding and refusal without a server."""
+
+import msgspec
+import pytest
+
+from aioserve.errors import RequestError
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.chat import sampling_params, template_message
+from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from aioserve.server.validation import REFUSED_FIELDS, decode_request
+
+COMPLETION = msgspec.json.Decoder(CompletionRequest)
+CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+
+
+def completion(**fields) -> CompletionRequest:
+    return decode_request(COMPLETION, msgspec.json.encode({"prompt": "x", **fields}))
+
+
+def chat(**fields) -> ChatCompletionRequest:
+    return decode_request(CHAT, msgspec.json.encode({"messages": [], **fields}))
+
+
+def test_every_sampling_parameter_can_be_asked_for_over_http():
+    for request in (CompletionRequest, ChatCompletionRequest):
+        assert set(SamplingParams.__struct_fields__) <= set(request.__struct_fields__)
+
+
+def test_no_honoured_field_is_refused():
+    for request in (CompletionRequest, ChatCompletionRequest):
+        assert not set(REFUSED_FIELDS) & set(request.__struct_fields__)
+
+
+def test_every_shared_field_reaches_the_sampling_params():
+    fields = {
+        "n": 2,
+        "min_tokens": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "include_stop_str_in_output": True,
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.3,
+        "logit_bias": {"5": -2},
+        "skip_special_tokens": False,
+    }
+    expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (7,), "logit_bias": {5: -2.0}}
+    params = completion(**fields).sampling_params(max_tokens=9, logprobs=4)
+    assert params == SamplingParams(**expected, max_tokens=9, logprobs=4)
+
+
+def test_null_is_the_default_of_every_field():
+    nulls = dict.fromkeys(set(CompletionRequest.__struct_fields__) - {"prompt", "max_tokens"})
+    assert completion(**nulls) == completion()
+    assert completion().sampling_params(None, None) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_four_kinds_of_prompt_are_told_apart(prompt, prompts):
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_the_names_that_chat_uses_are_translated():
+    assert sampling_params(chat()) == SamplingParams()
+    assert sampling_params(chat(max_tokens=5)).max_tokens == 5
+    assert sampling_params(chat(max_completion_tokens=5)).max_tokens == 5
+    assert sampling_params(chat(max_tokens=5, max_completion_tokens=5)).max_tokens == 5
+    assert sampling_params(chat(logprobs=False)).logprobs is None
+    assert sampling_params(chat(logprobs=True)).logprobs == 0
+    assert sampling_params(chat(logprobs=True, top_logprobs=3)).logprobs == 3
+
+
+def test_a_name_in_a_message_reaches_the_template():
+    message = ChatMessage(role="user", content="Hi", name="Will")
+    assert template_message(0, message) == {"role": "user", "content": "Hi", "name": "Will"}
+
+
+def test_a_missing_field_deep_down_is_named_by_its_path():
+    with pytest.raises(RequestError) as caught:
+        chat(messages=[{"role": "user", "content": [{"text": "no type"}]}])
+    assert caught.value.param == "messages[0].content[0].type"

@@ -1,0 +1,278 @@
+"""The command as a user runs it: flags, one-line errors, signals, exit codes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import COMMANDS, build_parser, load_config, main
+from aioserve.config import EngineConfig, iter_settings
+from aioserve.errors import ConfigError
+
+SIMULATED = ["--runner", "simulated", "--port", "0"]
+
+
+def load(*argv: str) -> EngineConfig:
+    return load_config(build_parser().parse_args(argv))
+
+
+def test_without_arguments_every_setting_has_its_default():
+    assert load() == EngineConfig()
+
+
+def test_every_setting_has_a_flag_except_mappings(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for _section, field in iter_settings():
+        flag = f"--{field.name.replace('_', '-')} "
+        assert (flag in text.replace(",", " ")) == (field.name != "options"), flag
+
+
+def test_flags_win_over_set_and_set_over_the_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("server: {port: 1, host: a}\nscheduler: {options: {chunk_size: 1, x: 2}}\n")
+    config = load(
+        *("--port", "3", "--config", str(path), "--set", "server.port=2"),
+        *("--set", "server.host=b", "--set", "scheduler.options.chunk_size=64"),
+    )
+    assert (config.server.port, config.server.host) == (3, "b")
+    assert config.scheduler.options == {"chunk_size": 64, "x": 2}
+
+
+def test_the_later_of_two_set_wins():
+    assert load("--set", "server.port=1", "--set", "server.port=2").server.port == 2
+
+
+def test_flags_take_the_types_of_their_fields():
+    config = load(
+        *("--no-enable-prefix-caching", "--watermark", "0.5", "--dtype", "float32"),
+        *("--num-kv-blocks", "7", "--policy", "fcfs", "--trust-remote-code"),
+    )
+    assert config.cache.enable_prefix_caching is False
+    assert (config.cache.watermark, config.cache.num_kv_blocks) == (0.5, 7)
+    assert (config.model.dtype, config.model.trust_remote_code) == ("float32", True)
+    assert config.scheduler.policy == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "many"], "server.port"),
+        (["--port", "70000"], "server.port"),
+        (["--set", "server.prot=1"], "prot"),
+        (["--set", "srever.port=1"], "srever"),
+        (["--set", "server=1"], "SECTION.NAME=VALUE"),
+        (["--set", "server.port"], "SECTION.NAME=VALUE"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--prot", "1"], "--prot"),
+        (["dance"], "dance"),
+        (["--config", "/does/not/exist.yaml"], "/does/not/exist.yaml"),
+    ],
+)
+def test_a_bad_argument_is_one_line_that_names_it(argv, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(main(argv))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("aioserve: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server: [unclosed", "not valid YAML"),
+        ("- a list", "must hold a mapping"),
+        ("server: {prot: 1}", "prot"),
+        ("server: {port: '80x'}", "server.port"),
+        ("\x00\x01", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load("--config", str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_help_and_version_load_nothing_heavy():
+    code = (
+        "import sys, aioserve.cli\n"
+        "aioserve.cli.build_parser().format_help()\n"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'aioserve.engine', 'aioserve.server'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Processes
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "aioserve", *argv]
+
+
+@contextmanager
+def serving(*argv: str):
+    """A server process and its URL, once it answers. Killed if it is still there at the end."""
+    process = subprocess.Popen(command("serve", *argv), stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                yield process, found[1]
+                break
+        else:
+            raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def fetch(url: str, body: object = None) -> tuple[int, bytes]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=30) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_with_exit_code_0(number):
+    with serving(*SIMULATED) as (process, url):
+        body = {"prompt": "Hello", "max_tokens": 2}
+        assert fetch(f"{url}/v1/completions", body)[0] == 200
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "Traceback" not in stderr
+
+
+def test_a_signal_before_the_server_is_up_ends_it_as_well(tmp_path):
+    # A policy file runs inside start(): it tells us when, and takes its time.
+    policy = tmp_path / "slow.py"
+    policy.write_text(
+        "import os, signal\n"
+        "from policies.fcfs import FCFSScheduler as Slow\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    result = run("--policy", f"{policy}:Slow", *SIMULATED)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
+    async def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "serve", interrupted)
+    assert main(["serve"]) == 0
+
+
+def start_stream(url: str, max_tokens: int):
+    body = {"prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    response = urllib.request.urlopen(request, timeout=30)
+    response.readline()
+    return response
+
+
+def test_a_running_stream_may_finish_while_the_server_drains():
+    with serving(*SIMULATED, "--drain-timeout", "60", "--step-base-ms", "1") as (process, url):
+        with start_stream(url, max_tokens=1000) as response:
+            process.send_signal(signal.SIGTERM)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("has_second_signal", [False, True])
+def test_draining_ends_with_its_time_or_a_second_signal(has_second_signal):
+    timeout = "60" if has_second_signal else "0.1"
+    with serving(*SIMULATED, "--drain-timeout", timeout, "--step-base-ms", "100") as (process, url):
+        with start_stream(url, max_tokens=4000) as response:
+            process.send_signal(signal.SIGINT)
+            while has_second_signal and fetch(f"{url}/health")[0] != 503:
+                time.sleep(0.01)
+            if has_second_signal:
+                process.send_signal(signal.SIGINT)
+            assert b'"finish_reason":"abort"' in response.read()
+        assert process.wait(timeout=20) == 0
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+    """A copy of the embedded model, to be broken."""
+    source = Path(__file__).parents[1] / "aioserve" / "embedded"
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_configurations_that_cannot_work_are_one_line_and_no_traceback(model_directory, tmp_path):
+    bad_yaml = tmp_path / "bad.yaml"
+    bad_yaml.write_text("server: [unclosed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["--model", "/no/such/model"], "/no/such/model"),
+            (["--policy", "fcsf", *SIMULATED], "unknown policy 'fcsf'"),
+            (["--set", "scheduler.options.chunk_sise=1", *SIMULATED], "chunk_sise"),
+            (["--config", str(bad_yaml)], "bad.yaml"),
+            (["--runner", "simulated", "--port", port], f"127.0.0.1:{port}: address already in"),
+            (["--host", "no.such.host.invalid", *SIMULATED], "no.such.host.invalid"),
+            (["--host", "192.0.2.1", *SIMULATED], "192.0.2.1"),
+            (["--max-model-len", "10000000", *SIMULATED], "max_model_len"),
+        ]
+        for argv, message in cases:
+            check_refusal(argv, message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_corrupt_model_file_is_one_line_that_names_it(model_directory, name):
+    (model_directory / name).write_bytes(b"\x00 not what it should be")
+    argv = ["--model", str(model_directory), "--port", "0"]
+    check_refusal(argv, name if name != "tokenizer.json" else "tokenizer")
+
+
+def check_refusal(argv: list[str], message: str) -> None:
+    result = run(*argv)
+    assert result.returncode == 2, (argv, result.stderr)
+    assert "Traceback" not in result.stderr, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("aioserve: error: "), result.stderr
+    assert message in last.lower() or message in last, last
+
+
+def test_an_idle_server_takes_no_cpu():
+    with serving(*SIMULATED) as (process, url):
+        assert fetch(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 2})[0] == 200
+        before = cpu_seconds(process.pid)
+        time.sleep(4)
+        assert cpu_seconds(process.pid) - before < 0.1  # 0.5 in 20 s
+
+
+def cpu_seconds(pid: int) -> float:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,121 @@
+"""The README is true: its code runs, its commands exist, its tree is the tree."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+PYTHON = blocks("python")
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_policy_that_is_shown_is_the_one_that_ships() -> None:
+    (policy,) = [code for code in PYTHON if "class ChunkedPrefillScheduler" in code]
+    assert policy == (ROOT / "policies/chunked_prefill.py").read_text()
+
+
+def test_the_harness_example_runs() -> None:
+    (code,) = [code for code in PYTHON if "SchedulerHarness(" in code]
+    assert re.fullmatch(r"\d+ steps, \d+ preemptions\n", run_python(code))
+
+
+def test_the_engine_example_prints_text() -> None:
+    (code,) = [code for code in PYTHON if "AsyncEngine()" in code]
+    assert run_python(code).strip()
+
+
+async def test_the_curl_command_streams_what_the_readme_shows() -> None:
+    """Against the real server, on another port; the client example uses it as well."""
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "aioserve", "--port", "0"),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert server.stderr is not None
+        async with asyncio.timeout(90):
+            while not (found := re.search(rb"http://[\d.]+:\d+", await server.stderr.readline())):
+                pass
+        url = found.group().decode()
+        (curl,) = [block for block in blocks("bash") if block.startswith("curl")]
+        shell = await asyncio.create_subprocess_shell(
+            curl.replace("http://127.0.0.1:8000", url), stdout=asyncio.subprocess.PIPE
+        )
+        streamed, _ = await asyncio.wait_for(shell.communicate(), 60)
+        assert streamed.endswith(b"data: [DONE]\n\n")
+        (shown,) = [block for block in blocks("text") if block.startswith("data:")]
+        volatile = re.compile(r'"(id|created)":[^,]*,')
+        lines = [volatile.sub("", line) for line in streamed.decode().splitlines() if line]
+        for line in filter(None, shown.splitlines()):
+            if line != "...":
+                assert volatile.sub("", line) in lines
+        (client,) = [code for code in PYTHON if "AsyncClient(" in code]
+        code = client.replace("http://127.0.0.1:8000", url)
+        assert (await asyncio.to_thread(run_python, code)).strip()
+    finally:
+        server.terminate()
+        assert await asyncio.wait_for(server.wait(), 30) == 0
+
+
+def test_the_comparison_prints_the_table_that_is_shown() -> None:
+    (command,) = [block for block in blocks("bash") if "policy_ab" in block]
+    python, *arguments = command.split()
+    assert python == "python"
+    printed = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout
+    (shown,) = [block for block in blocks("text") if "TTFT p99" in block]
+    assert [line.split() for line in shown.splitlines()] == [
+        line.split() for line in printed.splitlines() if not line.startswith("{")
+    ]
+
+
+def test_the_tree_lists_every_module_and_nothing_else() -> None:
+    (tree,) = [block for block in blocks("text") if block.startswith("aioserve/")]
+    listed, folder = set(), {0: ""}
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        path = folder[indent] + line.split()[0]
+        if path.endswith("/"):
+            folder[indent + 2] = path
+        else:
+            listed.add(path)
+    tracked = subprocess.run(
+        ["git", "ls-files", "aioserve", "policies"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.split()
+    modules = {
+        path
+        for path in tracked
+        if path.endswith(".py") and os.path.basename(path) not in ("__init__.py", "__main__.py")
+    }
+    if not modules:
+        pytest.skip("not a git checkout")
+    assert listed >= modules, f"missing in the README: {sorted(modules - listed)}"
+    assert all((ROOT / path).exists() for path in listed)
+
+
+def test_every_file_and_target_that_is_named_exists() -> None:
+    for path in re.findall(r"\b(?:configs|policies|benchmarks|docs|examples)/[\w./]+\w", README):
+        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
