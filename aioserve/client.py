@@ -97,6 +97,8 @@ class AsyncClient:
         *,
         priority: int = 0,
         user: str = "",
+        timeout: float | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas of all samples of `prompt`, a text or token ids, as `AsyncEngine.generate`.
 
@@ -108,7 +110,11 @@ class AsyncClient:
             prompt=prompt if isinstance(prompt, str) else list(prompt),
             max_tokens=params.max_tokens,
             logprobs=params.logprobs,
-            **self._shared(params, priority, user),
+            **self._shared(params),
+            priority=priority or None,
+            user=user or None,
+            timeout=timeout,
+            cache_salt=cache_salt or None,
         )
         return self._outputs("/v1/completions", body, _completion_decoder)
 
@@ -119,6 +125,8 @@ class AsyncClient:
         *,
         priority: int = 0,
         user: str = "",
+        timeout: float | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
         params = sampling_params or SamplingParams()
@@ -131,7 +139,11 @@ class AsyncClient:
             max_completion_tokens=params.max_tokens,
             logprobs=None if params.logprobs is None else True,
             top_logprobs=params.logprobs,
-            **self._shared(params, priority, user),
+            **self._shared(params),
+            priority=priority or None,
+            user=user or None,
+            timeout=timeout,
+            cache_salt=cache_salt or None,
         )
         return self._outputs("/v1/chat/completions", body, _chat_decoder)
 
@@ -156,8 +168,8 @@ class AsyncClient:
             )
         return self._open_session
 
-    def _shared(self, params: SamplingParams, priority: int, user: str) -> dict[str, Any]:
-        """Fields of both endpoints; defaults stay at home."""
+    def _shared(self, params: SamplingParams) -> dict[str, Any]:
+        """Fields of both endpoints that do not depend on the request; defaults stay at home."""
         default = SamplingParams()
         given = {
             name: value
@@ -169,8 +181,6 @@ class AsyncClient:
             "stream": True,
             "stream_options": _STREAM_OPTIONS,
             "return_token_ids": True,
-            "priority": priority or None,
-            "user": user or None,
         }
 
     @asynccontextmanager

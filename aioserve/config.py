@@ -88,9 +88,37 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(description="most tokens in one step (default: 2048, or max_model_len if larger)"),
     ] = None
+    long_prefill_token_threshold: Annotated[
+        PositiveInt | None, Meta(description="most tokens of one prompt in one step (default: any)")
+    ] = None
+    victim: Annotated[
+        Literal["policy", "newest", "lowest_priority", "least_computed", "most_remaining"],
+        Meta(description="who gives way when KV blocks run out; policy: the last in its order"),
+    ] = "policy"
     max_waiting_requests: Annotated[
         PositiveInt, Meta(description="requests that may wait; more are refused with 429")
     ] = 10_000
+    max_waiting_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="prompt tokens that may wait; more: 429 (default: any)"),
+    ] = None
+    queue_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="seconds until a request that was never served ends with 'timeout'"),
+    ] = None
+    stall_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds in which a policy must schedule somebody, if anybody waits"),
+    ] = 30.0
+    max_encoder_tokens: Annotated[
+        PositiveInt, Meta(description="most encoder tokens (images, audio) in one step")
+    ] = 2048
+    encoder_cache_tokens: Annotated[
+        PositiveInt, Meta(description="encoder outputs kept for the decoder, in tokens")
+    ] = 4096
+    num_lookahead_tokens: Annotated[
+        int, Meta(ge=0, description="KV slots kept ahead of each request for draft tokens")
+    ] = 0
     pipeline_depth: Annotated[
         int, Meta(ge=1, le=2, description="steps handed to the runner before the first is back")
     ] = 1

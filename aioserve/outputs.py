@@ -31,12 +31,14 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     """The result of one step: plain lists, no tensors.
 
     `req_ids` repeats the keys of `SchedulerOutput.num_scheduled_tokens` in their order.
-    `sampled_token_ids[i]` is empty while a prompt is not finished, else it holds one token.
+    `sampled_token_ids[i]` is empty while a prompt is not finished, else it holds the tokens of
+    the step: one, and before it those draft tokens that turned out right.
     """
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}  # only for requests that asked
+    draft_token_ids: dict[str, list[int]] = {}  # guesses of what comes next, to be verified
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
@@ -61,6 +63,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     num_used_kv_blocks: int
     num_preemptions: int
+    num_prefill_tokens: int  # scheduled, of prompts and of what is computed again
+    num_decode_tokens: int
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
 
@@ -68,6 +72,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     def kv_cache_usage(self) -> float:
         """Share of the blocks that live requests hold, 0 to 1."""
         return self.num_used_kv_blocks / self.num_kv_blocks
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the tokens of admitted requests that were cached, 0 to 1."""
+        return self.num_prefix_hit_tokens / max(self.num_prefix_queried_tokens, 1)
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from aioserve.outputs import FinishReason
 from aioserve.sampling_params import SamplingParams
 
@@ -43,6 +45,31 @@ _FINISH_REASONS = {
 }
 
 
+class WaitReason(enum.StrEnum):
+    """Why a waiting request was not served in the last step."""
+
+    BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt
+    SEATS = "seats"  # max_num_seqs requests are running
+    BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
+    ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
+    DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
+    IN_FLIGHT = "in_flight"  # preempted; a step that still has it is not back
+    POLICY = "policy"  # the policy did not ask for it
+
+
+class EncoderInput(msgspec.Struct, frozen=True):
+    """One image or sound in a prompt: it stands for `num_tokens` tokens from `position` on."""
+
+    position: int
+    num_tokens: int
+    content_hash: str
+
+    @property
+    def end(self) -> int:
+        """The first position after it."""
+        return self.position + self.num_tokens
+
+
 class Request:
     """Token ids and progress. There is no prefill or decode phase: `num_computed_tokens` chases
     `num_target_tokens`, and a step gives it some number of tokens.
@@ -52,16 +79,21 @@ class Request:
         0 ... num_computed_tokens     keys and values are in blocks, or a step in flight writes them
           ... num_tokens              known: the prompt and the output received so far
           ... num_target_tokens       to be computed: the known tokens, plus one that a step in
-                                      flight will sample; never the last before the length limit,
-                                      because nobody would read its keys and values
+                                      flight will sample, or plus draft tokens to be verified;
+                                      never the last before the length limit, because nobody
+                                      would read its keys and values
     """
 
     __slots__ = (
+        "adapter_id",
         "arrival_time",
         "block_hashes",
         "block_ids",
         "cache_salt",
         "client_index",
+        "deadline",
+        "draft_token_ids",
+        "encoder_inputs",
         "max_total_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -80,6 +112,8 @@ class Request:
         "stop_token_ids",
         "token_ids",
         "user",
+        "wait_reason",
+        "wait_step_id",
     )
 
     def __init__(
@@ -94,15 +128,23 @@ class Request:
         priority: int = 0,
         user: str = "",
         cache_salt: str = "",
+        adapter_id: str = "",
+        encoder_inputs: Sequence[EncoderInput] = (),
+        deadline: float | None = None,
         client_index: int = 0,
     ) -> None:
-        """`max_total_tokens` bounds prompt and output together (the model's length limit)."""
+        """`max_total_tokens` bounds prompt and output together (the model's length limit);
+        `encoder_inputs` come in order of position; `deadline` is a time of the scheduler's clock.
+        """
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time  # scheduler clock, seconds
         self.priority = priority  # smaller is more urgent
         self.user = user
         self.cache_salt = cache_salt  # requests share blocks only within one salt
+        self.adapter_id = adapter_id  # and within one adapter
+        self.encoder_inputs = tuple(encoder_inputs)
+        self.deadline = deadline  # it ends with a timeout if it has not finished by then
         self.client_index = client_index
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
@@ -120,6 +162,9 @@ class Request:
         self.num_target_tokens = self.num_tokens
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
+        self.draft_token_ids: list[int] = []  # to be verified by its next step
+        self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
+        self.wait_step_id = 0
         self.order_key: Any = None  # set by the scheduler when the request enters its queue
         # Owned by the KV cache manager:
         self.block_ids: list[int] = []
@@ -144,8 +189,8 @@ class Request:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it lacks more than the one token of a decode step."""
-        return self.num_target_tokens - self.num_computed_tokens > 1
+        """Whether more than the newest of its known tokens is to be computed."""
+        return self.num_tokens - self.num_computed_tokens > 1
 
     def __repr__(self) -> str:
         return (

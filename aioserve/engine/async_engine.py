@@ -19,7 +19,13 @@ from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import ConfigError, EngineDeadError, RequestFailedError
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    PolicyError,
+    RequestError,
+    RequestFailedError,
+)
 from aioserve.kv_cache import KVCacheManager
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, SchedulerStats
@@ -104,7 +110,9 @@ class AsyncEngine:
             scheduler,
             runner,
             pipeline_depth=self.config.scheduler.pipeline_depth,
+            stall_timeout=self.config.scheduler.stall_timeout,
             deliver=self._deliver,
+            expire=self._expire,
             fail=self._fail,
         )
         self._task = asyncio.create_task(self._core.run(), name="aioserve-engine")
@@ -136,12 +144,18 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         user: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
+        cache_salt: str = "",
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
-        `prompt` is text, token ids, or chat messages. Smaller `priority` is more urgent. Raises
-        `RequestError`, `EngineOverloadedError` or `EngineDeadError`.
+        `prompt` is text, token ids, or chat messages. `priority` (smaller is more urgent) and
+        `user` are for the policy. After `timeout` seconds an unfinished request ends with finish
+        reason `timeout`. Prefixes are shared within one `cache_salt` only. Raises `RequestError`,
+        `EngineOverloadedError` or `EngineDeadError`.
         """
+        if timeout is not None and not timeout > 0:
+            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
         self._check_alive()
         assert self._core is not None
         arrival_time = self._clock()  # before tokenizing: waiting for that is waiting, too
@@ -166,6 +180,8 @@ class AsyncEngine:
                     eos_token_ids=self.model_info.eos_token_ids,
                     priority=priority,
                     user=user,
+                    cache_salt=cache_salt,
+                    deadline=None if timeout is None else arrival_time + timeout,
                 )
                 self._core.add_request(request)
                 self._output_processor.add_request(request, stream, index)
@@ -183,10 +199,18 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         user: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
+        cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
         stream = await self.add_request(
-            prompt, sampling_params, request_id=request_id, priority=priority, user=user
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            user=user,
+            timeout=timeout,
+            cache_salt=cache_salt,
         )
         async with stream:
             async for output in stream:
@@ -254,10 +278,16 @@ class AsyncEngine:
         if stopped:
             self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
 
-    def _fail(self, request_ids: list[str], cause: BaseException) -> None:
-        # The cause may quote anything; clients get its type, the log and Python callers get it all.
+    def _expire(self, request_ids: list[str]) -> None:
+        self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
+
+    def _fail(self, request_ids: list[str], cause: Exception) -> None:
+        # An error of ours says what it should. Any other may quote anything: clients get its type,
+        # the log and Python callers (as __cause__) get it all.
         error = RequestFailedError(
-            f"the step that served this request failed ({type(cause).__name__}); the log says why"
+            str(cause)
+            if isinstance(cause, PolicyError)
+            else f"the step that served this request failed ({type(cause).__name__})"
         )
         error.__cause__ = cause
         self._output_processor.fail_requests(request_ids, error, self._clock())

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from aioserve.errors import RunnerDeadError
+from aioserve.errors import AioserveError, PolicyError, RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_SECONDS = 0.01
 
 Deliver = Callable[[list[EngineCoreOutput]], None]
-Fail = Callable[[list[str], BaseException], None]
+Expire = Callable[[list[str]], None]
+Fail = Callable[[list[str], Exception], None]
 
 
 class EngineCore:
@@ -37,15 +38,23 @@ class EngineCore:
         runner: RunnerInterface,
         *,
         pipeline_depth: int,
+        stall_timeout: float,
         deliver: Deliver,
+        expire: Expire,
         fail: Fail,
     ) -> None:
-        """`deliver` gets the outputs of each step, `fail` the ids that lost their step."""
+        """`deliver` gets the outputs of each step, `expire` the ids whose deadline has passed,
+        `fail` those that lost their step and why. `stall_timeout` is in seconds.
+        """
         self.scheduler = scheduler
         self._runner = runner
         self._pipeline_depth = pipeline_depth
+        self._stall_timeout = stall_timeout
         self._deliver = deliver
+        self._expire = expire
         self._fail = fail
+        self._last_step_id = 0  # of the last step that was handed to the runner
+        self._stalled_since: float | None = None
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
 
@@ -83,16 +92,68 @@ class EngineCore:
 
     def _dispatch(self) -> bool:
         """Schedule one step and hand it over; False if there is nothing to run now."""
+        if expired := self.scheduler.expire_requests():
+            self._expire(expired)
         if not self.scheduler.has_requests():
             return False
-        output = self.scheduler.schedule()
+        output = self._schedule()
+        if output is None:
+            return self.scheduler.has_requests()
+        self._last_step_id = output.step_id
         if output.total_num_scheduled_tokens == 0:
+            self._check_stall()
             if not (output.finished_req_ids or output.preempted_req_ids):
                 return False
             self._in_flight.append((output, self._runner.execute_model(output)))
             return False  # the runner hears who left; asking again now would change nothing
+        self._stalled_since = None
         self._in_flight.append((output, self._runner.execute_model(output)))
         return True
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
+        try:
+            output = self.scheduler.schedule()
+            if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
+                raise PolicyError(
+                    f"policy {self._policy}: schedule() must return the output() of a new step, "
+                    f"got {output!r:.100}"
+                )
+            return output
+        except Exception as error:
+            logger.exception("policy %s failed in schedule()", self._policy)
+            failed = self.scheduler.discard_step(self._last_step_id)
+            self._fail(failed, self._as_policy_error(error, "schedule()"))
+            return None
+
+    @property
+    def _policy(self) -> str:
+        return type(self.scheduler).__name__
+
+    def _as_policy_error(self, error: Exception, where: str) -> Exception:
+        if isinstance(error, AioserveError):
+            return error
+        wrapped = PolicyError(f"policy {self._policy} raised {error!r} in {where}")
+        wrapped.__cause__ = error
+        return wrapped
+
+    def _check_stall(self) -> None:
+        """Nobody was scheduled. With nothing in flight, that may not go on for long."""
+        if self._in_flight or not self.scheduler.has_unfinished_requests():
+            self._stalled_since = None
+            return
+        now = asyncio.get_running_loop().time()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since >= self._stall_timeout:
+            self._stalled_since = None
+            failed = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+            error = PolicyError(
+                f"policy {self._policy} has scheduled nobody for {self._stall_timeout:g} s "
+                f"although {len(failed)} requests wait"
+            )
+            logger.error("%s", error)
+            self._fail(failed, error)
 
     async def _take_result(self) -> dict[int, EngineCoreOutputs]:
         output, future = self._in_flight[0]
@@ -107,9 +168,21 @@ class EngineCore:
         self._in_flight.popleft()
         if output.total_num_scheduled_tokens == 0:
             return {}
-        return self.scheduler.update_from_output(output, result)
+        return self._update(output, result)
 
-    async def _fail_steps(self, error: BaseException) -> None:
+    def _update(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        try:
+            return self.scheduler.update_from_output(output, result)
+        except Exception as error:
+            # How far it came is unknown, so nobody can go on with what it left.
+            logger.exception("policy %s failed in update_from_output()", self._policy)
+            failed = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+            self._fail(failed, self._as_policy_error(error, "update_from_output()"))
+            return {}
+
+    async def _fail_steps(self, error: Exception) -> None:
         """Fail the requests of every step in flight: later steps may read what a failed one
         should have written. The rest go on.
         """
@@ -126,8 +199,7 @@ class EngineCore:
         for output, _ in steps:
             if output.total_num_scheduled_tokens:
                 req_ids = list(output.num_scheduled_tokens)
-                nothing = ModelRunnerOutput(req_ids, [[] for _ in req_ids])
-                self.scheduler.update_from_output(output, nothing)
+                self._update(output, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
         self._fail(failed, error)
 
     async def _sleep(self) -> None:

@@ -133,6 +133,8 @@ def _scheduler_metrics(stats: SchedulerStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"aioserve_{name}", documentation, value)
     counters = (
         ("steps", "Steps planned", stats.num_steps),
+        ("scheduled_prefill_tokens", "Prompt tokens scheduled", stats.num_prefill_tokens),
+        ("scheduled_decode_tokens", "Decode tokens scheduled", stats.num_decode_tokens),
         ("preemptions", "Requests thrown out of the batch", stats.num_preemptions),
         (
             "prefix_cache_queried_tokens",

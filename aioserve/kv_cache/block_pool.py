@@ -4,7 +4,9 @@ Knows block ids, reference counts and hashes. Knows nothing about requests or to
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
 
 class BlockPool:
@@ -15,7 +17,9 @@ class BlockPool:
     blocks are handed out first, so the index lives as long as memory allows.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_event: Callable[[KVEvent], None] | None = None) -> None:
+        """`on_event` hears of every content that leaves the index."""
+        self._on_event = on_event
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._unused = list(range(num_blocks - 1, -1, -1))
@@ -69,11 +73,13 @@ class BlockPool:
         """The block with this content, held or free; None if there is none."""
         return self._index.get(block_hash)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Make a held, full block findable. The first block of a content wins."""
-        if block_hash not in self._index:
-            self._index[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        """Make a held, full block findable; False if the content is: its first block wins."""
+        if block_hash in self._index:
+            return False
+        self._index[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
 
     def unregister(self, block_id: int) -> None:
         """Make a held block unfindable, because it will not be computed after all."""
@@ -87,9 +93,13 @@ class BlockPool:
         self._evictable.clear()
         self._index.clear()
         self._hashes = [None] * self.num_blocks
+        if self._on_event is not None:
+            self._on_event(AllBlocksCleared())
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         del self._index[block_hash]
         self._hashes[block_id] = None
+        if self._on_event is not None:
+            self._on_event(BlockRemoved(block_hash))

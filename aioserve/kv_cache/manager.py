@@ -4,9 +4,12 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 """
 
 from array import array
+from bisect import bisect_left
+from collections.abc import Callable
 from hashlib import blake2b
 
 from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.request import Request
 
 
@@ -20,11 +23,15 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         watermark: float = 0.01,
+        on_event: Callable[[KVEvent], None] | None = None,
     ) -> None:
-        """`watermark` is the share of the pool that `can_admit` keeps free."""
+        """`watermark` is the share of the pool that `can_admit` keeps free; `on_event` hears of
+        every content that becomes findable or is lost.
+        """
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, on_event)
+        self._on_event = on_event
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
@@ -51,25 +58,47 @@ class KVCacheManager:
             found.append(block_id)
         return found
 
-    def can_admit(self, request: Request, computed_blocks: list[int], *, is_alone: bool) -> bool:
-        """Whether all known tokens fit beside what is held, with the watermark left free.
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """About how many tokens of the request are cached: by bisection, so cheap enough to ask
+        for every waiting request in every step. Exact unless a prefix has a hole.
+        """
+        if not self.enable_prefix_caching:
+            return 0
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        self._hash_blocks(request, num_blocks)
+        num_found = bisect_left(
+            range(num_blocks),
+            True,
+            key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
+        )
+        return num_found * self.block_size
+
+    def can_admit(
+        self,
+        request: Request,
+        computed_blocks: list[int],
+        num_slots: int,
+        *,
+        is_alone: bool,
+    ) -> bool:
+        """Whether `num_slots` tokens fit beside what is held, with the watermark left free.
 
         `is_alone` waives the watermark: nobody is there for whom it could be kept.
         """
-        num_needed = self._num_blocks(request.num_target_tokens) - len(computed_blocks)
+        num_needed = self._num_blocks(num_slots) - len(computed_blocks)
         num_revived = sum(self.pool.ref_counts[b] == 0 for b in computed_blocks)
         num_kept = 0 if is_alone else self.num_watermark_blocks
         return num_needed + num_revived + num_kept <= self.pool.num_free_blocks
 
-    def admit(self, request: Request, computed_blocks: list[int]) -> None:
-        """Take the cached prefix and room for all known tokens, after `can_admit`.
+    def admit(self, request: Request, computed_blocks: list[int], num_slots: int) -> None:
+        """Take the cached prefix and room for `num_slots` tokens, after `can_admit`.
 
         Room for the whole prompt at once: a prompt that is computed in chunks can then never run
         out of blocks half-way, and nobody is admitted only to be thrown out.
         """
         pool = self.pool
         pool.touch(computed_blocks)
-        num_new = self._num_blocks(request.num_target_tokens) - len(computed_blocks)
+        num_new = self._num_blocks(num_slots) - len(computed_blocks)
         request.block_ids = computed_blocks + pool.allocate(num_new)
         request.num_slots = len(request.block_ids) * self.block_size
         request.num_cached_blocks = len(computed_blocks)
@@ -102,7 +131,9 @@ class KVCacheManager:
             return []
         self._hash_blocks(request, end)
         for i in range(first, end):
-            self.pool.register(request.block_ids[i], request.block_hashes[i])
+            is_new = self.pool.register(request.block_ids[i], request.block_hashes[i])
+            if is_new and self._on_event is not None:
+                self._on_event(self._stored(request, i))
         request.num_cached_blocks = end
         return request.block_ids[first:end]
 
@@ -123,9 +154,32 @@ class KVCacheManager:
         """
         hashes = request.block_hashes
         for i in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else _digest(request.cache_salt.encode())
-            tokens = array("q", request.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            hashes.append(_digest(parent + tokens.tobytes()))
+            parent = hashes[-1] if hashes else _root(request)
+            start, end = i * self.block_size, (i + 1) * self.block_size
+            tokens = array("q", request.token_ids[start:end]).tobytes()
+            if request.encoder_inputs:
+                tokens += _encoder_key(request, start, end)
+            hashes.append(_digest(parent + tokens))
+
+    def _stored(self, request: Request, i: int) -> BlockStored:
+        hashes = request.block_hashes
+        tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        return BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)
+
+
+def _root(request: Request) -> bytes:
+    """What must match besides tokens: salt and adapter; the length keeps them apart."""
+    salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
+    return _digest(b"%d:%b%b" % (len(salt), salt, adapter))
+
+
+def _encoder_key(request: Request, start: int, end: int) -> bytes:
+    """Contents of the encoder inputs that reach into tokens `start` to `end`, and where."""
+    return b"".join(
+        b"|%d:%b" % (item.position - start, item.content_hash.encode())
+        for item in request.encoder_inputs
+        if item.position < end and item.end > start
+    )
 
 
 def _digest(data: bytes) -> bytes:

@@ -6,14 +6,15 @@ Knows requests, counts, blocks and steps. Knows nothing about text, tensors, tas
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
-from aioserve.kv_cache import KVCacheManager
+from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError
+from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
 from aioserve.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -21,7 +22,7 @@ from aioserve.outputs import (
     SchedulerStats,
     TokenLogprobs,
 )
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
@@ -57,19 +58,30 @@ class BaseScheduler(SchedulerInterface):
         self.options: Any = self.parse_options(config.options)
         self.max_num_batched_tokens = self.check_limits(config, max_model_len)
         self.max_num_seqs = config.max_num_seqs
+        self.long_prefill_token_threshold = config.long_prefill_token_threshold
+        self.num_lookahead_tokens = config.num_lookahead_tokens
+        self.max_encoder_tokens = config.max_encoder_tokens
         self.kv_cache = kv_cache
+        self.encoder_cache = EncoderCacheManager(config.encoder_cache_tokens)
         self.clock = clock
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order of admission; replaced, never shrunk in place
-        self._max_waiting_requests = config.max_waiting_requests
+        self.num_steps = 0  # planned so far
+        self._config = config
+        self._victim_key = VICTIM_KEYS[config.victim]
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._returning: set[Request] = set()  # preempted, but a step in flight still has them
         self._ended: set[Request] = set()  # finished, but a step in flight may write their blocks
         self._finished_req_ids: list[str] = []  # not yet told to the runner
+        self._timers: list[tuple[float, int, Request, bool]] = []  # a heap, earliest first
+        self._open_step: Step | None = None
+        self._last_output: SchedulerOutput | None = None
+        self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._num_added = 0
-        self._num_steps = 0
         self._num_preemptions = 0
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
 
     # What a policy writes.
 
@@ -78,19 +90,30 @@ class BaseScheduler(SchedulerInterface):
         """Who runs in this step, with how many tokens? Ends with `return step.output()`."""
 
     def order(self, request: Request) -> Any:
-        """Who goes first: smaller keys do. Asked when a request enters the queue."""
+        """Who goes first: smaller keys do. Asked whenever a request enters the queue."""
         return request.arrival_time
 
     def victim(self) -> Request | None:
-        """Who gives way when blocks run out: the last of `running` in the policy's order."""
-        return max(self.running, key=_order_key, default=None)
+        """Who gives way when blocks run out: as the setting `victim` says; by default the last of
+        `running` in the policy's order, so that the first always makes progress.
+        """
+        return max(self.running, key=self._victim_key, default=None)
 
     # What a policy uses.
 
     def new_step(self, token_budget: int | None = None) -> Step:
         """An empty step of at most `token_budget` and never more than `max_num_batched_tokens`."""
+        if self._open_step is not None:
+            raise PolicyError(
+                f"policy {type(self).__name__}: a new step was begun, but output() of the last one "
+                "was not returned"
+            )
         limit = self.max_num_batched_tokens
-        return Step(self, limit if token_budget is None else min(token_budget, limit))
+        if token_budget is not None:
+            limit = min(token_budget, limit)
+        self._open_step = Step(self, limit, self._untold_preempted)
+        self._untold_preempted = []
+        return self._open_step
 
     # What is checked before anything is loaded.
 
@@ -108,60 +131,87 @@ class BaseScheduler(SchedulerInterface):
     @classmethod
     def check_limits(cls, config: SchedulerConfig, max_model_len: int) -> int:
         """The token budget of a step. Raises `ConfigError` for limits that cannot work together."""
-        limit = config.max_num_batched_tokens
-        if limit is None:
+        if cls.runs_whole_prompts:
+            for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+                limit = getattr(config, name)
+                if limit is not None and limit < max_model_len:
+                    raise ConfigError(
+                        f"policy {cls.__name__} runs whole prompts, so {name} ({limit}) must be at "
+                        f"least max_model_len ({max_model_len})"
+                    )
+        if config.max_num_batched_tokens is None:
             return max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
-        if cls.runs_whole_prompts and limit < max_model_len:
-            raise ConfigError(
-                f"policy {cls.__name__} runs whole prompts, so max_num_batched_tokens ({limit}) "
-                f"must be at least max_model_len ({max_model_len})"
-            )
-        return limit
+        return config.max_num_batched_tokens
 
     # SchedulerInterface.
 
     def add_request(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if request.num_prompt_tokens < 1:
-            raise RequestError("the prompt must have at least one token", param="prompt")
-        # The last token is never computed, so a request needs one slot less than its length.
-        if request.max_total_tokens - 1 > self.kv_cache.num_slots:
-            raise RequestError(
-                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
-                f"cache of {self.kv_cache.num_slots} tokens",
-                param="max_tokens",
-            )
-        if len(self.waiting) >= self._max_waiting_requests:
-            raise EngineOverloadedError(
-                f"{len(self.waiting)} requests are waiting already (max_waiting_requests)"
-            )
-        # The running number keeps equals in order of arrival, also after a preemption.
-        request.order_key = (self.order(request), self._num_added)
-        self._num_added += 1
-        self._requests[request.request_id] = request
+        self._check_size(request)
+        self._check_encoder_inputs(request)
+        self._check_queue(request)
+        self._set_order_key(request, self._num_added)
         self.waiting.add(request)
+        self._requests[request.request_id] = request
+        if request.deadline is not None:
+            heappush(self._timers, (request.deadline, self._num_added, request, False))
+        if self._config.queue_timeout is not None:
+            due = request.arrival_time + self._config.queue_timeout
+            heappush(self._timers, (due, self._num_added, request, True))
+        self._num_added += 1
+
+    def expire_requests(self) -> list[str]:
+        expired: list[str] = []
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, request, only_if_unserved = heappop(self._timers)
+            if not only_if_unserved or request.status is RequestStatus.WAITING:
+                expired += self.finish_requests(request.request_id, RequestStatus.FINISHED_TIMEOUT)
+        return expired
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        step, output = self._open_step, self._last_output
+        self._open_step = None
+        touched: list[Request] = []
+        if step is not None:
+            touched += step.requests
+            self._untold_preempted = step._preempted_req_ids
+        if output is not None and output.step_id > last_step_id:
+            self._untold_preempted = output.preempted_req_ids + self._untold_preempted
+            self._finished_req_ids = output.finished_req_ids + self._finished_req_ids
+            if self._in_flight and self._in_flight[-1][0] is output:
+                touched += self._in_flight.pop()[1]
+        request_ids = [r.request_id for r in touched if not r.status.is_finished]
+        return self.finish_requests(request_ids or None, RequestStatus.FINISHED_ERROR)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         expected, requests = self._in_flight.popleft()
-        assert expected is scheduler_output, "results must come in the order of the steps"
+        while expected is not scheduler_output:
+            self._settle(requests)  # a policy raised over its result; whom it carried has ended
+            expected, requests = self._in_flight.popleft()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         any_finished = False
         sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
         logprobs = model_runner_output.logprobs
+        drafted = scheduler_output.scheduled_spec_decode_tokens
         for request, token_ids in sampled:
             if not token_ids or request.status.is_finished:
                 continue
             new_logprobs = logprobs.get(request.request_id) if logprobs else None
             output = self._append_tokens(request, token_ids, new_logprobs)
+            if drafted and request.request_id in drafted:
+                self._roll_back(request)
             any_finished |= output.finish_reason is not None
             outputs.setdefault(request.client_index, []).append(output)
         if any_finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         if self._returning or self._ended:
             self._settle(requests)
+        if model_runner_output.draft_token_ids:
+            self._take_drafts(requests, model_runner_output.draft_token_ids)
         now = self.clock()
         return {client: EngineCoreOutputs(outs, now) for client, outs in outputs.items()}
 
@@ -191,6 +241,15 @@ class BaseScheduler(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    def get_wait_reasons(self) -> dict[str, WaitReason]:
+        reasons = {
+            request.request_id: (
+                request.wait_reason if request.wait_step_id == self.num_steps else WaitReason.POLICY
+            )
+            for request in self.waiting
+        }
+        return reasons | {r.request_id: WaitReason.IN_FLIGHT for r in self._returning}
+
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self._requests) - len(self.running)
 
@@ -207,12 +266,14 @@ class BaseScheduler(SchedulerInterface):
     def make_stats(self) -> SchedulerStats:
         num_running, num_waiting = self.get_request_counts()
         return SchedulerStats(
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
             num_kv_blocks=self.kv_cache.pool.num_blocks,
             num_used_kv_blocks=self.kv_cache.pool.num_used_blocks,
             num_preemptions=self._num_preemptions,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
             num_prefix_queried_tokens=self.kv_cache.num_queried_tokens,
             num_prefix_hit_tokens=self.kv_cache.num_hit_tokens,
         )
@@ -223,6 +284,8 @@ class BaseScheduler(SchedulerInterface):
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineCoreOutput:
         """Append sampled tokens up to the first that ends the request."""
+        if len(token_ids) > 1:
+            token_ids = self._until_stop(request, token_ids)
         request.token_ids += token_ids
         request.num_tokens += len(token_ids)
         if request.num_target_tokens < request.num_tokens:
@@ -248,6 +311,7 @@ class BaseScheduler(SchedulerInterface):
         request.status = status
         del self._requests[request.request_id]
         self._returning.discard(request)
+        self._release_encoder_outputs(request)
         if self._is_in_flight(request):
             self._ended.add(request)
         else:
@@ -259,13 +323,16 @@ class BaseScheduler(SchedulerInterface):
         `status_before` is set for one that was admitted in this very step.
         """
         self.kv_cache.free(request)
+        self._release_encoder_outputs(request)
         request.status = status_before or RequestStatus.PREEMPTED
+        request.draft_token_ids = []
         request.num_computed_tokens = 0
         request.num_target_tokens = request.num_tokens
         self.running = [r for r in self.running if r is not request]
         if status_before is None:
             request.num_preemptions += 1
             self._num_preemptions += 1
+        self._set_order_key(request, request.order_key[1])
         if self._is_in_flight(request):
             self._returning.add(request)  # its next token is on the way
         else:
@@ -284,16 +351,128 @@ class BaseScheduler(SchedulerInterface):
     def _is_in_flight(self, request: Request) -> bool:
         return any(request in requests for _, requests in self._in_flight)
 
-    def _next_step_id(self) -> int:
-        self._num_steps += 1
-        return self._num_steps
+    def _set_order_key(self, request: Request, number: int) -> None:
+        """The running number keeps equals in order of arrival, also after a preemption."""
+        try:
+            request.order_key = (self.order(request), number)
+        except Exception as error:
+            raise PolicyError(
+                f"policy {type(self).__name__} raised {error!r} in order()"
+            ) from error
+
+    def _check_size(self, request: Request) -> None:
+        if request.num_prompt_tokens < 1:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        # The last token is never computed, so a request needs one slot less than its length.
+        if request.max_total_tokens - 1 > self.kv_cache.num_slots:
+            raise RequestError(
+                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
+                f"cache of {self.kv_cache.num_slots} tokens",
+                param="max_tokens",
+            )
+
+    def _check_encoder_inputs(self, request: Request) -> None:
+        """Every input must fit a step and the cache; all of them, if prompts run whole."""
+        room = min(self.max_encoder_tokens, self.encoder_cache.num_slots)
+        sizes = [item.num_tokens for item in request.encoder_inputs]
+        largest = sum(sizes) if self.runs_whole_prompts else max(sizes, default=0)
+        if largest > room:
+            raise RequestError(
+                f"encoder inputs of {largest} tokens do not fit max_encoder_tokens and "
+                f"encoder_cache_tokens ({room})",
+                param="prompt",
+            )
+
+    def _check_queue(self, request: Request) -> None:
+        config, waiting = self._config, self.waiting
+        if len(waiting) >= config.max_waiting_requests:
+            raise EngineOverloadedError(
+                f"{len(waiting)} requests are waiting already (max_waiting_requests)"
+            )
+        limit = config.max_waiting_tokens
+        if limit is not None and waiting and waiting.num_tokens + request.num_tokens > limit:
+            raise EngineOverloadedError(
+                f"{waiting.num_tokens} prompt tokens are waiting already; {request.num_tokens} "
+                f"more would be over max_waiting_tokens ({limit})"
+            )
+
+    def _until_stop(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Verified drafts may run past the end of a request: cut them there."""
+        num_output = request.num_output_tokens
+        for i, token_id in enumerate(token_ids, start=1):
+            is_stop = token_id in request.stop_token_ids
+            if is_stop and num_output + i > request.sampling_params.min_tokens:
+                return token_ids[:i]
+        return token_ids[: request.max_total_tokens - request.num_tokens]
+
+    def _roll_back(self, request: Request) -> None:
+        """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = request.num_tokens - 1
+
+    def _take_drafts(self, requests: list[Request], drafts: dict[str, list[int]]) -> None:
+        """Next time these requests verify guesses, unless a step ahead has overtaken them."""
+        for request in requests:
+            guesses = drafts.get(request.request_id)
+            if guesses and request.status is RequestStatus.RUNNING:
+                room = request.max_total_tokens - 1 - request.num_tokens
+                if room > 0 and not self._is_in_flight(request):
+                    request.draft_token_ids = guesses[:room]
+                    request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)
+
+    def _release_encoder_outputs(self, request: Request, computed: int | None = None) -> None:
+        """The request needs no encoder output any more, or none before position `computed`."""
+        for item in request.encoder_inputs:
+            if computed is None or item.end <= computed:
+                self.encoder_cache.release(request.request_id, item)
+
+    def _num_common_prefix_blocks(self) -> int:
+        """Leading blocks that every holder of blocks shares."""
+        if len(self.running) < 2:
+            return len(self.running[0].block_ids) if self.running else 0
+        num_holders = len(self.running) + len(self._ended)
+        ref_counts = self.kv_cache.pool.ref_counts
+        count = 0
+        for block_id in self.running[0].block_ids:
+            if ref_counts[block_id] != num_holders:
+                break
+            count += 1
+        return count
+
+    def _close_step(self, step: Step) -> None:
+        if self._open_step is not step:
+            raise PolicyError(
+                f"policy {type(self).__name__}: output() was called twice, or on an old step"
+            )
+        self._open_step = None
+        self.num_steps = step.step_id
 
     def _take_finished_req_ids(self) -> list[str]:
         finished, self._finished_req_ids = self._finished_req_ids, []
         return finished
 
-    def _commit(self, output: SchedulerOutput, requests: list[Request]) -> None:
+    def _commit(
+        self, output: SchedulerOutput, requests: list[Request], num_prefill_tokens: int
+    ) -> None:
+        self._last_output = output
+        if not requests:
+            return
         self._in_flight.append((output, requests))
+        self._num_prefill_tokens += num_prefill_tokens
+        self._num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
+        if self.encoder_cache.num_held_slots:
+            for request in requests:  # steps run in order: who comes later cannot be too early
+                self._release_encoder_outputs(request, request.num_computed_tokens)
 
 
 _order_key = attrgetter("order_key")
+
+# Ties are broken by the policy's order. Under each of them somebody is never the victim, and
+# finishes: the oldest, the most urgent, the most computed, the one with the least to do.
+VICTIM_KEYS: dict[str, Callable[[Request], Any]] = {
+    "policy": _order_key,
+    "newest": lambda r: (r.arrival_time, r.order_key),
+    "lowest_priority": lambda r: (r.priority, r.order_key),
+    "least_computed": lambda r: (-r.num_computed_tokens, r.order_key),
+    "most_remaining": lambda r: (r.max_total_tokens - r.num_tokens, r.order_key),
+}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
 
 
@@ -83,6 +83,22 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
+
+    def expire_requests(self) -> list[str]:
+        """End requests whose deadline has passed; return their ids. Asked before each step."""
+        return []
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        """`schedule` raised or returned nonsense: undo what it planned after `last_step_id`.
+
+        Ends the requests that it touched, or all if it touched none, with FINISHED_ERROR, and
+        returns their ids: a policy that fails every time must not keep anybody waiting.
+        """
+        return self.finish_requests(None, RequestStatus.FINISHED_ERROR)
+
+    def get_wait_reasons(self) -> dict[str, WaitReason]:
+        """Why each waiting request was not served in the last step; costs nothing until asked."""
+        return {}
 
     def make_stats(self) -> SchedulerStats | None:
         """The state after the last call, for metrics; None if the scheduler keeps none."""

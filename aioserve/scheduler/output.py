@@ -5,6 +5,7 @@ Full data once for a request that enters the batch; afterwards only what changed
 
 import msgspec
 
+from aioserve.request import EncoderInput
 from aioserve.sampling_params import SamplingParams
 
 
@@ -18,6 +19,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     stop_token_ids: frozenset[int]  # EOS included unless ignored; masked until min_tokens
     block_ids: list[int]
     num_computed_tokens: int  # found in the prefix cache; the step computes what follows
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
@@ -44,3 +46,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     total_num_scheduled_tokens: int
     preempted_req_ids: list[str]
     finished_req_ids: list[str]
+    num_common_prefix_blocks: int = 0  # leading blocks that all running requests share
+    #: Draft tokens to verify, by request: the last of its tokens in this step, not known tokens.
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    #: Encoder inputs to run before this step, by request: indices into its `encoder_inputs`.
+    scheduled_encoder_inputs: dict[str, list[int]] = {}
+    free_encoder_hashes: list[str] = []  # encoder outputs that the runner may drop

@@ -20,7 +20,9 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
+        self.num_tokens = 0  # of all that wait
         self._requests: list[Request] = []
+        self._by_user: dict[str, list[Request]] = {}  # each sorted the same way
         self._version = 0  # bumped by every change, so that iterators can find their place again
 
     def __len__(self) -> int:
@@ -46,11 +48,22 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Put a request in its place."""
         insort(self._requests, request, key=_order_key)
+        insort(self._by_user.setdefault(request.user, []), request, key=_order_key)
+        self.num_tokens += request.num_tokens
         self._version += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        i = bisect_left(self._requests, request.order_key, key=_order_key)
-        assert self._requests[i] is request
-        del self._requests[i]
+        own = self._by_user[request.user]
+        for requests in (self._requests, own):
+            i = bisect_left(requests, request.order_key, key=_order_key)
+            assert requests[i] is request
+            del requests[i]
+        if not own:
+            del self._by_user[request.user]
+        self.num_tokens -= request.num_tokens
         self._version += 1
+
+    def heads(self) -> list[Request]:
+        """The first request of every user that waits; cheap however many wait behind them."""
+        return [requests[0] for requests in self._by_user.values()]

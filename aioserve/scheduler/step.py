@@ -6,7 +6,8 @@ Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Deci
 from typing import TYPE_CHECKING
 
 from aioserve.errors import PolicyError
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.encoder_plan import EncoderPlan
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -19,17 +20,31 @@ class Step:
     `token_budget` is what remains of this step, in tokens.
     """
 
-    def __init__(self, scheduler: "BaseScheduler", token_budget: int) -> None:
+    def __init__(
+        self, scheduler: "BaseScheduler", token_budget: int, preempted_req_ids: list[str]
+    ) -> None:
+        """`preempted_req_ids` are those of a step that was discarded before the runner saw it."""
+        self.step_id = scheduler.num_steps + 1
         self.token_budget = token_budget
+        self._request_limit = scheduler.long_prefill_token_threshold or token_budget
+        self._num_lookahead_tokens = scheduler.num_lookahead_tokens
         self._scheduler = scheduler
         self._kv_cache = scheduler.kv_cache
+        self._encoder = EncoderPlan(scheduler.encoder_cache, scheduler.max_encoder_tokens)
         self._tokens: dict[Request, int] = {}  # who was served, with how many tokens, in order
+        self._num_prefill_tokens = 0
+        self._drafts: dict[str, list[int]] = {}
         self._admitted: dict[Request, RequestStatus] = {}  # with the status before
         self._new_block_ids: dict[str, list[int]] = {}  # of requests that ran already
         self._preempted: set[Request] = set()
-        self._preempted_req_ids: list[str] = []  # those that the runner has heard of
+        self._preempted_req_ids = preempted_req_ids  # those that the runner has heard of
         self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
-        self._dependents: dict[Request, list[Request]] = {}  # admitted on whose fresh blocks
+        self._dependents: dict[Request, list[Request]] = {}  # who relies on whose work in this step
+
+    @property
+    def requests(self) -> list[Request]:
+        """Who was served so far, in order."""
+        return list(self._tokens)
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         """Give a running request what it lacks, within the budget and `max_tokens`.
@@ -44,24 +59,30 @@ class Step:
         num_tokens = request.num_target_tokens - num_computed
         if num_tokens > self.token_budget:
             num_tokens = self.token_budget
+        if num_tokens > self._request_limit:
+            num_tokens = self._request_limit
         if max_tokens is not None and num_tokens > max_tokens:
             num_tokens = max_tokens
+        if request.encoder_inputs:
+            num_tokens = self._encoder.fit(request, num_tokens)
         if num_tokens <= 0:
             return 0
-        num_computed += num_tokens
-        if num_computed > request.num_slots and not self._find_blocks(request, num_computed):
+        end = num_computed + num_tokens
+        if end + self._num_lookahead_tokens > request.num_slots and not self._find_blocks(
+            request, end
+        ):
             return 0
         self.token_budget -= num_tokens
         self._tokens[request] = num_tokens
-        request.num_computed_tokens = num_computed
-        if num_computed >= request.num_tokens:
-            # This step samples. One more to compute, unless it is the last before the limit.
-            if num_computed < request.max_total_tokens - 1:
-                request.num_target_tokens = num_computed + 1
-            if num_tokens > 1:
-                self._cache_full_blocks(request)
-        else:
-            self._cache_full_blocks(request)
+        request.num_computed_tokens = end
+        if end >= request.num_tokens:  # this step samples
+            if request.draft_token_ids:
+                self._take_drafts(request, end)
+            elif end < request.max_total_tokens - 1:
+                request.num_target_tokens = end + 1  # the token that it samples
+            if num_tokens == 1 and not request.encoder_inputs:
+                return 1
+        self._note_chunk(request, num_computed, num_tokens)
         return num_tokens
 
     def admit(self, request: Request, max_tokens: int | None = None, whole: bool = False) -> int:
@@ -71,23 +92,32 @@ class Step:
         a first chunk that is not all it lacks. Returns the tokens granted; 0: it has to wait.
         """
         scheduler, kv_cache = self._scheduler, self._kv_cache
-        limit = self.token_budget if max_tokens is None else min(self.token_budget, max_tokens)
-        if (
-            limit <= 0
-            or request in self._preempted  # out in this step: it may come back in the next
-            or len(scheduler.running) >= scheduler.max_num_seqs
-            or request not in scheduler.waiting
-        ):
-            return 0
+        limit = min(self.token_budget, self._request_limit)
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        if request in self._preempted or request not in scheduler.waiting:
+            return 0  # out in this step: it may come back in the next
+        if limit <= 0:
+            return self.hold(request, WaitReason.BUDGET)
+        if len(scheduler.running) >= scheduler.max_num_seqs:
+            return self.hold(request, WaitReason.SEATS)
         computed_blocks = kv_cache.get_computed_blocks(request)
-        num_lacking = request.num_target_tokens - len(computed_blocks) * kv_cache.block_size
+        num_computed = len(computed_blocks) * kv_cache.block_size
+        num_lacking = request.num_target_tokens - num_computed
         if whole and num_lacking > limit:
-            return 0
-        if not kv_cache.can_admit(request, computed_blocks, is_alone=not scheduler.running):
-            return 0
+            return self.hold(request, WaitReason.BUDGET)
+        if request.encoder_inputs:
+            wanted = min(num_lacking, limit)
+            fitting = self._encoder.fit(request, wanted, num_computed)
+            if fitting <= 0 or (whole and fitting < num_lacking):
+                return self.hold(request, WaitReason.ENCODER_BUDGET)
+        num_slots = self._num_slots(request, request.num_target_tokens)
+        is_alone = not scheduler.running
+        if not kv_cache.can_admit(request, computed_blocks, num_slots, is_alone=is_alone):
+            return self.hold(request, WaitReason.BLOCKS)
         for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
             self._dependents.setdefault(owner, []).append(request)
-        kv_cache.admit(request, computed_blocks)
+        kv_cache.admit(request, computed_blocks, num_slots)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         self._admitted[request] = request.status
@@ -95,6 +125,12 @@ class Step:
         scheduler.running.append(request)
         request.status = RequestStatus.RUNNING
         return self.run(request, max_tokens)
+
+    def hold(self, request: Request, reason: WaitReason) -> int:
+        """Note why a request has to wait, for whoever asks. Returns 0, the tokens granted."""
+        request.wait_reason = reason
+        request.wait_step_id = self.step_id
+        return 0
 
     def preempt(self, request: Request) -> None:
         """Free the blocks of a running request, refund its tokens of this step, put it in line.
@@ -110,15 +146,16 @@ class Step:
             self._preempted_req_ids.append(request.request_id)
         self._scheduler._return_to_queue(request, status_before)
         for dependent in self._dependents.pop(request, ()):
-            self.preempt(dependent)  # its prefix would have been computed by this step
+            self.preempt(dependent)  # what it relies on would have been computed by this step
 
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""
-        tokens, admitted = self._tokens, self._admitted
+        scheduler, tokens, admitted = self._scheduler, self._tokens, self._admitted
+        scheduler._close_step(self)
         cached = [r for r in tokens if r not in admitted] if admitted else list(tokens)
         req_ids = [r.request_id for r in cached]
         output = SchedulerOutput(
-            step_id=self._scheduler._next_step_id(),
+            step_id=self.step_id,
             scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=req_ids,
@@ -132,40 +169,65 @@ class Step:
             ),
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_req_ids=self._preempted_req_ids,
-            finished_req_ids=self._scheduler._take_finished_req_ids(),
+            finished_req_ids=scheduler._take_finished_req_ids(),
+            num_common_prefix_blocks=scheduler._num_common_prefix_blocks(),
+            scheduled_spec_decode_tokens=self._drafts,
+            scheduled_encoder_inputs=self._encoder.scheduled,
+            free_encoder_hashes=scheduler.encoder_cache.take_evicted(),
         )
-        if tokens:
-            self._scheduler._commit(output, list(tokens))
+        scheduler._commit(output, list(tokens), self._num_prefill_tokens)
         return output
+
+    def _num_slots(self, request: Request, num_tokens: int) -> int:
+        """Slots for so many tokens and for the drafts ahead of them."""
+        return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens)
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""
         kv_cache, scheduler = self._kv_cache, self._scheduler
-        num_missing = kv_cache.num_missing_blocks(request, num_tokens)
+        num_missing = kv_cache.num_missing_blocks(request, self._num_slots(request, num_tokens))
+        if num_missing <= 0:
+            return True  # near its limit it needs no lookahead
         while num_missing > kv_cache.pool.num_free_blocks:
             victim = scheduler.victim()
-            if victim is None or victim.status is not RequestStatus.RUNNING:
+            if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(
                     f"policy {type(scheduler).__name__}: victim() must return a running request, "
                     f"got {victim!r}"
                 )
             self.preempt(victim)
             if request.status is not RequestStatus.RUNNING:
-                return False  # it was its own victim, or depended on the victim's prefix
+                return False  # it was its own victim, or relied on the victim's work
         kv_cache.cache_full_blocks(request)  # filled by earlier steps
         new_block_ids = kv_cache.grow(request, num_missing)
         if request not in self._admitted:
             self._new_block_ids[request.request_id] = new_block_ids
         return True
 
-    def _cache_full_blocks(self, request: Request) -> None:
+    def _note_chunk(self, request: Request, start: int, num_tokens: int) -> None:
+        """What more than one decode token brings: full blocks, encoder inputs."""
+        if request.request_id not in self._drafts:
+            self._num_prefill_tokens += num_tokens
         for block_id in self._kv_cache.cache_full_blocks(request):
             self._fresh_blocks[block_id] = request
+        if request.encoder_inputs:
+            for owner in self._encoder.take(request, start, num_tokens):
+                self._dependents.setdefault(owner, []).append(request)
+
+    def _take_drafts(self, request: Request, end: int) -> None:
+        """Send along the draft tokens that were granted; how many are right is not known yet."""
+        drafts = request.draft_token_ids[: end - request.num_tokens]
+        if drafts:
+            self._drafts[request.request_id] = drafts
+        request.draft_token_ids = []
+        request.num_target_tokens = end  # nothing more until the step is back
 
     def _refund(self, request: Request) -> None:
         num_tokens = self._tokens.pop(request, 0)
         self.token_budget += num_tokens
         self._new_block_ids.pop(request.request_id, None)
+        self._drafts.pop(request.request_id, None)
+        self._encoder.refund(request)
         for block_id, owner in list(self._fresh_blocks.items()):
             if owner is request:
                 del self._fresh_blocks[block_id]
@@ -181,4 +243,5 @@ class Step:
             stop_token_ids=request.stop_token_ids,
             block_ids=list(request.block_ids),
             num_computed_tokens=request.num_computed_tokens - self._tokens[request],
+            encoder_inputs=request.encoder_inputs,
         )

@@ -163,6 +163,8 @@ async def respond(
                 request_id=reply.id if len(prompts) == 1 else f"{reply.id}-{i}",
                 priority=body.priority or 0,
                 user=body.user or "",
+                timeout=body.timeout,
+                cache_salt=body.cache_salt or "",
             )
             streams.append(await stack.enter_async_context(stream))
         if body.stream:

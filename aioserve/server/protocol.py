@@ -53,6 +53,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool | None = None
     priority: Int | None = None  # smaller is more urgent, under a policy that looks
     user: str | None = None
+    timeout: float | None = None  # extension: seconds until finish_reason "timeout"
+    cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
     return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

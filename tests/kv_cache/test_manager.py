@@ -13,7 +13,7 @@ def make_request(token_ids: list[int], request_id: str = "r", cache_salt: str = 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
     """What admission and one step over all tokens do."""
-    manager.admit(request, manager.get_computed_blocks(request))
+    manager.admit(request, manager.get_computed_blocks(request), request.num_tokens)
     request.num_computed_tokens = request.num_tokens
     manager.cache_full_blocks(request)
 
@@ -67,14 +67,14 @@ def test_admission_counts_cached_blocks_that_are_free_as_taken() -> None:
     longer = make_request(list(range(10)))
     blocks = manager.get_computed_blocks(longer)
     assert len(blocks) == 4
-    assert not manager.can_admit(longer, blocks, is_alone=True)  # five blocks, there are four
+    assert not manager.can_admit(longer, blocks, 10, is_alone=True)  # five blocks, there are four
 
 
 def test_the_watermark_is_waived_for_a_request_alone() -> None:
     manager = KVCacheManager(4, 2, watermark=0.25)
     request = make_request(list(range(8)))
-    assert not manager.can_admit(request, [], is_alone=False)
-    assert manager.can_admit(request, [], is_alone=True)
+    assert not manager.can_admit(request, [], 8, is_alone=False)
+    assert manager.can_admit(request, [], 8, is_alone=True)
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

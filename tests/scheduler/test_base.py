@@ -117,7 +117,7 @@ def test_a_full_queue_refuses() -> None:
 
 def test_a_preempted_request_is_computed_again_and_keeps_its_tokens_and_place() -> None:
     def script(scheduler: BaseScheduler, step: object) -> None:
-        if scheduler._num_steps == 3:
+        if scheduler.num_steps == 3:
             step.preempt(scheduler.running[0])  # type: ignore[attr-defined]
             return
         for request in scheduler.running:
@@ -147,7 +147,7 @@ def test_a_request_thrown_out_in_the_step_that_admitted_it_was_never_there() -> 
         budget = step.token_budget  # type: ignore[attr-defined]
         for request in scheduler.waiting:
             step.admit(request)  # type: ignore[attr-defined]
-            if scheduler._num_steps == 0:
+            if scheduler.num_steps == 0:
                 step.preempt(request)  # type: ignore[attr-defined]
                 assert step.token_budget == budget  # type: ignore[attr-defined]
                 assert step.admit(request) == 0  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def test_losing_a_prefix_owner_in_the_same_step_takes_its_dependents_along() -> 
             step.run(request)  # type: ignore[attr-defined]
         for request in scheduler.waiting:
             step.admit(request)  # type: ignore[attr-defined]
-        if scheduler._num_steps == 0:
+        if scheduler.num_steps == 0:
             step.preempt(scheduler.running[0])  # type: ignore[attr-defined]
 
     harness = SchedulerHarness(scripted(script))

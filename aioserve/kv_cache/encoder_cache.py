@@ -1,0 +1,77 @@
+"""Where outputs of encoders (images, audio) wait until the decoder has read them.
+
+Knows content hashes, sizes in tokens, and who still needs what. No tensors: the runner keeps those
+and is told what to drop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from aioserve.request import EncoderInput
+
+
+class EncoderCacheManager:
+    """Encoder outputs by content, shared by all requests that need them.
+
+    An output is held while a request needs it; afterwards it stays until its room is wanted,
+    least recently released first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots` is the room, in tokens."""
+        self.num_slots = num_slots
+        self._num_free_slots = num_slots  # not taken by anything, held or released
+        self._sizes: dict[str, int] = {}
+        self._holders: dict[str, set[str]] = {}  # by content: ids of requests
+        self._released: OrderedDict[str, None] = OrderedDict()
+        self._evicted: list[str] = []
+
+    def __contains__(self, content_hash: str) -> bool:
+        return content_hash in self._sizes
+
+    def can_allocate(self, num_tokens: int, keep: Iterable[str]) -> bool:
+        """Whether there is room, or can be made by dropping what nobody needs, except `keep`."""
+        droppable = sum(self._sizes[h] for h in self._released.keys() - set(keep))
+        return num_tokens <= self._num_free_slots + droppable
+
+    def hold(self, request_id: str, item: EncoderInput) -> None:
+        """Keep an output for a request; make room if it is not there yet (`can_allocate` first)."""
+        content_hash = item.content_hash
+        if content_hash not in self._sizes:
+            while self._num_free_slots < item.num_tokens:
+                evicted, _ = self._released.popitem(last=False)
+                self._num_free_slots += self._sizes.pop(evicted)
+                self._evicted.append(evicted)
+            self._sizes[content_hash] = item.num_tokens
+            self._num_free_slots -= item.num_tokens
+            if content_hash in self._evicted:
+                self._evicted.remove(content_hash)  # it comes again before the runner was told
+        self._released.pop(content_hash, None)
+        self._holders.setdefault(content_hash, set()).add(request_id)
+
+    def release(self, request_id: str, item: EncoderInput) -> None:
+        """The request needs it no longer. Ignores what it does not hold."""
+        holders = self._holders.get(item.content_hash)
+        if holders is None or request_id not in holders:
+            return
+        holders.remove(request_id)
+        if not holders:
+            del self._holders[item.content_hash]
+            self._released[item.content_hash] = None
+
+    def drop(self, item: EncoderInput) -> None:
+        """Forget an output that will not be computed after all, whoever holds it."""
+        self._holders.pop(item.content_hash, None)
+        self._released.pop(item.content_hash, None)
+        self._num_free_slots += self._sizes.pop(item.content_hash, 0)
+        self._evicted.append(item.content_hash)  # an older copy may be with the runner
+
+    @property
+    def num_held_slots(self) -> int:
+        """Room that live requests hold, in tokens."""
+        return sum(self._sizes[content_hash] for content_hash in self._holders)
+
+    def take_evicted(self) -> list[str]:
+        """Contents that the runner may drop, told once."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
