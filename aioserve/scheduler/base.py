@@ -294,7 +294,9 @@ class BaseScheduler(SchedulerInterface):
         status = None
         if token_ids[-1] in request.stop_token_ids:
             if request.num_output_tokens > request.sampling_params.min_tokens:
-                status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_ids[-1]
+                status = RequestStatus.FINISHED_STOPPED
+                if token_ids[-1] in request.sampling_params.stop_token_ids:  # not for EOS
+                    request.stop_reason = token_ids[-1]
         if status is None and request.num_tokens >= request.max_total_tokens:
             status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is None:
