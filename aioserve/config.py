@@ -150,6 +150,15 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
     step_context_token_us: Annotated[
         NonNegativeFloat, Meta(description="simulated step time: per token of context read")
     ] = 0.05
+    step_encoder_token_us: Annotated[
+        NonNegativeFloat, Meta(description="simulated step time: per encoder token")
+    ] = 20.0
+    simulated_draft_tokens: Annotated[
+        int, Meta(ge=0, description="simulated draft tokens proposed after each token")
+    ] = 0
+    simulated_draft_acceptance: Annotated[
+        float, Meta(ge=0, le=1, description="share of the simulated draft tokens that are right")
+    ] = 0.7
     simulated_output_tokens: Annotated[
         PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
     ] = 64

@@ -6,6 +6,7 @@ ports, starts no processes.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
@@ -26,10 +27,10 @@ from aioserve.errors import (
     RequestError,
     RequestFailedError,
 )
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
@@ -46,14 +47,22 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, runner: RunnerInterface | None = None
+        self,
+        config: EngineConfig | None = None,
+        *,
+        runner: RunnerInterface | None = None,
+        on_kv_event: Callable[[KVEvent], None] | None = None,
     ) -> None:
-        """Cheap; `start` does the work. `runner` replaces the one that the config names."""
+        """Cheap; `start` does the work. `runner` replaces the one that the config names;
+        `on_kv_event` is called, between steps, with what became findable in the KV cache or was
+        lost.
+        """
         self.config = config or EngineConfig()
         self.model_info = ModelInfo(self.config.model)
         self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
-        self.metrics = EngineMetrics(self._get_stats)
+        self.metrics = EngineMetrics(self._get_stats, self._get_wait_reasons)
         self._runner = runner
+        self._on_kv_event = on_kv_event
         self._core: EngineCore | None = None
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
@@ -91,6 +100,7 @@ class AsyncEngine:
             cache.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             watermark=cache.watermark,
+            on_event=self._on_kv_event,
         )
         self.max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
@@ -271,6 +281,10 @@ class AsyncEngine:
 
     def _get_stats(self) -> SchedulerStats | None:
         return None if self._core is None else self._core.scheduler.make_stats()
+
+    def _get_wait_reasons(self) -> Counter[WaitReason]:
+        reasons = {} if self._core is None else self._core.scheduler.get_wait_reasons()
+        return Counter(reasons.values())
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
         assert self._core is not None

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.outputs import FinishReason, SchedulerStats
-from aioserve.request import Request
+from aioserve.request import Request, WaitReason
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,14 @@ class Histogram:
 class EngineMetrics(Collector):
     """What happened to requests and tokens since the start."""
 
-    def __init__(self, get_stats: Callable[[], SchedulerStats | None]) -> None:
-        """`get_stats` is asked for the scheduler's state when somebody scrapes."""
+    def __init__(
+        self,
+        get_stats: Callable[[], SchedulerStats | None],
+        get_wait_reasons: Callable[[], Counter[WaitReason]],
+    ) -> None:
+        """Both are asked for the scheduler's state when somebody scrapes."""
         self._get_stats = get_stats
+        self._get_wait_reasons = get_wait_reasons
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.num_prompt_tokens = 0
@@ -119,6 +124,18 @@ class EngineMetrics(Collector):
         stats = self._get_stats()
         if stats is not None:
             yield from _scheduler_metrics(stats)
+            yield self._waiting_by_reason()
+
+    def _waiting_by_reason(self) -> GaugeMetricFamily:
+        counts = self._get_wait_reasons()
+        gauge = GaugeMetricFamily(
+            "aioserve_num_requests_waiting_by_reason",
+            "Requests that wait, by why the last step did not serve them",
+            labels=["reason"],
+        )
+        for reason in WaitReason:
+            gauge.add_metric([reason.value], counts[reason])
+        return gauge
 
 
 def _scheduler_metrics(stats: SchedulerStats) -> Iterator[Metric]:

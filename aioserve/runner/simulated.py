@@ -27,6 +27,7 @@ class _Row:
         self.num_tokens = len(data.token_ids)
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_logprobs = params.logprobs
+        self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
         self.hash = crc32(repr((seed, prompt)).encode())
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
@@ -43,6 +44,7 @@ class SimulatedRunner(RunnerInterface):
         self._vocab_size = model_info.vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
         self._rows: dict[str, _Row] = {}
+        self._encoder_outputs: set[str] = set()  # by content
         self._busy_until = 0.0
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
@@ -91,13 +93,17 @@ class SimulatedRunner(RunnerInterface):
             computed[data.request_id] = data.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        num_encoder = self._encode(scheduler_output)
 
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
+        drafts: dict[str, list[int]] = {}
         num_prefill = num_decodes = num_context = 0
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
+            verified = scheduler_output.scheduled_spec_decode_tokens.get(request_id, [])
             end = computed[request_id] + num_tokens
+            self._check_encoded(row, computed[request_id], end)
             num_context += end
             if num_tokens == 1:
                 num_decodes += 1
@@ -106,15 +112,57 @@ class SimulatedRunner(RunnerInterface):
             if end < row.num_tokens:
                 sampled.append([])
                 continue
-            token_id = self._sample(row)
-            row.num_tokens += 1
-            sampled.append([token_id])
+            token_ids = self._sample_and_verify(row, verified)
+            sampled.append(token_ids)
             if row.num_logprobs is not None:  # all probability on the one token
                 top = min(row.num_logprobs, 1)
-                logprobs[request_id] = [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top])]
+                logprobs[request_id] = [
+                    TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids
+                ]
+            if self._config.simulated_draft_tokens:
+                drafts[request_id] = self._draft(row)
         seconds = self._step_seconds(num_prefill, num_decodes, num_context) if sampled else 0.0
+        seconds += 1e-6 * self._config.step_encoder_token_us * num_encoder
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        return seconds, ModelRunnerOutput(req_ids, sampled, logprobs)
+        return seconds, ModelRunnerOutput(req_ids, sampled, logprobs, drafts)
+
+    def _encode(self, scheduler_output: SchedulerOutput) -> int:
+        """Run the encoder inputs of the step; their number of tokens."""
+        self._encoder_outputs.difference_update(scheduler_output.free_encoder_hashes)
+        num_tokens = 0
+        for request_id, indices in scheduler_output.scheduled_encoder_inputs.items():
+            for index in indices:
+                item = self._rows[request_id].encoder_inputs[index]
+                self._encoder_outputs.add(item.content_hash)
+                num_tokens += item.num_tokens
+        return num_tokens
+
+    def _check_encoded(self, row: _Row, start: int, end: int) -> None:
+        for item in row.encoder_inputs:
+            if item.position < end and item.end > start:
+                assert item.content_hash in self._encoder_outputs, "a token before its image"
+
+    def _sample_and_verify(self, row: _Row, drafts: list[int]) -> list[int]:
+        """The drafts that are right, and one token more."""
+        token_ids: list[int] = []
+        for draft in [*drafts, None]:
+            token_ids.append(self._sample(row))
+            row.num_tokens += 1
+            if token_ids[-1] != draft:
+                break
+        return token_ids
+
+    def _draft(self, row: _Row) -> list[int]:
+        """Guesses of which the configured share is right, the same ones every time."""
+        num_tokens, drafts = row.num_tokens, []
+        for _ in range(self._config.simulated_draft_tokens):
+            token_id = self._sample(row)
+            draw = crc32(b"%d,%d" % (row.hash, row.num_tokens)) / 2**32
+            is_right = draw < self._config.simulated_draft_acceptance
+            drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)
+            row.num_tokens += 1
+        row.num_tokens = num_tokens
+        return drafts
 
     def _step_seconds(self, num_prefill: int, num_decodes: int, num_context: int) -> float:
         config = self._config

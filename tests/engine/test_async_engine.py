@@ -16,6 +16,7 @@ from aioserve.errors import (
     RequestFailedError,
     RunnerDeadError,
 )
+from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
@@ -248,6 +249,29 @@ async def test_metrics_count_requests_and_return_to_zero(engine: AsyncEngine) ->
     assert float(lines["aioserve_inter_token_latency_seconds_count"]) == 6
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks"):
         assert float(lines[f"aioserve_{gauge}"]) == 0
+
+
+async def test_an_observer_hears_what_the_kv_cache_holds() -> None:
+    events: list[KVEvent] = []
+    async with AsyncEngine(make_config(), on_kv_event=events.append) as engine:
+        await collect(engine, [1] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+        stored = [event.token_ids for event in events if isinstance(event, BlockStored)]
+        assert stored == [[1] * 16, [1] * 16]
+        assert engine.reset_prefix_cache()
+        assert events[-1] == AllBlocksCleared()
+
+
+async def test_metrics_say_why_requests_wait() -> None:
+    async with AsyncEngine(make_config(max_num_seqs=1)) as engine:
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        streams = [await engine.add_request([i] * 9, params) for i in range(3)]
+        await anext(streams[0])
+        lines = engine.metrics.render().decode().splitlines()
+        name = "aioserve_num_requests_waiting_by_reason"
+        assert f'{name}{{reason="seats"}} 1.0' in lines
+        assert f'{name}{{reason="policy"}} 1.0' in lines  # behind the first, never asked
+        for stream in streams:
+            stream.close()
 
 
 async def test_an_idle_engine_runs_no_steps(engine: AsyncEngine) -> None:

@@ -1,0 +1,95 @@
+"""The simulated runner under the real engine: drafts and images change times, never tokens."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import RunnerConfig, SchedulerConfig
+from aioserve.lab import VirtualClockEventLoop
+from aioserve.request import EncoderInput, Request
+
+
+def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[int]], float]:
+    """Tokens of several requests, and the virtual seconds that they took."""
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated", **runner),
+        scheduler=SchedulerConfig(
+            pipeline_depth=depth,
+            num_lookahead_tokens=runner.get("simulated_draft_tokens", 0),
+        ),
+    )
+
+    async def main() -> tuple[list[list[int]], float]:
+        async with AsyncEngine(config) as engine:
+
+            async def one(i: int) -> list[int]:
+                params = SamplingParams(max_tokens=60)
+                outputs = engine.generate([i + 5] * (20 + i), params)
+                return [token_id async for output in outputs for token_id in output.token_ids]
+
+            tokens = await asyncio.gather(*(one(i) for i in range(num_requests)))
+            return tokens, asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as loop:
+        return loop.run(main())
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])
+def test_draft_tokens_change_no_token(acceptance: float) -> None:
+    plain, seconds = generate(6, 1)
+    tokens, drafted_seconds = generate(
+        6, 1, simulated_draft_tokens=3, simulated_draft_acceptance=acceptance
+    )
+    assert tokens == plain
+    if acceptance == 1.0:
+        assert drafted_seconds < seconds / 2  # four tokens a step, at the price of four
+    if acceptance == 0.0:
+        assert drafted_seconds >= seconds
+
+
+def test_two_steps_in_flight_change_no_token() -> None:
+    assert generate(6, 2)[0] == generate(6, 1)[0]
+    assert generate(6, 2, simulated_draft_tokens=3)[0] == generate(6, 1)[0]
+
+
+def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
+    """Through the scheduler of a running engine: the HTTP API does not take images yet."""
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated"),
+        scheduler=SchedulerConfig(max_encoder_tokens=100, encoder_cache_tokens=150),
+    )
+
+    async def main() -> dict[str, float]:
+        times: dict[str, float] = {}
+        loop = asyncio.get_running_loop()
+        async with AsyncEngine(config) as engine:
+            core = engine._core
+            assert core is not None
+            deliver = core._deliver
+
+            def note(outputs: list[Any]) -> None:
+                for output in outputs:
+                    times.setdefault(output.request_id, loop.time())
+                deliver(outputs)
+
+            core._deliver = note
+            for name, images in (("plain", []), ("image", [(10, 80, "cat")])):
+                request = Request(
+                    name,
+                    [7 + len(images)] * 200,
+                    SamplingParams(max_tokens=2),
+                    max_total_tokens=4096,
+                    encoder_inputs=[EncoderInput(*image) for image in images],
+                )
+                began = loop.time()
+                core.add_request(request)
+                while core.scheduler.has_requests():  # noqa: ASYNC110 - it has no stream
+                    await asyncio.sleep(0.001)
+                times[name] -= began
+        return times
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        times = runner.run(main())
+    assert times["image"] - times["plain"] == pytest.approx(80 * 20e-6, abs=1e-4)

@@ -1,0 +1,157 @@
+"""Limits, timeouts, victims, reasons: what holds under every policy."""
+
+import pytest
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError, EngineOverloadedError
+from aioserve.outputs import FinishReason
+from aioserve.request import RequestStatus, WaitReason
+from aioserve.scheduler import BaseScheduler
+from aioserve.testing import SchedulerHarness
+from policies.chunked_prefill import ChunkedPrefillScheduler
+from policies.fcfs import FCFSScheduler
+
+
+def make_harness(
+    policy: type[BaseScheduler] = ChunkedPrefillScheduler, **config: object
+) -> SchedulerHarness:
+    """A roomy harness whose scheduler has these settings."""
+    harness = SchedulerHarness(policy)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+    harness.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+    harness.scheduler = policy(
+        harness.config, harness.kv_cache, max_model_len=64, clock=lambda: harness.now
+    )
+    return harness
+
+
+def test_no_prompt_gets_more_than_the_threshold_in_one_step() -> None:
+    harness = make_harness(long_prefill_token_threshold=8)
+    harness.add_request("long", [1] * 30, max_tokens=2)
+    harness.add_request("short", [2] * 5, max_tokens=2)
+    output = harness.step()
+    assert output is not None
+    assert output.num_scheduled_tokens == {"long": 8, "short": 5}
+    harness.run_until_idle()
+
+
+def test_a_threshold_below_whole_prompts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"long_prefill_token_threshold \(8\)"):
+        make_harness(FCFSScheduler, long_prefill_token_threshold=8)
+
+
+def test_the_queue_is_bounded_by_prompt_tokens_but_takes_one_of_any_size() -> None:
+    harness = make_harness(max_waiting_tokens=40)
+    harness.add_request("big", [1] * 50)
+    with pytest.raises(EngineOverloadedError, match=r"50 prompt tokens .* max_waiting_tokens"):
+        harness.add_request("small", [1] * 2)
+    harness.step()  # big runs: the queue is empty again
+    harness.add_request("small", [1] * 2)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is_and_only_then() -> None:
+    harness = make_harness(max_num_seqs=1)
+    harness.add_request("runs", [1] * 5, deadline=3.5)
+    harness.add_request("waits", [1] * 5, deadline=2.5)
+    harness.add_request("calm", [1] * 5, max_tokens=3)
+    expired = []
+    for _ in range(5):
+        harness.step()
+        expired.append(harness.scheduler.expire_requests())
+    assert expired == [[], [], ["waits"], ["runs"], []]
+    assert harness.requests["waits"].status is RequestStatus.FINISHED_TIMEOUT
+    assert RequestStatus.FINISHED_TIMEOUT.finish_reason is FinishReason.TIMEOUT
+    harness.finished.update(dict.fromkeys(("waits", "runs"), FinishReason.TIMEOUT))
+    harness.run_until_idle()
+
+
+def test_the_queue_timeout_spares_whoever_was_served_once() -> None:
+    harness = make_harness(max_num_seqs=1, queue_timeout=2.0)
+    harness.add_request("served", [1] * 5, max_tokens=20)
+    harness.add_request("never", [1] * 5)
+    for _ in range(3):
+        harness.step()
+    assert harness.scheduler.expire_requests() == ["never"]
+    harness.finished["never"] = FinishReason.TIMEOUT
+    harness.run_until_idle()
+    assert harness.finished["served"] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("victim", "expected"),
+    [
+        ("policy", "late"),
+        ("newest", "late"),
+        ("lowest_priority", "calm"),
+        ("least_computed", "late"),
+        ("most_remaining", "endless"),
+    ],
+)
+def test_the_victim_setting_chooses_who_gives_way(victim: str, expected: str) -> None:
+    harness = make_harness(victim=victim)
+    harness.add_request("calm", [1] * 9, max_tokens=5, priority=9)
+    harness.add_request("endless", [2] * 8, max_tokens=50)
+    harness.step()
+    harness.add_request("late", [3] * 5, max_tokens=5)
+    harness.step()
+    chosen = harness.scheduler.victim()  # type: ignore[attr-defined]
+    assert chosen.request_id == expected
+    harness.run_until_idle()
+
+
+def test_each_waiting_request_can_say_why_it_waits() -> None:
+    harness = SchedulerHarness(
+        ChunkedPrefillScheduler, num_blocks=16, max_num_seqs=3, options={"chunk_size": 12}
+    )
+    harness.add_request("first", [1] * 5)
+    harness.add_request("second", [2] * 5)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == {}
+    harness.add_request("too big", [3] * 60, max_tokens=2)
+    harness.add_request("behind it", [4] * 5)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == {
+        "too big": WaitReason.BLOCKS,
+        "behind it": WaitReason.POLICY,
+    }
+    harness.finish("too big")
+    harness.step()
+    harness.add_request("no seat", [5] * 5)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == {"no seat": WaitReason.SEATS}
+    harness.run_until_idle()
+
+
+def test_a_full_step_is_the_reason_of_who_finds_no_tokens_in_it() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler, options={"chunk_size": 4})
+    harness.add_request("first", [1] * 9)
+    harness.add_request("second", [2] * 9)
+    harness.step()
+    assert harness.scheduler.get_wait_reasons() == {"second": WaitReason.BUDGET}
+
+
+def test_the_common_prefix_is_what_all_running_requests_share() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler)
+    for name in "abc":
+        harness.add_request(name, [*[7] * 12, ord(name) % 50, 1, 2], max_tokens=3)
+    output = harness.step()
+    assert output is not None
+    assert output.num_common_prefix_blocks == 3
+    harness.add_request("other", [9] * 13, max_tokens=3)
+    output = harness.step()
+    assert output is not None
+    assert output.num_common_prefix_blocks == 0
+    harness.run_until_idle()
+
+
+def test_stats_tell_prompt_tokens_from_decodes_and_the_hit_rate() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler)
+    harness.add_request("a", [7] * 17, max_tokens=4)
+    harness.run_until_idle()
+    harness.add_request("b", [7] * 17, max_tokens=4)
+    harness.run_until_idle()
+    stats = harness.scheduler.make_stats()
+    assert stats is not None
+    assert stats.num_prefill_tokens == 17
+    assert stats.num_decode_tokens == 1 + 3 + 3  # b's one uncached token counts as a decode
+    assert stats.prefix_hit_rate == 16 / 34
