@@ -138,21 +138,34 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
     seed: Annotated[
         int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
     ] = 0
+    profile: Annotated[
+        str, Meta(description="simulated step times: a profile's name, or a .yaml file")
+    ] = "example"
     step_base_ms: Annotated[
-        NonNegativeFloat, Meta(description="simulated step time: fixed part")
-    ] = 4.0
+        NonNegativeFloat | None, Meta(description="simulated step time: fixed part (profile's)")
+    ] = None
     step_prefill_token_us: Annotated[
-        NonNegativeFloat, Meta(description="simulated step time: per prompt token")
-    ] = 50.0
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: per prompt token (profile's)"),
+    ] = None
     step_decode_us: Annotated[
-        NonNegativeFloat, Meta(description="simulated step time: per decoding request")
-    ] = 100.0
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: per decoding request (profile's)"),
+    ] = None
     step_context_token_us: Annotated[
-        NonNegativeFloat, Meta(description="simulated step time: per token of context read")
-    ] = 0.05
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: per token of context read (profile's)"),
+    ] = None
+    step_query_context_ns: Annotated[
+        NonNegativeFloat | None,
+        Meta(
+            description="simulated step time: per prompt token and token of its context (profile's)"
+        ),
+    ] = None
     step_encoder_token_us: Annotated[
-        NonNegativeFloat, Meta(description="simulated step time: per encoder token")
-    ] = 20.0
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: per encoder token (profile's)"),
+    ] = None
     simulated_draft_tokens: Annotated[
         int, Meta(ge=0, description="simulated draft tokens proposed after each token")
     ] = 0

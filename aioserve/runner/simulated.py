@@ -7,10 +7,13 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 import asyncio
 from zlib import crc32
 
-from aioserve.config import EngineConfig
+import msgspec
+
+from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.step_time import StepTimeModel, load_profile, step_features
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
@@ -37,10 +40,11 @@ class _Row:
 
 
 class SimulatedRunner(RunnerInterface):
-    """Steps take `base + prefill tokens + decodes + context read`, each at its own rate."""
+    """Steps take the time that a `StepTimeModel` says."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         self._config = config.runner
+        self._step_time = step_time_model(config.runner)
         self._vocab_size = model_info.vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
         self._rows: dict[str, _Row] = {}
@@ -98,17 +102,11 @@ class SimulatedRunner(RunnerInterface):
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
-        num_prefill = num_decodes = num_context = 0
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             verified = scheduler_output.scheduled_spec_decode_tokens.get(request_id, [])
             end = computed[request_id] + num_tokens
             self._check_encoded(row, computed[request_id], end)
-            num_context += end
-            if num_tokens == 1:
-                num_decodes += 1
-            else:
-                num_prefill += num_tokens
             if end < row.num_tokens:
                 sampled.append([])
                 continue
@@ -121,8 +119,9 @@ class SimulatedRunner(RunnerInterface):
                 ]
             if self._config.simulated_draft_tokens:
                 drafts[request_id] = self._draft(row)
-        seconds = self._step_seconds(num_prefill, num_decodes, num_context) if sampled else 0.0
-        seconds += 1e-6 * self._config.step_encoder_token_us * num_encoder
+        seconds = 0.0
+        if sampled:
+            seconds = self._step_time.seconds(step_features(scheduler_output), num_encoder)
         req_ids = list(scheduler_output.num_scheduled_tokens)
         return seconds, ModelRunnerOutput(req_ids, sampled, logprobs, drafts)
 
@@ -164,14 +163,6 @@ class SimulatedRunner(RunnerInterface):
         row.num_tokens = num_tokens
         return drafts
 
-    def _step_seconds(self, num_prefill: int, num_decodes: int, num_context: int) -> float:
-        config = self._config
-        return 1e-3 * config.step_base_ms + 1e-6 * (
-            config.step_prefill_token_us * num_prefill
-            + config.step_decode_us * num_decodes
-            + config.step_context_token_us * num_context
-        )
-
     def _sample(self, row: _Row) -> int:
         if row.eos_token_id is not None and row.num_tokens + 1 > row.eos_position:
             return row.eos_token_id
@@ -179,3 +170,14 @@ class SimulatedRunner(RunnerInterface):
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
+
+
+def step_time_model(config: RunnerConfig) -> StepTimeModel:
+    """The profile that the settings name, with those of its numbers replaced that they give."""
+    prefix = "step_"
+    given = {
+        field.removeprefix(prefix): value
+        for field in config.__struct_fields__
+        if field.startswith(prefix) and (value := getattr(config, field)) is not None
+    }
+    return msgspec.structs.replace(load_profile(config.profile), **given)

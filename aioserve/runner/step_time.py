@@ -1,0 +1,90 @@
+"""How long a step takes, as a linear model of what is in it; and the ready-made profiles.
+
+For the simulated runner and for whoever fits one. Knows nothing about models or machines: a
+profile says itself where its numbers come from.
+"""
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from aioserve.errors import ConfigError
+from aioserve.scheduler.output import SchedulerOutput
+
+PROFILE_FOLDER = Path(__file__).parent / "profiles"
+
+Coefficient = Annotated[float, Meta(ge=0)]
+
+
+class StepFeatures(NamedTuple):
+    """What a step costs in proportion to."""
+
+    num_prefill_tokens: int  # of rows with more than one token
+    num_decodes: int  # rows with one token
+    num_context_tokens: int  # sum over rows: keys and values to read
+    num_query_context: int  # sum over prefill rows: tokens x context, the attention work
+
+
+def step_features(output: SchedulerOutput) -> StepFeatures:
+    """The features of a planned step."""
+    computed = {data.request_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    prefill = decodes = context = attention = 0
+    for request_id, num_tokens in output.num_scheduled_tokens.items():
+        end = computed[request_id] + num_tokens
+        context += end
+        if num_tokens == 1:
+            decodes += 1
+        else:
+            prefill += num_tokens
+            attention += num_tokens * end
+    return StepFeatures(prefill, decodes, context, attention)
+
+
+class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Step time: a base, prefill tokens, decodes, context read, attention work, each at a rate."""
+
+    base_ms: Coefficient
+    prefill_token_us: Coefficient
+    decode_us: Coefficient
+    context_token_us: Coefficient
+    query_context_ns: Coefficient = 0.0
+    encoder_token_us: Coefficient = 0.0
+    source: str = ""  # where the numbers come from: measured how and on what, or computed from what
+    error: str = ""  # how well they fit, if they were measured
+
+    def seconds(self, features: StepFeatures, num_encoder_tokens: int = 0) -> float:
+        """Predicted duration of one step."""
+        return 1e-3 * self.base_ms + 1e-6 * (
+            self.prefill_token_us * features.num_prefill_tokens
+            + self.decode_us * features.num_decodes
+            + self.context_token_us * features.num_context_tokens
+            + 1e-3 * self.query_context_ns * features.num_query_context
+            + self.encoder_token_us * num_encoder_tokens
+        )
+
+
+def available_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.stem for path in PROFILE_FOLDER.glob("*.yaml"))
+
+
+def load_profile(name_or_path: str) -> StepTimeModel:
+    """A profile by name, or from a YAML file. Raises `ConfigError` that says what is wrong."""
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        path = PROFILE_FOLDER / f"{name_or_path}.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"unknown step-time profile {name_or_path!r}; available: "
+                f"{', '.join(available_profiles())}; or give a path to a .yaml file"
+            )
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=StepTimeModel)
+    except OSError as error:
+        raise ConfigError(f"cannot read step-time profile {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"step-time profile {path}: {error}") from error
