@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 import msgspec
@@ -225,6 +225,29 @@ class AsyncEngine:
         async with stream:
             async for output in stream:
                 yield output
+
+    def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
+        """Change the policy between two steps; queue, running requests and KV cache stay.
+
+        Raises `ConfigError` for a policy, option or limit that cannot work, and `PolicyError` if
+        the new policy cannot order the requests that are there. The old one goes on then.
+        """
+        self._check_alive()
+        assert self._core is not None
+        old = self._core.scheduler
+        settings = msgspec.structs.replace(
+            self.config.scheduler, policy=policy, options=options or {}
+        )
+        policy_class = load_policy(policy)
+        if not (isinstance(old, BaseScheduler) and issubclass(policy_class, BaseScheduler)):
+            raise ConfigError("only policies that derive from BaseScheduler can be switched")
+        new = policy_class(
+            settings, old.kv_cache, max_model_len=self.max_model_len, clock=self._clock
+        )
+        new.take_over(old)
+        self._core.scheduler = new
+        self.config = msgspec.structs.replace(self.config, scheduler=settings)
+        logger.info("policy is now %s %s", policy, options or {})
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; True if the KV cache is now empty."""

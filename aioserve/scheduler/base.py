@@ -115,6 +115,23 @@ class BaseScheduler(SchedulerInterface):
         self._untold_preempted = []
         return self._open_step
 
+    def take_over(self, other: "BaseScheduler") -> None:
+        """Continue where `other`, which shares the KV cache, stands: between two steps, and before
+        this one has a request of its own. What `other` counted for its own policy stays behind.
+
+        Raises `PolicyError` if `order` fails for a request; nothing has changed then.
+        """
+        assert not self._requests
+        assert self.kv_cache is other.kv_cache
+        waiting = list(other.waiting)
+        keys = {r: self._order_key(r, r.order_key[1]) for r in other._requests.values()}
+        for request, key in keys.items():
+            request.order_key = key
+        for request in waiting:
+            self.waiting.add(request)
+        for name in HANDED_OVER:
+            setattr(self, name, getattr(other, name))
+
     # What is checked before anything is loaded.
 
     @classmethod
@@ -151,7 +168,7 @@ class BaseScheduler(SchedulerInterface):
         self._check_size(request)
         self._check_encoder_inputs(request)
         self._check_queue(request)
-        self._set_order_key(request, self._num_added)
+        request.order_key = self._order_key(request, self._num_added)
         self.waiting.add(request)
         self._requests[request.request_id] = request
         if request.deadline is not None:
@@ -334,7 +351,7 @@ class BaseScheduler(SchedulerInterface):
         if status_before is None:
             request.num_preemptions += 1
             self._num_preemptions += 1
-        self._set_order_key(request, request.order_key[1])
+        request.order_key = self._order_key(request, request.order_key[1])
         if self._is_in_flight(request):
             self._returning.add(request)  # its next token is on the way
         else:
@@ -353,10 +370,10 @@ class BaseScheduler(SchedulerInterface):
     def _is_in_flight(self, request: Request) -> bool:
         return any(request in requests for _, requests in self._in_flight)
 
-    def _set_order_key(self, request: Request, number: int) -> None:
+    def _order_key(self, request: Request, number: int) -> tuple[Any, int]:
         """The running number keeps equals in order of arrival, also after a preemption."""
         try:
-            request.order_key = (self.order(request), number)
+            return self.order(request), number
         except Exception as error:
             raise PolicyError(
                 f"policy {type(self).__name__} raised {error!r} in order()"
@@ -468,6 +485,25 @@ class BaseScheduler(SchedulerInterface):
 
 
 _order_key = attrgetter("order_key")
+
+# What a scheduler knows of requests and steps, whatever its policy.
+HANDED_OVER = (
+    "encoder_cache",
+    "num_steps",
+    "running",
+    "_ended",
+    "_finished_req_ids",
+    "_in_flight",
+    "_last_output",
+    "_num_added",
+    "_num_decode_tokens",
+    "_num_preemptions",
+    "_num_prefill_tokens",
+    "_requests",
+    "_returning",
+    "_timers",
+    "_untold_preempted",
+)
 
 # Ties are broken by the policy's order. Under each of them somebody is never the victim, and
 # finishes: the oldest, the most urgent, the most computed, the one with the least to do.

@@ -1,6 +1,6 @@
-"""What operators and tools ask: models, health, metrics, version.
+"""What operators and tools ask: models, health, metrics, version; and the admin routes.
 
-Reads the engine, changes nothing.
+Only the admin routes change anything, and they exist only where the settings enable them.
 """
 
 import time
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve import __version__
 from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.errors import UnknownModelError
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ModelCard, ModelList
@@ -57,6 +58,39 @@ async def metrics(request: web.Request) -> web.Response:
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
     return _json({"version": __version__})
+
+
+class PolicyChange(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /admin/policy."""
+
+    policy: str
+    options: dict[str, Any] = {}
+
+
+async def switch_policy(request: web.Request) -> web.Response:
+    """POST /admin/policy: another policy from the next step on; a bad one changes nothing."""
+    try:
+        change = msgspec.json.decode(await request.read(), type=PolicyChange)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body must be a policy and its options: {error}") from error
+    engine = request.app[ENGINE]
+    before = engine.config.scheduler
+    try:
+        engine.switch_policy(change.policy, change.options)
+    except (ConfigError, PolicyError) as error:
+        raise RequestError(str(error), param="policy") from error
+    return _json(
+        {
+            "policy": change.policy,
+            "options": change.options,
+            "before": {"policy": before.policy, "options": before.options},
+        }
+    )
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """POST /admin/reset_prefix_cache: forget cached prefixes; running requests go on."""
+    return _json({"empty": request.app[ENGINE].reset_prefix_cache()})
 
 
 def _card(engine: AsyncEngine) -> ModelCard:

@@ -50,6 +50,13 @@ def build_app(engine: AsyncEngine) -> web.Application:
             web.get("/version", admin.version),
         ]
     )
+    if engine.config.server.enable_admin:
+        app.add_routes(
+            [
+                web.post("/admin/policy", admin.switch_policy),
+                web.post("/admin/reset_prefix_cache", admin.reset_prefix_cache),
+            ]
+        )
     return app
 
 

@@ -29,3 +29,40 @@ async def test_metrics_are_prometheus_text_of_this_engine(server):
 
 async def test_the_version_is_the_packages(server):
     assert (await server.get("/version")).json() == {"version": aioserve.__version__}
+
+
+async def test_admin_routes_are_not_there_unless_enabled(server):
+    for path in ("policy", "reset_prefix_cache"):
+        assert (await server.request("POST", f"/admin/{path}", json={})).status == 404
+
+
+async def test_the_policy_of_a_running_server_can_be_switched(start_server):
+    async with start_server(server={"enable_admin": True}) as server:
+        before = (await server.complete(max_tokens=9, ignore_eos=True)).json()["choices"]
+        answer = await server.request(
+            "POST", "/admin/policy", json={"policy": "priority", "options": {}}
+        )
+        assert answer.status == 200
+        assert answer.json()["before"] == {
+            "policy": "chunked_prefill",
+            "options": {"chunk_size": 64},
+        }
+        assert (await server.complete(max_tokens=9, ignore_eos=True)).json()["choices"] == before
+        for body, message in (
+            ({"policy": "fcsf"}, "unknown policy"),
+            ({"policy": "chunked_prefill", "options": {"chunk_size": 0}}, "chunk_size"),
+            ({"police": "fcfs"}, "police"),
+        ):
+            refused = await server.request("POST", "/admin/policy", json=body)
+            assert refused.status == 400
+            assert message in refused.json()["error"]["message"]
+        assert server.engine.config.scheduler.policy == "priority"
+
+
+async def test_the_prefix_cache_can_be_reset(start_server):
+    async with start_server(server={"enable_admin": True}) as server:
+        await server.complete([7] * 100, max_tokens=2)
+        answer = await server.request("POST", "/admin/reset_prefix_cache")
+        assert answer.json() == {"empty": True}
+        usage = (await server.complete([7] * 100, max_tokens=2)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
