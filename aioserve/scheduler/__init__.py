@@ -4,21 +4,27 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from aioserve.request import Request, RequestStatus
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler, PolicyOptions
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
 from aioserve.scheduler.step import Step
+from aioserve.scheduler.step_time import StepTimeModel
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 __all__ = [
     "BaseScheduler",
     "CachedRequestData",
+    "EngineCoreOutputs",
+    "ModelRunnerOutput",
     "NewRequestData",
+    "NonNegativeFloat",
     "PolicyOptions",
     "PositiveFloat",
     "PositiveInt",
@@ -28,6 +34,8 @@ __all__ = [
     "SchedulerInterface",
     "SchedulerOutput",
     "Step",
+    "StepTimeModel",
+    "WaitReason",
     "available_policies",
     "load_policy",
 ]

@@ -6,14 +6,12 @@ Knows requests, counts, blocks and steps. Knows nothing about text, tensors, tas
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from heapq import heappop, heappush
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError
+from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
 from aioserve.outputs import (
     EngineCoreOutput,
@@ -23,10 +21,13 @@ from aioserve.outputs import (
     TokenLogprobs,
 )
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.step import Step
+from aioserve.scheduler.timers import Timers
+from aioserve.scheduler.victims import VICTIM_KEYS
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -74,7 +75,7 @@ class BaseScheduler(SchedulerInterface):
         self._returning: set[Request] = set()  # preempted, but a step in flight still has them
         self._ended: set[Request] = set()  # finished, but a step in flight may write their blocks
         self._finished_req_ids: list[str] = []  # not yet told to the runner
-        self._timers: list[tuple[float, int, Request, bool]] = []  # a heap, earliest first
+        self._timers = Timers(config.queue_timeout)
         self._open_step: Step | None = None
         self._last_output: SchedulerOutput | None = None
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
@@ -165,27 +166,18 @@ class BaseScheduler(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        self._check_size(request)
-        self._check_encoder_inputs(request)
-        self._check_queue(request)
+        check_size(request, self.kv_cache.num_slots)
+        check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
+        check_queue(request, self.waiting, self._config)
         request.order_key = self._order_key(request, self._num_added)
         self.waiting.add(request)
         self._requests[request.request_id] = request
-        if request.deadline is not None:
-            heappush(self._timers, (request.deadline, self._num_added, request, False))
-        if self._config.queue_timeout is not None:
-            due = request.arrival_time + self._config.queue_timeout
-            heappush(self._timers, (due, self._num_added, request, True))
+        self._timers.add(request)
         self._num_added += 1
 
     def expire_requests(self) -> list[str]:
-        expired: list[str] = []
-        now = self.clock()
-        while self._timers and self._timers[0][0] <= now:
-            _, _, request, only_if_unserved = heappop(self._timers)
-            if not only_if_unserved or request.status is RequestStatus.WAITING:
-                expired += self.finish_requests(request.request_id, RequestStatus.FINISHED_TIMEOUT)
-        return expired
+        due = [request.request_id for request in self._timers.take_due(self.clock())]
+        return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
     def discard_step(self, last_step_id: int) -> list[str]:
         step, output = self._open_step, self._last_output
@@ -197,6 +189,7 @@ class BaseScheduler(SchedulerInterface):
         if output is not None and output.step_id > last_step_id:
             self._untold_preempted = output.preempted_req_ids + self._untold_preempted
             self._finished_req_ids = output.finished_req_ids + self._finished_req_ids
+            self.encoder_cache.return_evicted(output.free_encoder_hashes)
             if self._in_flight and self._in_flight[-1][0] is output:
                 touched += self._in_flight.pop()[1]
         request_ids = [r.request_id for r in touched if not r.status.is_finished]
@@ -251,12 +244,17 @@ class BaseScheduler(SchedulerInterface):
         if finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         if finished_status is RequestStatus.FINISHED_ERROR:
-            # A step that failed may not have written the blocks that were registered for it.
+            # A step that failed may not have written what is listed as computed by it.
             self.kv_cache.pool.clear_index()
+            self.encoder_cache.forget_released()
         return finished
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
+
+    def get_request(self, request_id: str) -> Request | None:
+        """An unfinished request by its id; None if there is none."""
+        return self._requests.get(request_id)
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
         reasons = {
@@ -379,42 +377,6 @@ class BaseScheduler(SchedulerInterface):
                 f"policy {type(self).__name__} raised {error!r} in order()"
             ) from error
 
-    def _check_size(self, request: Request) -> None:
-        if request.num_prompt_tokens < 1:
-            raise RequestError("the prompt must have at least one token", param="prompt")
-        # The last token is never computed, so a request needs one slot less than its length.
-        if request.max_total_tokens - 1 > self.kv_cache.num_slots:
-            raise RequestError(
-                f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
-                f"cache of {self.kv_cache.num_slots} tokens",
-                param="max_tokens",
-            )
-
-    def _check_encoder_inputs(self, request: Request) -> None:
-        """Every input must fit a step and the cache; all of them, if prompts run whole."""
-        room = min(self.max_encoder_tokens, self.encoder_cache.num_slots)
-        sizes = [item.num_tokens for item in request.encoder_inputs]
-        largest = sum(sizes) if self.runs_whole_prompts else max(sizes, default=0)
-        if largest > room:
-            raise RequestError(
-                f"encoder inputs of {largest} tokens do not fit max_encoder_tokens and "
-                f"encoder_cache_tokens ({room})",
-                param="prompt",
-            )
-
-    def _check_queue(self, request: Request) -> None:
-        config, waiting = self._config, self.waiting
-        if len(waiting) >= config.max_waiting_requests:
-            raise EngineOverloadedError(
-                f"{len(waiting)} requests are waiting already (max_waiting_requests)"
-            )
-        limit = config.max_waiting_tokens
-        if limit is not None and waiting and waiting.num_tokens + request.num_tokens > limit:
-            raise EngineOverloadedError(
-                f"{waiting.num_tokens} prompt tokens are waiting already; {request.num_tokens} "
-                f"more would be over max_waiting_tokens ({limit})"
-            )
-
     def _until_stop(self, request: Request, token_ids: list[int]) -> list[int]:
         """Verified drafts may run past the end of a request: cut them there."""
         num_output = request.num_output_tokens
@@ -484,8 +446,6 @@ class BaseScheduler(SchedulerInterface):
                 self._release_encoder_outputs(request, request.num_computed_tokens)
 
 
-_order_key = attrgetter("order_key")
-
 # What a scheduler knows of requests and steps, whatever its policy.
 HANDED_OVER = (
     "encoder_cache",
@@ -504,13 +464,3 @@ HANDED_OVER = (
     "_timers",
     "_untold_preempted",
 )
-
-# Ties are broken by the policy's order. Under each of them somebody is never the victim, and
-# finishes: the oldest, the most urgent, the most computed, the one with the least to do.
-VICTIM_KEYS: dict[str, Callable[[Request], Any]] = {
-    "policy": _order_key,
-    "newest": lambda r: (r.arrival_time, r.order_key),
-    "lowest_priority": lambda r: (r.priority, r.order_key),
-    "least_computed": lambda r: (-r.num_computed_tokens, r.order_key),
-    "most_remaining": lambda r: (r.max_total_tokens - r.num_tokens, r.order_key),
-}

@@ -21,11 +21,14 @@ class EncoderPlan:
     def fit(self, request: Request, num_tokens: int, start: int | None = None) -> int:
         """How many of `num_tokens` tokens may run: up to the first input that has no room."""
         start = request.num_computed_tokens if start is None else start
-        keep = [item.content_hash for _, item in _overlapping(request, start, num_tokens)]
-        needed = 0
-        for _, item in self._missing(request, start, num_tokens):
-            needed += item.num_tokens
-            if needed > self._token_budget or not self._cache.can_allocate(needed, keep):
+        needed, seen = 0, set[str]()
+        for _, item in _overlapping(request, start, num_tokens):
+            if item.content_hash not in self._cache and item.content_hash not in seen:
+                needed += item.num_tokens
+            # An output that is there is kept for its own tokens only: room for an earlier input
+            # may be made of it, or two that do not fit together would wait for each other.
+            seen.add(item.content_hash)
+            if needed > self._token_budget or not self._cache.can_allocate(needed, seen):
                 return max(item.position - start, 0)
         return num_tokens
 

@@ -179,8 +179,8 @@ class Step:
         return output
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
-        """Slots for so many tokens and for the drafts ahead of them."""
-        return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens)
+        """Slots for so many tokens and for the drafts ahead of them; the last needs none."""
+        return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1)
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""

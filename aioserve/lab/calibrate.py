@@ -1,0 +1,171 @@
+"""Measures how long steps of a real model take on this machine and fits a step-time model.
+
+Drives the whole engine, not the runner alone: what the event loop, the scheduler and the hand-over
+cost on the way belongs to a step, too. Knows nothing about what the numbers are used for.
+"""
+
+import asyncio
+import platform
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.step_time import StepFeatures, StepTimeModel, step_features
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import SchedulerOutput
+
+# Between the end of a step and the hand-over of the next, if the engine has work: more than this
+# is idleness and says nothing about the step. A guess, ten times what a busy engine takes.
+MAX_HANDOVER_SECONDS = 0.005
+
+
+class RecordedStep(NamedTuple):
+    """One step of a busy engine."""
+
+    features: StepFeatures
+    seconds: float  # from its hand-over to the next one's
+
+
+class StepRecorder(RunnerInterface):
+    """A runner that notes what each step of another one held and how long it took."""
+
+    def __init__(self, runner: RunnerInterface) -> None:
+        self.steps: list[RecordedStep] = []
+        self._runner = runner
+        self._features: StepFeatures | None = None  # of the last step
+        self._began = self._ended = 0.0
+
+    async def load(self) -> None:
+        await self._runner.load()
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._runner.num_kv_blocks
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._features is not None and 0 <= now - self._ended < MAX_HANDOVER_SECONDS:
+            self.steps.append(RecordedStep(self._features, now - self._began))
+        self._features = None
+        if scheduler_output.total_num_scheduled_tokens:
+            self._features, self._began = step_features(scheduler_output), now
+        future = self._runner.execute_model(scheduler_output)
+        future.add_done_callback(lambda _: self._note_end(loop.time()))
+        return future
+
+    def _note_end(self, now: float) -> None:
+        self._ended = now
+
+    async def close(self) -> None:
+        await self._runner.close()
+
+
+class Batch(NamedTuple):
+    """One point of the design: so many requests at once, with prompts cut to so many tokens."""
+
+    chunk_size: int
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
+    """Prompts in chunks of several sizes, decodes in batches of several sizes and contexts, and
+    both together; the same twice, because a first time is never like a second.
+    """
+    longest = max_model_len - 64
+    batches = [
+        Batch(chunk, 3, min(prompt, longest), 2)
+        for chunk in (32, 128, 512, 1024)
+        for prompt in (600, 2500)
+    ]
+    batches += [
+        Batch(2048, min(num_requests, max_num_seqs), min(context, longest), 24)
+        for num_requests in (1, 2, 4, 8, 16, 32, 64)
+        for context in (16, 400, 1500)
+        if num_requests * context <= 26_000
+    ]
+    batches += [Batch(chunk, 12, 300, 40) for chunk in (64, 256)]  # decodes beside prompts
+    return batches * 2
+
+
+async def measure(
+    config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[list[RecordedStep], str]:
+    """Run the design on the engine that `config` describes; the steps, and what they ran on.
+
+    `progress` is told batches done and in all. Raises `ConfigError` for a simulated runner.
+    """
+    if config.runner.runner != "model":
+        raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
+    async with _recorded_engine(config) as (engine, recorder):
+        batches = design(engine.max_model_len, config.scheduler.max_num_seqs)
+        rng = random.Random(0)
+        for done, batch in enumerate(batches):
+            progress(done, len(batches))
+            await _run(engine, batch, rng)
+        progress(len(batches), len(batches))
+        machine = platform.processor() or platform.machine()
+        what = f"{config.model.served_name}, dtype {config.model.dtype}, on {machine}"
+        return recorder.steps, what
+
+
+def calibrate(steps: list[RecordedStep], what: str) -> StepTimeModel:
+    """The model that fits the steps best, with its error."""
+    from aioserve.lab.fit import fit_step_time
+
+    return fit_step_time(
+        [step.features for step in steps],
+        [step.seconds for step in steps],
+        source=f"measured: {what}, {len(steps)} steps",
+    )
+
+
+def write_profile(model: StepTimeModel, path: str) -> None:
+    """As YAML that `--profile` reads. Raises `ConfigError` if the file cannot be written."""
+    try:
+        with open(path, "wb") as file:
+            file.write(b"# Made by: python -m aioserve calibrate\n" + msgspec.yaml.encode(model))
+    except OSError as error:
+        raise ConfigError(f"cannot write profile {path}: {error.strerror}") from error
+
+
+@asynccontextmanager
+async def _recorded_engine(
+    config: EngineConfig,
+) -> AsyncIterator[tuple[AsyncEngine, StepRecorder]]:
+    from aioserve.engine.async_engine import make_runner
+    from aioserve.model_info import ModelInfo
+
+    scheduler = msgspec.structs.replace(
+        config.scheduler, policy="chunked_prefill", options={}, pipeline_depth=1
+    )
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    config = msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
+    recorder = StepRecorder(make_runner(config, ModelInfo(config.model)))
+    async with AsyncEngine(config, runner=recorder) as engine:
+        yield engine, recorder
+
+
+async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
+    engine.switch_policy("chunked_prefill", {"chunk_size": batch.chunk_size})
+    params = SamplingParams(max_tokens=batch.output_tokens, temperature=0, ignore_eos=True)
+    vocab_size = engine.model_info.vocab_size
+
+    async def one() -> None:
+        prompt = [rng.randrange(vocab_size) for _ in range(batch.prompt_tokens)]
+        async for _ in engine.generate(prompt, params):
+            pass
+
+    await asyncio.gather(*(one() for _ in range(batch.num_requests)))

@@ -1,0 +1,51 @@
+"""What is refused at the scheduler's door: requests that could never run, and a queue that is full.
+
+Knows sizes and limits. Knows nothing about order or steps.
+"""
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.request import Request
+from aioserve.scheduler.queue import RequestQueue
+
+
+def check_size(request: Request, num_slots: int) -> None:
+    """Every request must be able to run alone. Raises `RequestError`."""
+    if request.num_prompt_tokens < 1:
+        raise RequestError("the prompt must have at least one token", param="prompt")
+    # The last token is never computed, so a request needs one slot less than its length.
+    if request.max_total_tokens - 1 > num_slots:
+        raise RequestError(
+            f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
+            f"cache of {num_slots} tokens",
+            param="max_tokens",
+        )
+
+
+def check_encoder_inputs(request: Request, config: SchedulerConfig, *, whole: bool) -> None:
+    """Each input must fit a step and the cache; all together, if prompts run `whole`. Raises
+    `RequestError`.
+    """
+    room = min(config.max_encoder_tokens, config.encoder_cache_tokens)
+    sizes = [item.num_tokens for item in request.encoder_inputs]
+    largest = sum(sizes) if whole else max(sizes, default=0)
+    if largest > room:
+        raise RequestError(
+            f"encoder inputs of {largest} tokens do not fit max_encoder_tokens and "
+            f"encoder_cache_tokens ({room})",
+            param="prompt",
+        )
+
+
+def check_queue(request: Request, waiting: RequestQueue, config: SchedulerConfig) -> None:
+    """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already."""
+    if len(waiting) >= config.max_waiting_requests:
+        raise EngineOverloadedError(
+            f"{len(waiting)} requests are waiting already (max_waiting_requests)"
+        )
+    limit = config.max_waiting_tokens
+    if limit is not None and waiting and waiting.num_tokens + request.num_tokens > limit:
+        raise EngineOverloadedError(
+            f"{waiting.num_tokens} prompt tokens are waiting already; {request.num_tokens} "
+            f"more would be over max_waiting_tokens ({limit})"
+        )

@@ -1,0 +1,282 @@
+"""A second policy on the live traffic, in virtual time: what would it have done?
+
+Stands between engine and scheduler and changes nothing there. The shadow has block ids of its own
+and no tensors; its steps take the time that a model learned from the live ones predicts.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.step_time import StepTimeModel as OnlineStepTime
+
+logger = logging.getLogger(__name__)
+
+# The shadow lives this many seconds behind, so that most replies' lengths are known when it
+# needs them. A guess: long enough for chats; a longer reply is assumed to go on.
+LAG_SECONDS = 5.0
+# Further behind than this, it gives up on what it has and starts anew: its cost is bounded, so a
+# live server that leaves it too little time must not make it grow.
+MAX_BEHIND_SECONDS = 30.0
+# The longest that one call may hold the event loop, in seconds.
+SLICE_SECONDS = 0.001
+UNKNOWN_TOKEN = 0  # where the shadow is ahead of the live reply
+
+
+class ShadowObserver(Protocol):
+    """Who counts what happens in the shadow; times in seconds."""
+
+    def on_first_token(self, seconds: float) -> None: ...
+    def on_gap(self, seconds: float) -> None: ...
+    def on_finished(self, seconds: float) -> None: ...
+
+
+class ShadowStats(msgspec.Struct, kw_only=True):
+    """How the shadow itself fares; totals since the start."""
+
+    cost_seconds: float = 0.0  # of the event loop
+    num_resets: int = 0  # how often it was too far behind
+    is_failed: bool = False  # its policy raised: it is off
+    num_steps: int = 0
+
+
+class Shadow:
+    """Follows the live requests through another scheduler, up to `LAG_SECONDS` ago."""
+
+    def __init__(
+        self,
+        make_scheduler: Callable[[Callable[[], float]], BaseScheduler],
+        observer: ShadowObserver,
+        *,
+        max_share: float,
+    ) -> None:
+        """`make_scheduler` gets the shadow's clock; `max_share`: the share of time it may take."""
+        self.stats = ShadowStats()
+        self.step_time = OnlineStepTime()
+        self._make_scheduler = make_scheduler
+        self._observer = observer
+        self._max_share = max_share
+        self._began: float | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.now = 0.0  # virtual: the same axis as the live clock, some seconds behind
+        self.scheduler = self._make_scheduler(lambda: self.now)
+        self._events: deque[tuple[float, Request, bool]] = deque()  # (when, live, has it left?)
+        self._live: dict[str, Request] = {}
+        self._last_token: dict[str, float] = {}
+        self._step: SchedulerOutput | None = None
+        self._step_end = 0.0
+
+    def note(self, now: float, request: Request, *, left: bool = False) -> None:
+        """A live request came, or its client left."""
+        if not self.stats.is_failed:
+            self._events.append((now, request, left))
+
+    def advance(self, now: float) -> None:
+        """Live up to `LAG_SECONDS` before `now`, as far as slice and share of time allow. Called
+        while a step computes, never on the way to one.
+        """
+        if self._began is None:
+            self._began = now
+        allowed = self._max_share * (now - self._began)
+        if self.stats.is_failed or self.stats.cost_seconds > allowed:
+            return
+        started = time.perf_counter()
+        try:
+            self._run(now - LAG_SECONDS, started + SLICE_SECONDS)
+        except Exception:
+            logger.exception("the shadow policy failed; it is off from now on")
+            self.stats.is_failed = True
+        self.stats.cost_seconds += time.perf_counter() - started
+
+    def _run(self, horizon: float, stop_at: float) -> None:
+        while time.perf_counter() < stop_at:
+            event_time = self._events[0][0] if self._events else horizon + 1
+            step_end = self._step_end if self._step is not None else horizon + 1
+            if min(event_time, step_end) > horizon:
+                return
+            if horizon - min(event_time, step_end) > MAX_BEHIND_SECONDS:
+                self.stats.num_resets += 1
+                self._reset()
+                return
+            if event_time <= step_end:
+                self.now = max(self.now, event_time)
+                self._take_event()
+            else:
+                self.now = step_end
+                self._finish_step()
+            if self._step is None:
+                self._plan_step()
+
+    def _take_event(self) -> None:
+        _, live, left = self._events.popleft()
+        if left:
+            self.scheduler.finish_requests(live.request_id, RequestStatus.FINISHED_ABORTED)
+            self._forget(live.request_id)
+            return
+        request = Request(
+            live.request_id,
+            live.token_ids[: live.num_prompt_tokens],
+            live.sampling_params,
+            max_total_tokens=live.max_total_tokens,
+            arrival_time=live.arrival_time,
+            priority=live.priority,
+            user=live.user,
+            cache_salt=live.cache_salt,
+            adapter_id=live.adapter_id,
+            encoder_inputs=live.encoder_inputs,
+            deadline=live.deadline,
+        )
+        request.stop_token_ids = frozenset()  # it ends where the live one did
+        self.scheduler.add_request(request)
+        self._live[live.request_id] = live
+
+    def _plan_step(self) -> None:
+        for request_id in self.scheduler.expire_requests():
+            self._forget(request_id)
+        if not self.scheduler.has_requests():
+            return
+        output = self.scheduler.schedule()
+        if output.total_num_scheduled_tokens:
+            self.stats.num_steps += 1
+            self._step = output
+            self._step_end = self.now + self.step_time.seconds_of(output)
+
+    def _finish_step(self) -> None:
+        assert self._step is not None
+        output, self._step = self._step, None
+        sampled = []
+        for request_id in output.num_scheduled_tokens:
+            request = self.scheduler.get_request(request_id)
+            is_sampling = request is not None and request.num_computed_tokens >= request.num_tokens
+            sampled.append([self._token(request)] if is_sampling and request is not None else [])
+        result = ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
+        self.scheduler.update_from_output(output, result)
+        for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
+            if token_ids and request_id in self._live:
+                self._on_token(request_id)
+
+    def _token(self, request: Request) -> int:
+        live = self._live[request.request_id]
+        return (
+            live.token_ids[request.num_tokens]
+            if request.num_tokens < live.num_tokens
+            else UNKNOWN_TOKEN
+        )
+
+    def _on_token(self, request_id: str) -> None:
+        live = self._live[request_id]
+        last = self._last_token.get(request_id)
+        if last is None:
+            self._observer.on_first_token(self.now - live.arrival_time)
+        else:
+            self._observer.on_gap(self.now - last)
+        self._last_token[request_id] = self.now
+        request = self.scheduler.get_request(request_id)
+        if (
+            request is not None
+            and live.status.is_finished
+            and request.num_tokens >= live.num_tokens
+        ):
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
+            request = None
+        if request is None:
+            self._observer.on_finished(self.now - live.arrival_time)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._last_token.pop(request_id, None)
+
+
+class ShadowedScheduler(SchedulerInterface):
+    """The live scheduler, watched by a `Shadow`. Every call goes through unchanged."""
+
+    def __init__(
+        self, live: SchedulerInterface, shadow: Shadow, clock: Callable[[], float]
+    ) -> None:
+        self.live = live
+        self.shadow = shadow
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+
+    def add_request(self, request: Request) -> None:
+        self.live.add_request(request)
+        self._requests[request.request_id] = request
+        self.shadow.note(self._clock(), request)
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.live.schedule()
+        return self.shadow.step_time.planned(output, self._clock())
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = self.live.update_from_output(scheduler_output, model_runner_output)
+        now = self._clock()
+        self.shadow.step_time.returned(scheduler_output, now)
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None:
+                    self._requests.pop(output.request_id, None)
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        return self._note_ended(self.live.finish_requests(request_ids, finished_status))
+
+    def expire_requests(self) -> list[str]:
+        return self._note_ended(self.live.expire_requests())
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        return self._note_ended(self.live.discard_step(last_step_id))
+
+    def _note_ended(self, request_ids: list[str]) -> list[str]:
+        now = self._clock()
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            # A reply that a stop string ended has its length like any other; the rest left early.
+            if request is not None and request.status is not RequestStatus.FINISHED_STOPPED:
+                self.shadow.note(now, request, left=True)
+        return request_ids
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.live.get_num_unfinished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.live.get_request_counts()
+
+    def has_unfinished_requests(self) -> bool:
+        return self.live.has_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        return self.live.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        return self.live.has_requests()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.live.reset_prefix_cache()
+
+    def get_wait_reasons(self) -> dict[str, WaitReason]:
+        return self.live.get_wait_reasons()
+
+    def make_stats(self) -> SchedulerStats | None:
+        return self.live.make_stats()
+
+    def get_kv_connector(self) -> Any | None:
+        return self.live.get_kv_connector()
+
+    def shutdown(self) -> None:
+        self.live.shutdown()

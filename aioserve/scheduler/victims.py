@@ -1,0 +1,22 @@
+"""Who gives way when KV blocks run out: one key per value of the setting `victim`.
+
+The largest key is the victim; ties are broken by the policy's order. Under each of them somebody
+is never the victim, and finishes: the first, the oldest, the most urgent, the one that has computed
+most, the one with the least to do.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from aioserve.request import Request
+
+order_key = attrgetter("order_key")
+
+VICTIM_KEYS: dict[str, Callable[[Request], Any]] = {
+    "policy": order_key,
+    "newest": lambda r: (r.arrival_time, r.order_key),
+    "lowest_priority": lambda r: (r.priority, r.order_key),
+    "least_computed": lambda r: (-r.num_computed_tokens, r.order_key),
+    "most_remaining": lambda r: (r.max_total_tokens - r.num_tokens, r.order_key),
+}
