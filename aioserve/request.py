@@ -53,6 +53,7 @@ class WaitReason(enum.StrEnum):
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
+    PREEMPTED = "preempted"  # it gave way in this very step
     IN_FLIGHT = "in_flight"  # preempted; a step that still has it is not back
     POLICY = "policy"  # the policy did not ask for it
 

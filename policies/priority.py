@@ -1,10 +1,12 @@
 """Strict priority: `priority` first (smaller is more urgent), then order of arrival.
 
-An urgent arrival takes the seat and the blocks of less urgent runners, which are computed again
-later. Urgent traffic can starve the rest: that is what it is for.
+An urgent arrival goes before less urgent runners and takes their seats and blocks; they are
+computed again later. Urgent traffic can starve the rest: that is what it is for.
 """
 
-from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput
+from heapq import merge
+
+from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, WaitReason
 
 
 class PriorityScheduler(BaseScheduler):
@@ -15,12 +17,24 @@ class PriorityScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        for request in sorted(self.running, key=lambda r: r.order_key):
+        running = sorted(self.running, key=lambda r: r.order_key)
+        for request in merge(running, self.waiting, key=lambda r: r.order_key):
+            if not step.run(request) and request in self.waiting:
+                if not self.admit(step, request):
+                    break
+        for request in running:  # those behind the one that has to wait
             step.run(request)
-        for request in self.waiting:
-            while not step.admit(request):
-                victim = self.victim()
-                if victim is None or victim.priority <= request.priority:
-                    return step.output()
-                step.preempt(victim)
         return step.output()
+
+    def admit(self, step: Step, request: Request) -> bool:
+        """Admit a request, throwing out less urgent ones as long as that can help."""
+        while not step.admit(request):
+            victim = self.choose_victim()
+            if (
+                request.wait_reason not in (WaitReason.SEATS, WaitReason.BLOCKS)
+                or victim is None
+                or victim.priority <= request.priority
+            ):
+                return request.wait_reason is WaitReason.PREEMPTED  # others may still fit
+            step.preempt(victim)
+        return True

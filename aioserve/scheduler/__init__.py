@@ -12,7 +12,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
 from aioserve.scheduler.step import Step
-from aioserve.scheduler.step_time import StepTimeModel
+from aioserve.scheduler.step_time import OnlineStepTime
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -25,6 +25,7 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequestData",
     "NonNegativeFloat",
+    "OnlineStepTime",
     "PolicyOptions",
     "PositiveFloat",
     "PositiveInt",
@@ -34,7 +35,6 @@ __all__ = [
     "SchedulerInterface",
     "SchedulerOutput",
     "Step",
-    "StepTimeModel",
     "WaitReason",
     "available_policies",
     "load_policy",

@@ -27,7 +27,7 @@ from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.timers import Timers
-from aioserve.scheduler.victims import VICTIM_KEYS
+from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -69,7 +69,7 @@ class BaseScheduler(SchedulerInterface):
         self.running: list[Request] = []  # in order of admission; replaced, never shrunk in place
         self.num_steps = 0  # planned so far
         self._config = config
-        self._victim_key = VICTIM_KEYS[config.victim]
+        self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._returning: set[Request] = set()  # preempted, but a step in flight still has them
@@ -95,10 +95,10 @@ class BaseScheduler(SchedulerInterface):
         return request.arrival_time
 
     def victim(self) -> Request | None:
-        """Who gives way when blocks run out: as the setting `victim` says; by default the last of
-        `running` in the policy's order, so that the first always makes progress.
+        """Who gives way when blocks run out: the last of `running` in the policy's order, so that
+        the first always makes progress. Not asked if the setting `victim` says otherwise.
         """
-        return max(self.running, key=self._victim_key, default=None)
+        return max(self.running, key=order_key, default=None)
 
     # What a policy uses.
 
@@ -132,6 +132,12 @@ class BaseScheduler(SchedulerInterface):
             self.waiting.add(request)
         for name in HANDED_OVER:
             setattr(self, name, getattr(other, name))
+
+    def choose_victim(self) -> Request | None:
+        """Who gives way when blocks run out: by the setting `victim`, or the policy's choice."""
+        if self._victim_key is None:
+            return self.victim()
+        return max(self.running, key=self._victim_key, default=None)
 
     # What is checked before anything is loaded.
 

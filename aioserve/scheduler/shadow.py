@@ -17,7 +17,7 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.step_time import StepTimeModel as OnlineStepTime
+from aioserve.scheduler.step_time import OnlineStepTime
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,18 @@ class Shadow:
         self._step: SchedulerOutput | None = None
         self._step_end = 0.0
 
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to follow, now or once the lag has passed."""
+        return not self.stats.is_failed and bool(self._events or self._live)
+
     def note(self, now: float, request: Request, *, left: bool = False) -> None:
         """A live request came, or its client left."""
-        if not self.stats.is_failed:
-            self._events.append((now, request, left))
+        if self.stats.is_failed:
+            return
+        if self._events and now - self._events[0][0] > LAG_SECONDS + MAX_BEHIND_SECONDS:
+            self._begin_anew()
+        self._events.append((now, request, left))
 
     def advance(self, now: float) -> None:
         """Live up to `LAG_SECONDS` before `now`, as far as slice and share of time allow. Called
@@ -99,6 +107,10 @@ class Shadow:
             self.stats.is_failed = True
         self.stats.cost_seconds += time.perf_counter() - started
 
+    def _begin_anew(self) -> None:
+        self.stats.num_resets += 1
+        self._reset()
+
     def _run(self, horizon: float, stop_at: float) -> None:
         while time.perf_counter() < stop_at:
             event_time = self._events[0][0] if self._events else horizon + 1
@@ -106,8 +118,7 @@ class Shadow:
             if min(event_time, step_end) > horizon:
                 return
             if horizon - min(event_time, step_end) > MAX_BEHIND_SECONDS:
-                self.stats.num_resets += 1
-                self._reset()
+                self._begin_anew()
                 return
             if event_time <= step_end:
                 self.now = max(self.now, event_time)

@@ -95,8 +95,10 @@ class Step:
         limit = min(self.token_budget, self._request_limit)
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        if request in self._preempted or request not in scheduler.waiting:
-            return 0  # out in this step: it may come back in the next
+        if request not in scheduler.waiting:
+            return 0
+        if request in self._preempted:
+            return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step
         if limit <= 0:
             return self.hold(request, WaitReason.BUDGET)
         if len(scheduler.running) >= scheduler.max_num_seqs:
@@ -189,7 +191,7 @@ class Step:
         if num_missing <= 0:
             return True  # near its limit it needs no lookahead
         while num_missing > kv_cache.pool.num_free_blocks:
-            victim = scheduler.victim()
+            victim = scheduler.choose_victim()
             if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(
                     f"policy {type(scheduler).__name__}: victim() must return a running request, "

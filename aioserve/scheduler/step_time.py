@@ -25,7 +25,7 @@ MIN_PROMPT_STEPS = 8  # with fewer, the price of a prompt token is still the gue
 Vector = tuple[float, float, float, float]
 
 
-class StepTimeModel:
+class OnlineStepTime:
     """Tell it of each step when it is `planned` and when it has `returned`; ask for `seconds`."""
 
     def __init__(self) -> None:

@@ -26,11 +26,13 @@ class Timers:
             self._push(due, request, only_if_unserved=True)
 
     def take_due(self, now: float) -> list[Request]:
-        """Requests that are due, earliest first, each told once; some may have ended already."""
+        """Requests that are due, earliest first; an ended one is not: its id may be another's."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             _, _, request, only_if_unserved = heappop(self._heap)
-            if not only_if_unserved or request.status is RequestStatus.WAITING:
+            if request.status is RequestStatus.WAITING or not (
+                only_if_unserved or request.status.is_finished
+            ):
                 due.append(request)
         return due
 

@@ -1,8 +1,8 @@
-"""Who gives way when KV blocks run out: one key per value of the setting `victim`.
+"""Who gives way when KV blocks run out, under whatever policy: a key per value of `victim`.
 
 The largest key is the victim; ties are broken by the policy's order. Under each of them somebody
-is never the victim, and finishes: the first, the oldest, the most urgent, the one that has computed
-most, the one with the least to do.
+is never the victim, and finishes: the oldest, the most urgent, the one that has computed most, the
+one with the least to do.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from aioserve.request import Request
 order_key = attrgetter("order_key")
 
 VICTIM_KEYS: dict[str, Callable[[Request], Any]] = {
-    "policy": order_key,
     "newest": lambda r: (r.arrival_time, r.order_key),
     "lowest_priority": lambda r: (r.priority, r.order_key),
     "least_computed": lambda r: (-r.num_computed_tokens, r.order_key),

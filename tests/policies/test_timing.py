@@ -1,35 +1,14 @@
 """The policies differ where they should: the real engine on a virtual clock, exact to the tick."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from itertools import pairwise
-from typing import Any
 
 import pytest
+from simulate import run
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.lab import VirtualClockEventLoop
+from aioserve import AsyncEngine, SamplingParams
 
 LONG = [5] * 8192
-
-
-def run(policy: str, main: Callable[[AsyncEngine], Coroutine[Any, Any, Any]], **limits: Any) -> Any:
-    """Run `main` with an engine on simulated steps: 4 ms, and 50 microseconds a prompt token."""
-    config = EngineConfig(
-        model=ModelConfig(max_model_len=None),
-        runner=RunnerConfig(runner="simulated"),
-        scheduler=SchedulerConfig(policy=policy, **limits),
-    )
-
-    async def with_engine() -> Any:
-        engine = AsyncEngine(config)
-        engine.model_info.max_model_len = 16384  # what the simulated runner serves has no positions
-        async with engine:
-            return await main(engine)
-
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        return runner.run(with_engine())
 
 
 async def token_times(

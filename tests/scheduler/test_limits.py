@@ -5,7 +5,7 @@ import pytest
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError
 from aioserve.outputs import FinishReason
-from aioserve.request import RequestStatus, WaitReason
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import SchedulerHarness
 from policies.chunked_prefill import ChunkedPrefillScheduler
@@ -94,9 +94,24 @@ def test_the_victim_setting_chooses_who_gives_way(victim: str, expected: str) ->
     harness.step()
     harness.add_request("late", [3] * 5, max_tokens=5)
     harness.step()
-    chosen = harness.scheduler.victim()  # type: ignore[attr-defined]
+    chosen = harness.scheduler.choose_victim()  # type: ignore[attr-defined]
     assert chosen.request_id == expected
     harness.run_until_idle()
+
+
+def test_the_victim_setting_wins_over_a_policy_that_has_its_own_idea() -> None:
+    class First(ChunkedPrefillScheduler):
+        def victim(self) -> Request | None:
+            return self.running[0]
+
+    for victim, expected in (("policy", "old"), ("newest", "new")):
+        harness = make_harness(First, victim=victim)
+        for name in ("old", "new"):
+            harness.add_request(name, [1] * 5, max_tokens=3)
+            harness.step()
+        chosen = harness.scheduler.choose_victim()  # type: ignore[attr-defined]
+        assert chosen.request_id == expected
+        harness.run_until_idle()
 
 
 def test_each_waiting_request_can_say_why_it_waits() -> None:

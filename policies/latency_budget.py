@@ -1,0 +1,98 @@
+"""As many prompt tokens per step as keep a target inter-token latency, from a model of step time.
+
+No fixed chunk is right (vllm#52906): beside few decodes there is room for long pieces, beside many
+for short ones. Step time is fitted online to what steps took (as in FairBatching 2025), and each
+step takes the most prompt tokens whose predicted time is within `target_itl`. Until the fit
+stands, the budget grows by a little and is halved when a step was late. With nobody decoding there
+is nobody to protect, and prompts run at full speed. A lower target gives steadier streams, later
+first tokens and less throughput. The order is that of any policy whose `order` needs no options.
+"""
+
+from functools import cached_property
+from typing import Any
+
+from aioserve.scheduler import (
+    BaseScheduler,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    OnlineStepTime,
+    PolicyOptions,
+    PositiveFloat,
+    PositiveInt,
+    Request,
+    SchedulerOutput,
+    load_policy,
+)
+
+INCREASE = 32  # prompt tokens by which the budget grows after a step in time, before the fit
+
+
+class LatencyBudgetScheduler(BaseScheduler):
+    """Decodes, then prompts for as long as the step is predicted to be in time."""
+
+    class Options(PolicyOptions):
+        target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
+        min_prefill_tokens: PositiveInt = 16  # prompts get so much, whatever the decodes take
+        order_by: str = "fcfs"  # policy whose order is used for prompts
+
+    options: Options
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_time = OnlineStepTime()
+        self.trial_budget = 8 * INCREASE  # of prompt tokens, until the fit stands
+
+    @classmethod
+    def parse_options(cls, options: dict[str, Any]) -> PolicyOptions:
+        parsed = super().parse_options(options)
+        assert isinstance(parsed, cls.Options)
+        load_policy(parsed.order_by)  # an unknown name is refused before anything is loaded
+        return parsed
+
+    def order(self, request: Request) -> Any:
+        return self._order(self, request)
+
+    @cached_property
+    def _order(self) -> Any:
+        return getattr(load_policy(self.options.order_by), "order", BaseScheduler.order)
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        num_decodes = num_context = 0
+        for request in self.running:
+            if not request.is_prefill and step.run(request):
+                num_decodes += 1
+                num_context += request.num_computed_tokens
+        prefills = [r for r in self.running if r.is_prefill]
+        num_context += sum(r.num_computed_tokens for r in prefills)
+        budget = self.prefill_budget(num_decodes, num_context)
+        for request in sorted(prefills, key=lambda r: r.order_key):
+            budget -= step.run(request, budget)
+        for request in self.waiting:
+            granted = step.admit(request, budget)
+            if not granted:
+                break
+            budget -= granted
+        return self.step_time.planned(step.output(), self.clock())
+
+    def prefill_budget(self, num_decodes: int, num_context: int) -> int:
+        """Prompt tokens for a step beside so many decodes that read so much context."""
+        if not num_decodes:
+            return self.max_num_batched_tokens
+        budget = self.trial_budget
+        if self.step_time.is_fitted:
+            target = self.options.target_itl
+            budget = self.step_time.max_prefill_tokens(target, num_decodes, num_context)
+        return max(budget, self.options.min_prefill_tokens)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        seconds = self.step_time.returned(scheduler_output, self.clock())
+        if seconds > self.options.target_itl:
+            self.trial_budget //= 2
+        elif scheduler_output.total_num_scheduled_tokens > len(
+            scheduler_output.num_scheduled_tokens
+        ):
+            self.trial_budget += INCREASE  # only a step with prompt tokens says that more may do
+        return super().update_from_output(scheduler_output, model_runner_output)
