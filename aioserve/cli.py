@@ -6,6 +6,7 @@ command runs, so that `--help` is quick.
 
 import argparse
 import asyncio
+import importlib
 import logging
 import sys
 import types
@@ -23,19 +24,21 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 
 _EPILOG = """\
-Commands: serve (the default). Settings come from --config, then --set, then flags: of
-two values the later in this order wins, and of two --set the later one.
+Commands: serve (the default); replay and trace have a --help of their own. Settings come from
+--config, then --set, then flags: of two values the later in this order wins, and of two --set the
+later one.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. One line on stderr says what went wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
-    command = COMMANDS[words.pop(0)] if words and words[0] in COMMANDS else _serve
-    arguments = build_parser().parse_args(words)
     try:
-        config = load_config(arguments)
+        if words and words[0] in TOOLS:
+            return _load_tool(words[0])(words[1:])
+        # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
+        command = COMMANDS[words.pop(0)] if words and words[0] in COMMANDS else _serve
+        config = load_config(build_parser().parse_args(words))
         _set_up_logging(config.server.log_level)
         _run(command(config))
     except AioserveError as error:
@@ -53,6 +56,21 @@ async def _serve(config: EngineConfig) -> None:
 
 
 COMMANDS: dict[str, Callable[[EngineConfig], Coroutine[Any, Any, None]]] = {"serve": _serve}
+
+# Commands with arguments of their own: module and function, which returns the exit code.
+TOOLS = {
+    "compare": "aioserve.lab.commands:run_compare",
+    "search": "aioserve.lab.commands:run_search",
+    "sweep": "aioserve.lab.commands:run_sweep",
+    "replay": "aioserve.lab.log_commands:run_replay",
+    "trace": "aioserve.lab.log_commands:run_trace",
+}
+
+
+def _load_tool(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = TOOLS[name].partition(":")
+    tool: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return tool
 
 
 class _Parser(argparse.ArgumentParser):

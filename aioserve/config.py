@@ -122,6 +122,22 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     pipeline_depth: Annotated[
         int, Meta(ge=1, le=2, description="steps handed to the runner before the first is back")
     ] = 1
+    decision_log: Annotated[
+        str | None,
+        Meta(description="file to record every decision and its input in (default: none)"),
+    ] = None
+
+
+class ShadowConfig(Section, frozen=True, kw_only=True):
+    """A second policy that is evaluated on the live traffic, without tensors."""
+
+    shadow_policy: Annotated[
+        str | None, Meta(description="policy to evaluate on live traffic (default: none)")
+    ] = None
+    shadow_options: Annotated[dict[str, Any], Meta(description="options of the shadow policy")] = {}
+    shadow_max_share: Annotated[
+        float, Meta(gt=0, le=1, description="most of the event loop's time that it may take")
+    ] = 0.05
 
 
 class RunnerConfig(Section, frozen=True, kw_only=True):
@@ -201,6 +217,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    shadow: ShadowConfig = ShadowConfig()
     runner: RunnerConfig = RunnerConfig()
     server: ServerConfig = ServerConfig()
 
@@ -247,7 +264,7 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set `a.b.c` in nested dicts."""
-    if isinstance(value, str) and dotted.startswith("scheduler.options"):
+    if isinstance(value, str) and dotted.startswith(("scheduler.options", "shadow.shadow_options")):
         value = _parse_option(value)  # the policy's types are not known here
     *parents, leaf = dotted.split(".")
     for name in parents:

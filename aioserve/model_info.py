@@ -66,15 +66,22 @@ class ModelInfo:
     @cached_property
     def max_model_len(self) -> int:
         """Prompt and output together, in tokens: the setting, else what the model states."""
-        stated = getattr(self.hf_config, "max_position_embeddings", None)
-        asked = self.config.max_model_len
-        if asked is None:
-            return int(stated or FALLBACK_MAX_MODEL_LEN)
-        if stated is not None and asked > stated:
+        if self.config.max_model_len is not None:
+            return self.config.max_model_len
+        return int(self._num_positions or FALLBACK_MAX_MODEL_LEN)
+
+    def check_positions(self) -> None:
+        """Raises `ConfigError` if more is asked than the model has; not asked where none is run."""
+        limit = self._num_positions
+        if limit is not None and self.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len is {asked}, but {self.config.model} has {stated} positions"
+                f"max_model_len is {self.max_model_len}, but {self.config.model} has "
+                f"{limit} positions"
             )
-        return asked
+
+    @property
+    def _num_positions(self) -> int | None:
+        return getattr(self.hf_config, "max_position_embeddings", None)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -5,6 +5,7 @@ Knows nothing about models: token ids are checked against a vocabulary at the en
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -39,6 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: token ids alone, no text; of Python callers only
+    output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
         def require(name: str, is_valid: Callable[[float], bool], expected: str) -> None:
@@ -65,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if not all(self.stop_strings):
             raise RequestError("stop must not contain an empty string", param="stop")
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("stop strings need detokenize", param="stop")
         for token_id, bias in (self.logit_bias or {}).items():
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise RequestError(

@@ -14,8 +14,9 @@ from uuid import uuid4
 
 import msgspec
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.core import EngineCore
+from aioserve.engine.decision_log import recorded
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
@@ -34,8 +35,13 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
+from aioserve.scheduler.recording import RecordingScheduler, make_successor
+from aioserve.scheduler.shadow import Shadow, ShadowedScheduler
 
 logger = logging.getLogger(__name__)
+
+# How often a shadow that is behind gets a slice of an engine that is idle. A guess.
+SHADOW_TICK_SECONDS = 0.02
 
 
 class AsyncEngine:
@@ -60,11 +66,13 @@ class AsyncEngine:
         self.config = config or EngineConfig()
         self.model_info = ModelInfo(self.config.model)
         self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
-        self.metrics = EngineMetrics(self._get_stats, self._get_wait_reasons)
+        self.metrics = EngineMetrics(self.get_stats, self._get_wait_reasons)
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._core: EngineCore | None = None
         self._task: asyncio.Task[None] | None = None
+        self._shadow: Shadow | None = None
+        self._shadow_timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
         self._is_closing = False
 
@@ -84,6 +92,8 @@ class AsyncEngine:
         if issubclass(policy, BaseScheduler):  # what is wrong is said before weights are loaded
             policy.parse_options(self.config.scheduler.options)
             policy.check_limits(self.config.scheduler, self.model_info.max_model_len)
+        if self.config.shadow.shadow_policy is not None:
+            self._shadow_settings()
         if self._runner is None:
             self._runner = make_runner(self.config, self.model_info)
         try:
@@ -106,12 +116,16 @@ class AsyncEngine:
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         # A policy that implements the interface without BaseScheduler is built the same way.
         make_scheduler: Callable[..., SchedulerInterface] = policy
+        if self.config.scheduler.decision_log is not None:
+            make_scheduler = recorded(policy)
         scheduler = make_scheduler(
             self.config.scheduler,
             kv_cache,
             max_model_len=self.max_model_len,
             clock=self._clock,
         )
+        if self.config.shadow.shadow_policy is not None:
+            scheduler = self._watched(scheduler, kv_cache.pool.num_blocks)
         self._input_processor = InputProcessor(
             self.model_info, self.max_model_len, self.config.runner.seed
         )
@@ -127,6 +141,56 @@ class AsyncEngine:
         )
         self._task = asyncio.create_task(self._core.run(), name="aioserve-engine")
         self._task.add_done_callback(self._on_task_done)
+
+    def _watched(self, live: SchedulerInterface, num_kv_blocks: int) -> SchedulerInterface:
+        """The live scheduler with a shadow behind it."""
+        cache, settings = self.config.cache, self._shadow_settings()
+        policy = load_policy(settings.policy)
+        assert issubclass(policy, BaseScheduler)
+
+        def make_scheduler(clock: Callable[[], float]) -> BaseScheduler:
+            kv_cache = KVCacheManager(
+                num_kv_blocks,
+                cache.block_size,
+                enable_prefix_caching=cache.enable_prefix_caching,
+                watermark=cache.watermark,
+            )
+            return policy(settings, kv_cache, max_model_len=self.max_model_len, clock=clock)
+
+        self._shadow = Shadow(
+            make_scheduler, self.metrics.shadow, max_share=self.config.shadow.shadow_max_share
+        )
+        self.metrics.shadow.shadow = self._shadow
+        return ShadowedScheduler(live, self._shadow, self._clock)
+
+    def _shadow_settings(self) -> SchedulerConfig:
+        """The live settings with the shadow's policy. Raises `ConfigError`."""
+        shadow = self.config.shadow
+        assert shadow.shadow_policy is not None
+        settings = msgspec.structs.replace(
+            self.config.scheduler,
+            policy=shadow.shadow_policy,
+            options=shadow.shadow_options,
+            decision_log=None,
+        )
+        policy = load_policy(settings.policy)
+        if not issubclass(policy, BaseScheduler):
+            raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
+        policy.parse_options(settings.options)
+        policy.check_limits(settings, self.model_info.max_model_len)
+        return settings
+
+    def _advance_shadow(self, *, is_tick: bool = False) -> None:
+        """Its turn while a step computes; and from a timer, while it is behind an idle engine."""
+        if self._shadow is None or self._is_closing:
+            return
+        self._shadow.advance(self._clock())
+        if is_tick or self._shadow_timer is None:
+            self._shadow_timer = None
+            if self._shadow.has_work:
+                self._shadow_timer = asyncio.get_running_loop().call_later(
+                    SHADOW_TICK_SECONDS, lambda: self._advance_shadow(is_tick=True)
+                )
 
     def _fit_max_model_len(self, num_slots: int) -> int:
         """Every request that is accepted must be able to run alone in the KV pool."""
@@ -234,18 +298,19 @@ class AsyncEngine:
         """
         self._check_alive()
         assert self._core is not None
-        old = self._core.scheduler
+        watched = self._core.scheduler
+        old = watched.live if isinstance(watched, ShadowedScheduler) else watched
         settings = msgspec.structs.replace(
             self.config.scheduler, policy=policy, options=options or {}
         )
-        policy_class = load_policy(policy)
-        if not (isinstance(old, BaseScheduler) and issubclass(policy_class, BaseScheduler)):
-            raise ConfigError("only policies that derive from BaseScheduler can be switched")
-        new = policy_class(
-            settings, old.kv_cache, max_model_len=self.max_model_len, clock=self._clock
-        )
-        new.take_over(old)
-        self._core.scheduler = new
+        if isinstance(old, RecordingScheduler):
+            old.switch(settings)
+        else:
+            new = make_successor(old, settings, self.max_model_len, self._clock)
+            if isinstance(watched, ShadowedScheduler):
+                watched.live = new
+            else:
+                self._core.scheduler = new
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
 
@@ -255,12 +320,18 @@ class AsyncEngine:
         assert self._core is not None
         return self._core.scheduler.reset_prefix_cache()
 
+    def get_stats(self) -> SchedulerStats | None:
+        """The scheduler's state and totals; None before the start and after the end."""
+        return None if self._core is None else self._core.scheduler.make_stats()
+
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for so many seconds, abort the rest.
 
         Idempotent. Streams that are aborted end with finish reason `abort`.
         """
         self._is_closing = True
+        if self._shadow_timer is not None:
+            self._shadow_timer.cancel()
         if self._core is not None and self._task is not None:
             await self._drain(self._core, drain_timeout)
             self._task.cancel()
@@ -302,9 +373,6 @@ class AsyncEngine:
         if self._core is None:
             raise EngineDeadError("the engine has not been started")
 
-    def _get_stats(self) -> SchedulerStats | None:
-        return None if self._core is None else self._core.scheduler.make_stats()
-
     def _get_wait_reasons(self) -> Counter[WaitReason]:
         reasons = {} if self._core is None else self._core.scheduler.get_wait_reasons()
         return Counter(reasons.values())
@@ -314,6 +382,7 @@ class AsyncEngine:
         stopped = self._output_processor.process_outputs(outputs, self._clock())
         if stopped:
             self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
+        self._advance_shadow()
 
     def _expire(self, request_ids: list[str]) -> None:
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())

@@ -13,6 +13,7 @@ from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOut
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,10 @@ class EngineCore:
 
     @property
     def _policy(self) -> str:
-        return type(self.scheduler).__name__
+        scheduler = self.scheduler
+        while isinstance(scheduler, DelegatingScheduler):  # it is recorded or watched
+            scheduler = scheduler.live
+        return type(scheduler).__name__
 
     def _as_policy_error(self, error: Exception, where: str) -> Exception:
         if isinstance(error, AioserveError):

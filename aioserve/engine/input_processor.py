@@ -117,6 +117,8 @@ class InputProcessor:
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
         self._check_length(len(prompt), "")
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self._vocab_size:
+            return list(prompt)  # all is well; only else is it worth finding out where not
         for i, token_id in enumerate(prompt):
             if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
                 raise RequestError(

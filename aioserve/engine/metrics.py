@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, WaitReason
+from aioserve.scheduler.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count one value, or `count` equal ones."""
+        self.counts[bisect_left(self.bounds, seconds)] += count
+        self.total += count * seconds
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
         """As Prometheus wants it: cumulative, last bucket +Inf."""
@@ -57,6 +58,7 @@ class EngineMetrics(Collector):
         self._get_wait_reasons = get_wait_reasons
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self.shadow = ShadowMetrics(self._registry)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -64,16 +66,14 @@ class EngineMetrics(Collector):
         self.inter_token_latency = Histogram()
         self.request_latency = Histogram()
 
-    def on_tokens(
-        self, request: Request, num_tokens: int, last_token_time: float | None, now: float
-    ) -> None:
-        """New tokens of a request; times in seconds of the engine's clock."""
-        self.num_generation_tokens += num_tokens
-        if last_token_time is None:
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self.time_to_first_token.observe(now - request.arrival_time)
-        else:
-            self.inter_token_latency.observe(now - last_token_time)
+    def on_first_token(self, request: Request, now: float) -> None:
+        """The prompt of a request is computed; `now` in seconds of the engine's clock."""
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.time_to_first_token.observe(now - request.arrival_time)
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        """So many requests have new tokens, `seconds` after their last ones."""
+        self.inter_token_latency.observe(seconds, num_requests)
 
     def on_finished(
         self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
@@ -138,7 +138,51 @@ class EngineMetrics(Collector):
         return gauge
 
 
-def _scheduler_metrics(stats: SchedulerStats) -> Iterator[Metric]:
+class ShadowMetrics(Collector):
+    """What the shadow policy would have done. Compare with the metrics of the same names without
+    `shadow`; those count from the arrival to the delivery, these to the end of the step.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.shadow: Shadow | None = None  # set once it is built
+        self.time_to_first_token = Histogram()
+        self.inter_token_latency = Histogram()
+        self.request_latency = Histogram()
+        registry.register(self)
+
+    def on_first_token(self, seconds: float) -> None:
+        self.time_to_first_token.observe(seconds)
+
+    def on_gap(self, seconds: float) -> None:
+        self.inter_token_latency.observe(seconds)
+
+    def on_finished(self, seconds: float) -> None:
+        self.request_latency.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape."""
+        if self.shadow is None:
+            return
+        for name, histogram in (
+            ("time_to_first_token", self.time_to_first_token),
+            ("inter_token_latency", self.inter_token_latency),
+            ("request_latency", self.request_latency),
+        ):
+            yield histogram.family(f"aioserve_shadow_{name}_seconds", "Under the shadow policy")
+        stats = self.shadow.stats
+        yield CounterMetricFamily(
+            "aioserve_shadow_cost_seconds", "Event loop time it took", stats.cost_seconds
+        )
+        yield CounterMetricFamily(
+            "aioserve_shadow_resets", "Times it was too far behind and began anew", stats.num_resets
+        )
+        yield GaugeMetricFamily(
+            "aioserve_shadow_failed", "1 if its policy raised and it is off", stats.is_failed
+        )
+        yield from _scheduler_metrics(self.shadow.scheduler.make_stats(), "aioserve_shadow")
+
+
+def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterator[Metric]:
     gauges = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
@@ -147,7 +191,7 @@ def _scheduler_metrics(stats: SchedulerStats) -> Iterator[Metric]:
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
     )
     for name, documentation, value in gauges:
-        yield GaugeMetricFamily(f"aioserve_{name}", documentation, value)
+        yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
     counters = (
         ("steps", "Steps planned", stats.num_steps),
         ("scheduled_prefill_tokens", "Prompt tokens scheduled", stats.num_prefill_tokens),
@@ -161,4 +205,4 @@ def _scheduler_metrics(stats: SchedulerStats) -> Iterator[Metric]:
         ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
     )
     for name, documentation, value in counters:
-        yield CounterMetricFamily(f"aioserve_{name}", documentation, value)
+        yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)

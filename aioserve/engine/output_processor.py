@@ -17,7 +17,7 @@ class RequestState:
     """What delivery needs to know of one sample between two of its outputs."""
 
     def __init__(
-        self, request: Request, stream: RequestStream, index: int, detokenizer: Detokenizer
+        self, request: Request, stream: RequestStream, index: int, detokenizer: Detokenizer | None
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -28,16 +28,27 @@ class RequestState:
             params.stop_strings, include_stop=params.include_stop_str_in_output
         )
         self.has_stops = bool(params.stop_strings)
+        # Nothing need be done for a token before the end if nobody looks at it before. A stop
+        # string is looked for in every delta, and log probabilities are kept nowhere else: there
+        # the deltas are made, and merged.
+        self.is_final_only = params.output_kind == "final_only"
+        self.waits_for_end = self.is_final_only and not self.has_stops and params.logprobs is None
+        self.merged: RequestOutput | None = None
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
 
     def make_output(self, output: EngineCoreOutput) -> RequestOutput:
-        """Text of the new tokens, cut at a stop string."""
-        self.num_output_tokens += len(output.new_token_ids)
-        text = self.detokenizer.append(output.new_token_ids)
+        """The new tokens and their text, cut at a stop string."""
+        token_ids = output.new_token_ids
+        if self.waits_for_end:
+            token_ids = self.request.output_token_ids
+        self.num_output_tokens += len(token_ids)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        if finish_reason is not None:
-            text += self.detokenizer.flush()
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.append(token_ids)
+            if finish_reason is not None:
+                text += self.detokenizer.flush()
         if self.has_stops:
             if self.num_output_tokens > self.request.sampling_params.min_tokens:
                 text, stop = self.stops.append(text)
@@ -49,7 +60,7 @@ class RequestState:
             request_id=self.stream.request_id,
             index=self.index,
             text=text,
-            token_ids=output.new_token_ids,
+            token_ids=token_ids,
             logprobs=output.new_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
@@ -57,6 +68,16 @@ class RequestState:
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.request.num_cached_tokens,
         )
+
+    def put(self, output: RequestOutput) -> None:
+        """Hand an output to the reader, if it wants one that is not the last."""
+        if self.merged is not None:
+            self.merged.merge(output)
+            output = self.merged
+        if self.is_final_only and output.finish_reason is None:
+            self.merged = output
+        else:
+            self.stream.put(output)
 
 
 class OutputProcessor:
@@ -74,27 +95,35 @@ class OutputProcessor:
 
     def add_request(self, request: Request, stream: RequestStream, index: int) -> None:
         """Register the reader of one sample."""
-        decode = self._decode[request.sampling_params.skip_special_tokens]
-        detokenizer = Detokenizer(decode, request.token_ids)
+        params, detokenizer = request.sampling_params, None
+        if params.detokenize:
+            detokenizer = Detokenizer(self._decode[params.skip_special_tokens], request.token_ids)
         self._states[request.request_id] = RequestState(request, stream, index, detokenizer)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
         stopped = []
+        last_times: dict[float, int] = {}  # most had their last token in the same step
         for core_output in outputs:
             state = self._states.get(core_output.request_id)
             if state is None:
                 continue  # its reader has left, or a stop string ended it in the step before
+            last_time, state.last_token_time = state.last_token_time, now
+            if last_time is None:
+                self._metrics.on_first_token(state.request, now)
+            else:
+                last_times[last_time] = last_times.get(last_time, 0) + 1
+            self._metrics.num_generation_tokens += len(core_output.new_token_ids)
+            if state.waits_for_end and core_output.finish_reason is None:
+                continue
             output = state.make_output(core_output)
-            self._metrics.on_tokens(
-                state.request, len(output.token_ids), state.last_token_time, now
-            )
-            state.last_token_time = now
             if output.finish_reason is not None:
                 if core_output.finish_reason is None:
                     stopped.append(core_output.request_id)
                 self._finish(state, output.finish_reason, now)
-            state.stream.put(output)
+            state.put(output)
+        for last_time, count in last_times.items():
+            self._metrics.on_next_tokens(now - last_time, count)
         return stopped
 
     def end_requests(self, request_ids: Iterable[str], reason: FinishReason, now: float) -> None:
@@ -103,7 +132,7 @@ class OutputProcessor:
             if (state := self._states.get(request_id)) is not None:
                 ending = EngineCoreOutput(request_id, [], reason)
                 self._finish(state, reason, now)
-                state.stream.put(state.make_output(ending))
+                state.put(state.make_output(ending))
 
     def fail_requests(
         self, request_ids: Iterable[str] | None, error: BaseException, now: float
@@ -123,4 +152,7 @@ class OutputProcessor:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
         del self._states[state.request.request_id]
-        self._metrics.on_finished(state.request, state.num_output_tokens, reason, now)
+        num_tokens = state.num_output_tokens
+        if state.waits_for_end:  # it may end without an output
+            num_tokens = state.request.num_output_tokens
+        self._metrics.on_finished(state.request, num_tokens, reason, now)

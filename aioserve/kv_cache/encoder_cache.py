@@ -66,6 +66,13 @@ class EncoderCacheManager:
         self._num_free_slots += self._sizes.pop(item.content_hash, 0)
         self._evicted.append(item.content_hash)  # an older copy may be with the runner
 
+    def forget_released(self) -> None:
+        """Drop what nobody needs: a step that failed may not have computed it."""
+        for content_hash in self._released:
+            self._num_free_slots += self._sizes.pop(content_hash)
+            self._evicted.append(content_hash)
+        self._released.clear()
+
     @property
     def num_held_slots(self) -> int:
         """Room that live requests hold, in tokens."""
@@ -75,3 +82,7 @@ class EncoderCacheManager:
         """Contents that the runner may drop, told once."""
         evicted, self._evicted = self._evicted, []
         return evicted
+
+    def return_evicted(self, content_hashes: Iterable[str]) -> None:
+        """The runner was not told of these after all."""
+        self._evicted += [h for h in content_hashes if h not in self._sizes]

@@ -5,6 +5,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 """
 
 import asyncio
+from array import array
 from zlib import crc32
 
 import msgspec
@@ -32,7 +33,7 @@ class _Row:
         self.num_logprobs = params.logprobs
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
-        self.hash = crc32(repr((seed, prompt)).encode())
+        self.hash = crc32(array("q", [seed, *prompt]).tobytes())
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
         self.eos_position = self.num_prompt_tokens + num_output_tokens
@@ -102,15 +103,21 @@ class SimulatedRunner(RunnerInterface):
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        # The lab's hot path: millions of decodes, each of them one row here.
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
-            verified = scheduler_output.scheduled_spec_decode_tokens.get(request_id, [])
             end = computed[request_id] + num_tokens
-            self._check_encoded(row, computed[request_id], end)
+            if row.encoder_inputs:
+                self._check_encoded(row, computed[request_id], end)
             if end < row.num_tokens:
                 sampled.append([])
                 continue
-            token_ids = self._sample_and_verify(row, verified)
+            if drafted and request_id in drafted:
+                token_ids = self._sample_and_verify(row, drafted[request_id])
+            else:
+                token_ids = [self._sample(row)]
+                row.num_tokens += 1
             sampled.append(token_ids)
             if row.num_logprobs is not None:  # all probability on the one token
                 top = min(row.num_logprobs, 1)

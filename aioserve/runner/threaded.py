@@ -25,6 +25,8 @@ class ThreadedRunner(RunnerInterface):
     """Runs `ModelRunner` on one thread; steps queue up there in the order of the calls."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
+        """Raises `ConfigError` if the model cannot be as long as the settings ask."""
+        model_info.check_positions()
         self._config = config
         self._model_info = model_info
         # inference mode and the number of compute threads are properties of a thread in torch

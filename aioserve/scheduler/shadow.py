@@ -8,13 +8,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.delegate import DelegatingScheduler
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.step_time import OnlineStepTime
@@ -66,12 +67,15 @@ class Shadow:
         self._observer = observer
         self._max_share = max_share
         self._began: float | None = None
+        self._num_followed = 0
         self._reset()
 
     def _reset(self) -> None:
         self.now = 0.0  # virtual: the same axis as the live clock, some seconds behind
         self.scheduler = self._make_scheduler(lambda: self.now)
         self._events: deque[tuple[float, Request, bool]] = deque()  # (when, live, has it left?)
+        # Ids of its own: a live one may come again before the shadow is done with it.
+        self._ids: dict[Request, str] = {}
         self._live: dict[str, Request] = {}
         self._last_token: dict[str, float] = {}
         self._step: SchedulerOutput | None = None
@@ -132,11 +136,13 @@ class Shadow:
     def _take_event(self) -> None:
         _, live, left = self._events.popleft()
         if left:
-            self.scheduler.finish_requests(live.request_id, RequestStatus.FINISHED_ABORTED)
-            self._forget(live.request_id)
+            if (request_id := self._ids.get(live)) is not None:
+                self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                self._forget(request_id)
             return
+        self._num_followed += 1
         request = Request(
-            live.request_id,
+            f"shadow-{self._num_followed}",
             live.token_ids[: live.num_prompt_tokens],
             live.sampling_params,
             max_total_tokens=live.max_total_tokens,
@@ -150,7 +156,8 @@ class Shadow:
         )
         request.stop_token_ids = frozenset()  # it ends where the live one did
         self.scheduler.add_request(request)
-        self._live[live.request_id] = live
+        self._ids[live] = request.request_id
+        self._live[request.request_id] = live
 
     def _plan_step(self) -> None:
         for request_id in self.scheduler.expire_requests():
@@ -206,34 +213,36 @@ class Shadow:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            del self._ids[live]
         self._last_token.pop(request_id, None)
 
 
-class ShadowedScheduler(SchedulerInterface):
+class ShadowedScheduler(DelegatingScheduler):
     """The live scheduler, watched by a `Shadow`. Every call goes through unchanged."""
 
     def __init__(
         self, live: SchedulerInterface, shadow: Shadow, clock: Callable[[], float]
     ) -> None:
-        self.live = live
+        super().__init__(live)
         self.shadow = shadow
         self._clock = clock
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
-        self.live.add_request(request)
+        super().add_request(request)
         self._requests[request.request_id] = request
         self.shadow.note(self._clock(), request)
 
     def schedule(self) -> SchedulerOutput:
-        output = self.live.schedule()
+        output = super().schedule()
         return self.shadow.step_time.planned(output, self._clock())
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        outputs = self.live.update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         now = self._clock()
         self.shadow.step_time.returned(scheduler_output, now)
         for client_outputs in outputs.values():
@@ -245,13 +254,13 @@ class ShadowedScheduler(SchedulerInterface):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        return self._note_ended(self.live.finish_requests(request_ids, finished_status))
+        return self._note_ended(super().finish_requests(request_ids, finished_status))
 
     def expire_requests(self) -> list[str]:
-        return self._note_ended(self.live.expire_requests())
+        return self._note_ended(super().expire_requests())
 
     def discard_step(self, last_step_id: int) -> list[str]:
-        return self._note_ended(self.live.discard_step(last_step_id))
+        return self._note_ended(super().discard_step(last_step_id))
 
     def _note_ended(self, request_ids: list[str]) -> list[str]:
         now = self._clock()
@@ -261,33 +270,3 @@ class ShadowedScheduler(SchedulerInterface):
             if request is not None and request.status is not RequestStatus.FINISHED_STOPPED:
                 self.shadow.note(now, request, left=True)
         return request_ids
-
-    def get_num_unfinished_requests(self) -> int:
-        return self.live.get_num_unfinished_requests()
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return self.live.get_request_counts()
-
-    def has_unfinished_requests(self) -> bool:
-        return self.live.has_unfinished_requests()
-
-    def has_finished_requests(self) -> bool:
-        return self.live.has_finished_requests()
-
-    def has_requests(self) -> bool:
-        return self.live.has_requests()
-
-    def reset_prefix_cache(self) -> bool:
-        return self.live.reset_prefix_cache()
-
-    def get_wait_reasons(self) -> dict[str, WaitReason]:
-        return self.live.get_wait_reasons()
-
-    def make_stats(self) -> SchedulerStats | None:
-        return self.live.make_stats()
-
-    def get_kv_connector(self) -> Any | None:
-        return self.live.get_kv_connector()
-
-    def shutdown(self) -> None:
-        self.live.shutdown()

@@ -1,0 +1,70 @@
+"""A runner that gives every request the reply it got when the log was written.
+
+It takes as long as a step-time model says, on the loop's clock. Knows nothing about policies.
+"""
+
+import asyncio
+from array import array
+
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.step_time import StepTimeModel, step_features
+from aioserve.scheduler.output import SchedulerOutput
+
+
+class PlaybackRunner(RunnerInterface):
+    """Gives every request its recorded reply, after the time that the model says."""
+
+    def __init__(self, replies: dict[str, "array[int]"], step_time: StepTimeModel) -> None:
+        self._replies = replies
+        self._step_time = step_time
+        self._num_known: dict[str, int] = {}  # tokens of each request in the batch
+        self._num_prompt: dict[str, int] = {}
+        self._filler: dict[str, int] = {}
+        self._busy_until = 0.0
+
+    async def load(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    @property
+    def num_kv_blocks(self) -> int:
+        raise NotImplementedError("the log says how many")
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
+        self._busy_until = max(loop.time(), self._busy_until)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._busy_until += self._step_time.seconds(step_features(scheduler_output))
+        loop.call_at(self._busy_until, future.set_result, self._compute(scheduler_output))
+        return future
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            computed[new.request_id] = new.num_computed_tokens
+            self._num_known[new.request_id] = len(new.token_ids)
+            self._num_prompt[new.request_id] = new.num_prompt_tokens
+            self._filler[new.request_id] = next(
+                i for i in range(len(new.stop_token_ids) + 1) if i not in new.stop_token_ids
+            )
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = [
+            [self._next_token(request_id)]
+            if computed[request_id] + num_tokens >= self._num_known[request_id]
+            else []
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+        ]
+        return ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
+
+    def _next_token(self, request_id: str) -> int:
+        position = self._num_known[request_id] - self._num_prompt[request_id]
+        self._num_known[request_id] += 1
+        reply = self._replies[request_id]
+        return reply[position] if position < len(reply) else self._filler[request_id]

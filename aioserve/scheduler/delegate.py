@@ -1,0 +1,71 @@
+"""A scheduler that passes every call on to another one: the base of those that only watch.
+
+Knows nothing. What stands between engine and policy derives from it and overrides what it watches.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.output import SchedulerOutput
+
+
+class DelegatingScheduler(SchedulerInterface):
+    """`live` is the one that decides; it may be replaced between two calls."""
+
+    def __init__(self, live: SchedulerInterface) -> None:
+        self.live = live
+
+    def add_request(self, request: Request) -> None:
+        self.live.add_request(request)
+
+    def schedule(self) -> SchedulerOutput:
+        return self.live.schedule()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        return self.live.update_from_output(scheduler_output, model_runner_output)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        return self.live.finish_requests(request_ids, finished_status)
+
+    def expire_requests(self) -> list[str]:
+        return self.live.expire_requests()
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        return self.live.discard_step(last_step_id)
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.live.get_num_unfinished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.live.get_request_counts()
+
+    def has_unfinished_requests(self) -> bool:
+        return self.live.has_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        return self.live.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        return self.live.has_requests()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.live.reset_prefix_cache()
+
+    def get_wait_reasons(self) -> dict[str, WaitReason]:
+        return self.live.get_wait_reasons()
+
+    def make_stats(self) -> SchedulerStats | None:
+        return self.live.make_stats()
+
+    def get_kv_connector(self) -> Any | None:
+        return self.live.get_kv_connector()
+
+    def shutdown(self) -> None:
+        self.live.shutdown()

@@ -1,0 +1,305 @@
+"""A scheduler that notes every call of its interface and what came of it.
+
+Delegates everything; decides nothing. Owns the clock that the recorded scheduler reads, so that the
+same calls at the same times can be made again. Knows nothing about files or threads.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from aioserve import __version__
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.delegate import DelegatingScheduler
+from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.records import (
+    Added,
+    Closed,
+    Discarded,
+    Expired,
+    Finished,
+    Header,
+    Planned,
+    Record,
+    Reset,
+    Shorthand,
+    Switched,
+    Updated,
+)
+from aioserve.scheduler.registry import load_policy
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+class RecordSink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None:
+        """Keep one record; never waits."""
+
+    def flush(self) -> None:
+        """A good moment to write down what was kept: nobody is being served."""
+
+    def fail(self, error: Exception) -> None:
+        """A record could not be made; what follows would not fit what went before."""
+
+    def close(self) -> None:
+        """No more records will come."""
+
+
+class FrozenClock:
+    """Stands still during a call of the interface, so that one reading says it all."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._frozen: float | None = None
+
+    def __call__(self) -> float:
+        return self._clock() if self._frozen is None else self._frozen
+
+    def freeze(self) -> float:
+        """Take a reading and keep it."""
+        self._frozen = self._clock()
+        return self._frozen
+
+    def thaw(self) -> None:
+        """Go on."""
+        self._frozen = None
+
+
+class RecordingScheduler(DelegatingScheduler):
+    """The scheduler `live`, with every call written to a `RecordSink`.
+
+    Calls that only ask (counts, statistics, wait reasons) are not noted.
+    """
+
+    def __init__(
+        self,
+        make_scheduler: Callable[..., SchedulerInterface],
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        clock: Clock,
+        sink: RecordSink,
+        stopwatch: Clock | None = None,
+        loop_lag: Clock | None = None,
+    ) -> None:
+        """`stopwatch` measures what takes how long, finer than `clock` may (default: `clock`);
+        `loop_lag` says by how much the event loop was late since it was last asked. Seconds.
+        """
+        self.clock = FrozenClock(clock)
+        self._stopwatch = stopwatch or clock
+        self._loop_lag = loop_lag
+        self._kv_cache = kv_cache
+        self._max_model_len = max_model_len
+        self._sink: RecordSink = sink
+        self._short = Shorthand()
+        now = self.clock.freeze()
+        super().__init__(
+            make_scheduler(config, kv_cache, max_model_len=max_model_len, clock=self.clock)
+        )
+        self.clock.thaw()
+        sink.write(self._header(now, config))
+        sink.flush()
+
+    def _header(self, now: float, config: SchedulerConfig) -> Header:
+        return Header(
+            time=now,
+            version=__version__,
+            unix_time=time.time(),
+            stamp=self._stopwatch(),
+            scheduler=_plain(config),
+            max_model_len=self._max_model_len,
+            num_kv_blocks=self._kv_cache.pool.num_blocks,
+            block_size=self._kv_cache.block_size,
+            enable_prefix_caching=self._kv_cache.enable_prefix_caching,
+            num_watermark_blocks=self._kv_cache.num_watermark_blocks,
+        )
+
+    # What is recorded.
+
+    def add_request(self, request: Request) -> None:
+        token_ids = list(request.token_ids)
+        now, _, error = self._call(lambda: self.live.add_request(request))
+        if error is None:
+            self._short.add(request.request_id)
+        self._note(lambda: Added.of(now, request, token_ids, _text(error)))
+        if error is not None:
+            raise error
+
+    def schedule(self) -> SchedulerOutput:
+        stamp = self._stopwatch()
+        now, output, error = self._call(self.live.schedule)
+        took = self._stopwatch() - stamp
+        self._note(lambda: self._planned(now, output, error, stamp, took))
+        return _result(output, error)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        stamp = self._stopwatch()
+        num_before = self.live.get_num_unfinished_requests()
+        now, outputs, error = self._call(
+            lambda: self.live.update_from_output(scheduler_output, model_runner_output)
+        )
+        took = self._stopwatch() - stamp
+        # In most steps nobody ends, and then nobody has to be looked for.
+        num_ended = num_before - self.live.get_num_unfinished_requests()
+        ended = _ended(outputs) if outputs and num_ended else []
+        self._note(
+            lambda: Updated(
+                now,
+                _text(error),
+                scheduler_output.step_id,
+                model_runner_output.sampled_token_ids,
+                self._short.named(model_runner_output.draft_token_ids),
+                [(self._short.name(request_id), reason) for request_id, reason in ended],
+                stamp,
+                took,
+            )
+        )
+        self._forget(request_id for request_id, _ in ended)
+        return _result(outputs, error)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if request_ids is not None:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        now, ended, error = self._call(
+            lambda: self.live.finish_requests(request_ids, finished_status)
+        )
+        asked = None if request_ids is None else self._short.names(request_ids)
+        names = self._short.names(ended or ())
+        self._note(lambda: Finished(now, asked, int(finished_status), names, _text(error)))
+        self._forget(ended or ())
+        return _result(ended, error)
+
+    def expire_requests(self) -> list[str]:
+        now, ended, error = self._call(self.live.expire_requests)
+        self._note(lambda: Expired(now, self._short.names(ended or ()), _text(error)))
+        self._forget(ended or ())
+        return _result(ended, error)
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        now, ended, error = self._call(lambda: self.live.discard_step(last_step_id))
+        names = self._short.names(ended or ())
+        self._note(lambda: Discarded(now, last_step_id, names, _text(error)))
+        self._forget(ended or ())
+        return _result(ended, error)
+
+    def reset_prefix_cache(self) -> bool:
+        now, is_empty, error = self._call(self.live.reset_prefix_cache)
+        self._note(lambda: Reset(now, is_empty, _text(error)))
+        return _result(is_empty, error)
+
+    def switch(self, config: SchedulerConfig) -> None:
+        """Let the policy of `config` take over, between two steps.
+
+        Raises `ConfigError` or `PolicyError` if it cannot; the old one goes on then.
+        """
+        now, new, error = self._call(
+            lambda: make_successor(self.live, config, self._max_model_len, self.clock)
+        )
+        self._note(lambda: Switched(now, _plain(config), _text(error)))
+        self.live = _result(new, error)
+
+    def shutdown(self) -> None:
+        now, _, error = self._call(self.live.shutdown)
+        self._note(lambda: Closed(now))
+        self._sink.close()
+        if error is not None:
+            raise error
+
+    # How.
+
+    def _call(self, function: Callable[[], T]) -> tuple[float, T | None, Exception | None]:
+        """Call with the clock stopped; when, the result, and what was raised instead."""
+        now = self.clock.freeze()
+        try:
+            return now, function(), None
+        except Exception as error:
+            return now, None, error
+        finally:
+            self.clock.thaw()
+
+    def _note(self, make_record: Callable[[], Record]) -> None:
+        """A record that cannot be made must not stop the server: then the log does."""
+        try:
+            self._sink.write(make_record())
+        except Exception as error:
+            self._sink.fail(error)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """They have ended: the next step may name them still, none after it does."""
+        self._short.forget(request_ids)
+        if not self.live.has_unfinished_requests():
+            self._sink.flush()
+
+    def _planned(
+        self,
+        now: float,
+        output: SchedulerOutput | None,
+        error: Exception | None,
+        stamp: float,
+        took: float,
+    ) -> Planned:
+        lag = self._loop_lag() if self._loop_lag is not None else 0.0
+        if not isinstance(output, SchedulerOutput):
+            text = _text(error) or f"schedule() returned {type(output).__name__}"
+            return self._short.failed(now, text, self._counts(), (stamp, took, lag))
+        return self._short.planned(now, output, self._counts(), (stamp, took, lag))
+
+    def _counts(self) -> tuple[int, int, int]:
+        return *self.live.get_request_counts(), self._kv_cache.pool.num_used_blocks
+
+
+def make_successor(
+    old: SchedulerInterface, config: SchedulerConfig, max_model_len: int, clock: Clock
+) -> BaseScheduler:
+    """The policy of `config`, standing where `old` stands.
+
+    Raises `ConfigError` if it cannot be built, `PolicyError` if it cannot order the requests.
+    """
+    policy = load_policy(config.policy)
+    if not (isinstance(old, BaseScheduler) and issubclass(policy, BaseScheduler)):
+        raise ConfigError("only policies that derive from BaseScheduler can be switched")
+    new = policy(config, old.kv_cache, max_model_len=max_model_len, clock=clock)
+    new.take_over(old)
+    return new
+
+
+def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:
+    return [
+        (output.request_id, output.finish_reason.value)
+        for client_outputs in outputs.values()
+        for output in client_outputs.outputs
+        if output.finish_reason is not None
+    ]
+
+
+def _plain(config: SchedulerConfig) -> dict[str, Any]:
+    """The settings without the place of the log, which says nothing about a decision."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    plain.pop("decision_log", None)
+    return plain
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _result(result: T | None, error: Exception | None) -> T:
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # what the scheduler returned, even if nonsense

@@ -1,0 +1,269 @@
+"""The format of a decision log: one record per call of the scheduler interface.
+
+Plain data: what went in, what came out, and when. Knows nothing about files, policies or clocks.
+Requests go by number, in the order in which they were accepted; by id once they have ended.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import msgspec
+
+from aioserve.config import SchedulerConfig
+from aioserve.kv_cache import KVCacheManager
+from aioserve.request import EncoderInput, Request
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import SchedulerOutput
+
+FORMAT_VERSION = 1  # raise it with every change of a record
+MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
+
+Name = int | str  # of a request
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One call. `time` is what the scheduler's clock said throughout it, in seconds."""
+
+    MEASURED: ClassVar[tuple[str, ...]] = ()  # fields that differ from run to run
+
+    time: float
+
+
+class Header(Record, frozen=True, array_like=True, tag="H"):
+    """What is needed to build the scheduler again. Always the first record."""
+
+    version: str  # of aioserve
+    unix_time: float  # at `time`
+    stamp: float  # the stopwatch at `time`, seconds
+    scheduler: dict[str, Any]  # SchedulerConfig, with policy and options
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+    num_watermark_blocks: int
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Raises `msgspec.ValidationError` if this version does not know the settings."""
+        return msgspec.convert(self.scheduler, SchedulerConfig)
+
+    def make_kv_cache(self) -> KVCacheManager:
+        """An empty one of the same geometry."""
+        return KVCacheManager(
+            self.num_kv_blocks,
+            self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            watermark=(self.num_watermark_blocks + 0.5) / self.num_kv_blocks,  # it rounds down
+        )
+
+
+class Added(Record, frozen=True, array_like=True, tag="A"):
+    """`add_request`: everything a `Request` is made of."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    max_total_tokens: int
+    arrival_time: float
+    stop_token_ids: list[int]
+    priority: int
+    user: str
+    cache_salt: str
+    adapter_id: str
+    encoder_inputs: tuple[EncoderInput, ...]
+    deadline: float | None
+    client_index: int
+    error: str | None  # why it was refused
+
+    @classmethod
+    def of(cls, time: float, request: Request, token_ids: list[int], error: str | None) -> "Added":
+        """`token_ids` are those it came with."""
+        return cls(
+            time,
+            request.request_id,
+            token_ids,
+            request.sampling_params,
+            request.max_total_tokens,
+            request.arrival_time,
+            sorted(request.stop_token_ids),
+            request.priority,
+            request.user,
+            request.cache_salt,
+            request.adapter_id,
+            request.encoder_inputs,
+            request.deadline,
+            request.client_index,
+            error,
+        )
+
+
+class Planned(Record, frozen=True, array_like=True, tag="S"):
+    """`schedule`. Who runs, and with how many tokens, is left out where it can be."""
+
+    MEASURED = ("stamp", "took", "lag")
+
+    error: str | None
+    step_id: int
+    requests: list[Name] | None  # in batch order; None: the same as in the last step
+    num_tokens: list[int] | None  # of each; None: one each
+    new: list[tuple[Name, int, list[int]]]  # who enters: tokens found in the cache, block ids
+    new_block_ids: list[tuple[Name, list[int]]]  # of those who ran already
+    preempted: list[Name]
+    finished: list[Name]
+    num_common_prefix_blocks: int
+    drafts: list[tuple[Name, list[int]]]
+    encoder_inputs: list[tuple[Name, list[int]]]
+    freed_encoder_hashes: list[str]
+    num_running: int  # after the step was planned
+    num_waiting: int
+    num_used_blocks: int
+    stamp: float  # the stopwatch before the call, seconds
+    took: float  # seconds
+    lag: float  # by how much the event loop was late at worst since the last step, seconds
+
+
+class Updated(Record, frozen=True, array_like=True, tag="U"):
+    """`update_from_output`: a step is back."""
+
+    MEASURED = ("stamp", "took")
+
+    error: str | None
+    step_id: int
+    sampled_token_ids: list[list[int]]
+    drafts: list[tuple[Name, list[int]]]  # proposed for the next step
+    ended: list[tuple[Name, str]]  # who ended by it, with the finish reason
+    stamp: float
+    took: float
+
+
+class Finished(Record, frozen=True, array_like=True, tag="F"):
+    """`finish_requests`."""
+
+    asked: list[Name] | None  # None: all
+    status: int  # RequestStatus
+    ended: list[Name]
+    error: str | None
+
+
+class Expired(Record, frozen=True, array_like=True, tag="E"):
+    """`expire_requests`."""
+
+    ended: list[Name]
+    error: str | None
+
+
+class Discarded(Record, frozen=True, array_like=True, tag="D"):
+    """`discard_step`."""
+
+    last_step_id: int
+    ended: list[Name]
+    error: str | None
+
+
+class Reset(Record, frozen=True, array_like=True, tag="R"):
+    """`reset_prefix_cache`."""
+
+    is_empty: bool | None
+    error: str | None
+
+
+class Switched(Record, frozen=True, array_like=True, tag="P"):
+    """Another policy took over between two steps, or could not."""
+
+    scheduler: dict[str, Any]  # SchedulerConfig
+    error: str | None
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Raises `msgspec.ValidationError` if this version does not know the settings."""
+        return msgspec.convert(self.scheduler, SchedulerConfig)
+
+
+class Closed(Record, frozen=True, array_like=True, tag="C"):
+    """`shutdown`. A log without it was cut off, or is still being written."""
+
+
+AnyRecord = (
+    Header | Added | Planned | Updated | Finished | Expired | Discarded | Reset | Switched | Closed
+)
+
+
+class Shorthand:
+    """What keeps records short: numbers for ids, and nothing for what is as in the last step."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # of requests that have not ended
+        self._num_added = 0
+        self._ended: list[str] = []  # since the last step; the next one speaks of them
+        self._last_req_ids: list[str] = []  # of the last step
+
+    def add(self, request_id: str) -> None:
+        """It was accepted: from here on it has a number."""
+        self._numbers[request_id] = self._num_added
+        self._num_added += 1
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """They have ended: the next step may name them still, none after it does."""
+        self._ended += request_ids
+
+    def name(self, request_id: str) -> Name:
+        """Its number, if it has one."""
+        return self._numbers.get(request_id, request_id)
+
+    def names(self, request_ids: Iterable[str]) -> list[Name]:
+        """Theirs."""
+        numbers = self._numbers
+        return [numbers.get(request_id, request_id) for request_id in request_ids]
+
+    def named(self, values: dict[str, list[int]]) -> list[tuple[Name, list[int]]]:
+        """With numbers for keys."""
+        return [(self.name(request_id), value) for request_id, value in values.items()]
+
+    def planned(
+        self,
+        time: float,
+        output: SchedulerOutput,
+        counts: tuple[int, int, int],
+        measured: tuple[float, float, float],
+    ) -> Planned:
+        """`counts` and `measured` are the last fields of the record."""
+        tokens = output.num_scheduled_tokens
+        req_ids = list(tokens)
+        is_same = req_ids == self._last_req_ids
+        self._last_req_ids = req_ids
+        record = Planned(
+            time,
+            None,
+            output.step_id,
+            None if is_same else self.names(req_ids),
+            None if output.total_num_scheduled_tokens == len(tokens) else list(tokens.values()),
+            [
+                (self.name(new.request_id), new.num_computed_tokens, new.block_ids)
+                for new in output.scheduled_new_reqs
+            ],
+            self.named(output.scheduled_cached_reqs.new_block_ids),
+            self.names(output.preempted_req_ids),
+            self.names(output.finished_req_ids),
+            output.num_common_prefix_blocks,
+            self.named(output.scheduled_spec_decode_tokens),
+            self.named(output.scheduled_encoder_inputs),
+            output.free_encoder_hashes,
+            *counts,
+            *measured,
+        )
+        for request_id in self._ended:
+            self._numbers.pop(request_id, None)
+        self._ended = []
+        return record
+
+    def failed(
+        self,
+        time: float,
+        error: str,
+        counts: tuple[int, int, int],
+        measured: tuple[float, float, float],
+    ) -> Planned:
+        """A call of `schedule` that planned nothing."""
+        return Planned(
+            time, error, 0, None, None, [], [], [], [], 0, [], [], [], *counts, *measured
+        )
