@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install serve test check clean
+.PHONY: help install serve test check ab clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -20,6 +20,10 @@ check: .venv/test  ## ruff and mypy alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
+	@$(BIN)/python -m aioserve compare configs/fcfs.yaml configs/chunked_prefill.yaml \
+		configs/priority.yaml --workload configs/workloads/mixed.yaml $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -62,6 +62,7 @@ TOOLS = {
     "compare": "aioserve.lab.commands:run_compare",
     "search": "aioserve.lab.commands:run_search",
     "sweep": "aioserve.lab.commands:run_sweep",
+    "calibrate": "aioserve.lab.calibrate_commands:run_calibrate",
     "replay": "aioserve.lab.log_commands:run_replay",
     "trace": "aioserve.lab.log_commands:run_trace",
 }

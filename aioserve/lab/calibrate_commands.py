@@ -1,0 +1,51 @@
+"""The command `calibrate`: measure a real model here, fit a step-time model, write a profile.
+
+Arguments in, words out; what is measured and how is `calibrate`.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.calibrate import calibrate, measure, write_profile
+
+
+def run_calibrate(argv: Sequence[str]) -> int:
+    """`python -m aioserve calibrate [-o FILE]`; returns the exit code. Raises `ConfigError`."""
+    parser = argparse.ArgumentParser(
+        prog="aioserve calibrate",
+        description="Run a designed set of batches on a real model and fit what a step takes. "
+        "Simulated runs use the result with --set runner.profile=FILE.",
+        epilog="Half a minute with the embedded model. The last line is JSON.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="settings, as for serve")
+    parser.add_argument("--model", help="as for serve (default: the embedded model)")
+    parser.add_argument("--set", metavar="SECTION.NAME=VALUE", action="append", default=[])
+    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="where to write the profile")
+    args = parser.parse_args(argv)
+    overrides = [tuple(assignment.partition("=")[::2]) for assignment in args.set]
+    if args.model is not None:
+        overrides.append(("model.model", args.model))
+    if args.output is not None and not args.output.endswith((".yaml", ".yml")):
+        raise ConfigError(f"a profile must be a .yaml file, got {args.output}")
+    config = EngineConfig.load(args.config, overrides)
+    steps, what = asyncio.run(measure(config, _progress))
+    model = calibrate(steps, what)
+    for name, value in msgspec.structs.asdict(model).items():
+        print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
+    if args.output is not None:
+        write_profile(model, args.output)
+        print(f"written to {args.output}")
+    print(json.dumps(msgspec.to_builtins(model)))
+    return 0
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rbatch {done} of {total}", end="" if done < total else "\n", file=sys.stderr)

@@ -1,0 +1,247 @@
+"""The lab's commands: arguments, progress, files, and what is printed.
+
+Tables go to stdout, progress to stderr if that is a terminal. Knows nothing about numbers.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.compare import Candidate, Document, compare, encode, load_candidates
+from aioserve.lab.measures import Slo
+from aioserve.lab.report import render_html
+from aioserve.lab.run import Progress
+from aioserve.lab.search import Knee, Probe, search
+from aioserve.lab.source import WorkloadSource
+from aioserve.lab.words import render_sweep, render_table
+from aioserve.lab.workload import Workload
+
+EXIT_USAGE = 2
+DEFAULT_SEEDS = 5
+
+
+def run_compare(words: Sequence[str]) -> int:
+    """`aioserve compare`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("compare", "Run several configurations on the same requests.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="YAML files of settings")
+    _add_workload(parser)
+    _add_common(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+    parser.add_argument(
+        "--live", action="store_true", help="run the real engine in real time, in rounds"
+    )
+    arguments = parser.parse_args(words)
+    workloads = _workloads(arguments)
+    candidates = load_candidates(arguments.configs, arguments.set)
+    total = len(candidates) * sum(len(workload.requests) for workload in workloads)
+    with _progress(total) as progress:
+        document = compare(
+            candidates,
+            workloads,
+            slo=arguments.slo,
+            is_live=arguments.live,
+            clip=arguments.clip,
+            progress=progress,
+        )
+    print(render_table(document))
+    _write_reports(arguments, document)
+    return 0
+
+
+def run_search(words: Sequence[str]) -> int:
+    """`aioserve search`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("search", "Find the highest rate at which a configuration meets its SLO.")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of settings")
+    _add_workload(parser)
+    _add_common(parser, seeds=1)
+    parser.add_argument(
+        "--goodput", type=float, default=0.99, metavar="SHARE", help="of requests within the SLO"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, metavar="SHARE", help="how exact, of the rate"
+    )
+    arguments = parser.parse_args(words)
+    if arguments.slo is None:
+        raise ConfigError("search needs --slo, for example --slo ttft=0.5,tpot=0.05")
+    for name in ("goodput", "tolerance"):
+        if not 0 < getattr(arguments, name) <= 1:
+            raise ConfigError(f"--{name} must be above 0 and at most 1")
+    (candidate,) = load_candidates([arguments.config], arguments.set)
+    print(f"{'requests/s':>12}  {'time scale':>12}  {'within the SLO':>14}")
+    with _progress(None) as progress:
+        knee = search(
+            candidate,
+            _workloads(arguments, 1),
+            arguments.slo,
+            target=arguments.goodput,
+            tolerance=arguments.tolerance,
+            clip=arguments.clip,
+            progress=progress,
+            on_probe=_print_probe,
+        )
+    print(_knee_in_words(candidate, knee))
+    _write(arguments.json, encode(msgspec.to_builtins(knee)))
+    return 0
+
+
+def _print_probe(probe: Probe) -> None:
+    mark = "" if probe.is_met else "  too few"
+    share = f"{100 * probe.good_share:.2f}%"
+    print(f"{probe.rate:12.3f}  {probe.time_scale:12.4f}  {share:>14}{mark}", flush=True)
+
+
+def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
+    if knee.rate is None or knee.rate_above is None:
+        return f"{candidate.name}: no knee found: {knee.note}"
+    return (
+        f"{candidate.name} meets the SLO for {100 * knee.target:g}% of the requests up to "
+        f"{knee.rate:.3g} requests/s, and not at {knee.rate_above:.3g}"
+    )
+
+
+def run_sweep(words: Sequence[str]) -> int:
+    """`aioserve sweep`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("sweep", "Run a configuration with several values of one setting.")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of settings")
+    _add_workload(parser)
+    _add_common(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+    arguments = parser.parse_args(words)
+    swept = [(name, value) for name, value in arguments.set if _is_list(value)]
+    if len(swept) != 1:
+        raise ConfigError(
+            "sweep needs one --set with several values, such as "
+            f"--set scheduler.options.chunk_size=64,128,256; got {len(swept)}"
+        )
+    setting, values = swept[0][0], [value.strip() for value in swept[0][1].split(",")]
+    others = [(name, value) for name, value in arguments.set if not _is_list(value)]
+    candidates = [
+        Candidate(value, EngineConfig.load(arguments.config, [*others, (setting, value)]))
+        for value in values
+    ]
+    workloads = _workloads(arguments)
+    with _progress(len(candidates) * sum(len(w.requests) for w in workloads)) as progress:
+        document = compare(
+            candidates, workloads, slo=arguments.slo, clip=arguments.clip, progress=progress
+        )
+    document["sweep"] = {"setting": setting, "values": values}
+    print(render_sweep(document))
+    _write_reports(arguments, document)
+    return 0
+
+
+def _is_list(value: str) -> bool:
+    return "," in value and value[0] not in "[{"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser(command: str, description: str) -> _Parser:
+    return _Parser(prog=f"aioserve {command}", description=description, allow_abbrev=False)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload",
+        required=True,
+        metavar="FILE",
+        help=".yaml: a description; .csv: an Azure trace; .jsonl: a Mooncake trace or request log",
+    )
+    group.add_argument(
+        "--time-scale", type=float, default=1.0, metavar="X", help="0.5: twice the rate"
+    )
+    group.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds")
+    group.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals to keep")
+    group.add_argument("--limit", type=int, metavar="N", help="requests to keep")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
+    group.add_argument(
+        "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"repetitions with other requests (default: {seeds}; 1 for a trace)",
+    )
+    parser.add_argument(
+        "--slo", type=Slo.parse, metavar="LIMITS", help="for goodput: ttft=0.5,tpot=0.05,e2e=10"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.NAME=VALUE",
+        action="append",
+        default=[],
+        type=_assignment,
+        help="a setting of all configurations; repeatable",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers")
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or "." not in name:
+        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
+    """One per seed."""
+    source = WorkloadSource(
+        path=arguments.workload,
+        time_scale=arguments.time_scale,
+        start=arguments.start,
+        duration=arguments.duration,
+        limit=arguments.limit,
+    )
+    seeds = arguments.seeds or (1 if source.is_recorded and not arguments.live else default_seeds)
+    if seeds < 1:
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
+    return [source.load(arguments.seed + i) for i in range(seeds)]
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Progress]:
+    """A bar of requests on stderr, if somebody looks; and a lazier garbage collector."""
+    from tqdm import tqdm
+
+    # Runs make many small objects and hardly any cycles: looking for those costs a tenth.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    bar: Any = tqdm(
+        total=total, unit=" requests", disable=not sys.stderr.isatty(), leave=False, smoothing=0
+    )
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+        gc.set_threshold(*thresholds)
+
+
+def _write_reports(arguments: argparse.Namespace, document: Document) -> None:
+    _write(arguments.json, encode(document))
+    if arguments.html:
+        _write(arguments.html, render_html(document).encode())
+
+
+def _write(path: str | None, data: bytes) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,275 @@
+"""The same requests under several configurations: who is better, by how much, and is it sure?
+
+Runs every configuration on every seed, in rounds, and puts all numbers into one document of plain
+data. Knows nothing about how it is shown.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from aioserve.config import EngineConfig
+from aioserve.lab.bootstrap import compare_gaps, compare_requests, compare_totals, draw_weights
+from aioserve.lab.measures import PER_REQUEST, RunMeasures, Slo, quantile
+from aioserve.lab.run import Progress, check_fits, run_live, simulate, simulated
+from aioserve.lab.timeline import distributions, tidy, timelines
+from aioserve.lab.workload import Workload
+from aioserve.model_info import ModelInfo
+
+NUM_VICTIMS = 5
+# They change who is served and where, not how requests are scheduled.
+IGNORED_SECTIONS = ("server", "shadow")
+
+Document = dict[str, Any]
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A configuration that takes part, under a short name."""
+
+    name: str
+    config: EngineConfig
+
+
+def load_candidates(
+    paths: Sequence[str], overrides: Sequence[tuple[str, Any]] = ()
+) -> list[Candidate]:
+    """Named after their files; `overrides` are laid over all. Raises `ConfigError`."""
+    stems = [Path(path).stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else list(paths)
+    names = [
+        name if names.index(name) == i else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
+    return [
+        Candidate(name, EngineConfig.load(path, overrides))
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
+    """Settings in which two configurations differ besides the policy and its options."""
+    a, b = _flat(msgspec.to_builtins(first)), _flat(msgspec.to_builtins(second))
+    return [
+        f"{name} ({a.get(name)} against {b.get(name)})"
+        for name in sorted(a | b)
+        if a.get(name) != b.get(name)
+        and name.split(".")[0] not in IGNORED_SECTIONS
+        and name != "scheduler.policy"
+        and not name.startswith("scheduler.options")
+    ]
+
+
+def prepare(
+    candidates: list[Candidate], workloads: list[Workload], *, is_live: bool, clip: bool
+) -> tuple[list[Candidate], list[Workload], list[str]]:
+    """Candidates and workloads that fit each other, and what had to be done for that.
+
+    Raises `ConfigError` if a request can never run under some candidate.
+    """
+    notes = []
+    if clip:
+        limit = min(ModelInfo(c.config.model).max_model_len for c in candidates)
+        clipped = [workload.clipped(limit) for workload in workloads]
+        workloads = [workload for workload, _ in clipped]
+        if num := sum(count for _, count in clipped):
+            notes.append(f"{num} requests were shortened to {limit} tokens.")
+    if not is_live:
+        longest = max(workload.longest for workload in workloads)
+        raised = [Candidate(c.name, simulated(c.config, longest)) for c in candidates]
+        if raised != [Candidate(c.name, simulated(c.config)) for c in candidates]:
+            notes.append(
+                f"max_model_len is {longest}, the longest request: the configurations leave it "
+                "open, and what is simulated has no positions."
+            )
+        candidates = raised
+        for candidate in candidates:
+            for workload in workloads:
+                check_fits(candidate.config, workload)
+    return candidates, workloads, notes
+
+
+def compare(
+    candidates: list[Candidate],
+    workloads: list[Workload],
+    *,
+    slo: Slo | None = None,
+    is_live: bool = False,
+    clip: bool = False,
+    progress: Progress = lambda count: None,
+) -> Document:
+    """Run all candidates on all workloads (one per seed); the first is what the others are
+    compared with. The same input gives the same document, byte for byte, unless `is_live`.
+    """
+    candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
+    run = run_live if is_live else simulate
+    measures: list[list[RunMeasures]] = [[] for _ in candidates]
+    curves: list[dict[str, Any]] = [{} for _ in candidates]
+    for workload in workloads:  # in rounds: what changes on the machine meanwhile hits all alike
+        for i, candidate in enumerate(candidates):
+            record = run(candidate.config, workload, progress)
+            measures[i].append(RunMeasures(record, workload, slo))
+            if not curves[i]:
+                window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
+                curves[i] = timelines(record, workload, window)
+    results = [
+        {
+            "name": candidate.name,
+            "policy": candidate.config.scheduler.policy,
+            "settings": msgspec.to_builtins(candidate.config),
+            **summarize(measures[i]),
+            "distributions": distributions(measures[i]),
+            "timelines": curves[i],
+        }
+        for i, candidate in enumerate(candidates)
+    ]
+    first = candidates[0]
+    for i, candidate in enumerate(candidates[1:], start=1):
+        results[i]["against_first"] = {
+            "other_differences": other_differences(first.config, candidate.config),
+            "differences": differences(measures[0], measures[i]),
+            "paired": _paired(measures[0], measures[i]),
+            "victims": _victims(workloads, measures[0], measures[i]),
+        }
+    return {
+        "mode": "live" if is_live else "simulated",
+        "workload": _describe(workloads),
+        "slo": None if slo is None else msgspec.to_builtins(slo),
+        "notes": notes,
+        "results": results,
+    }
+
+
+def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
+    """Durations over the requests of all seeds, in seconds; totals as means over the seeds."""
+    statistics: dict[str, dict[str, float]] = {}
+    for name in PER_REQUEST:
+        values = np.concatenate([getattr(run, name) for run in runs])
+        statistics[name] = _statistics(values)
+    statistics["gap"] = _statistics(np.concatenate([run.gaps for run in runs]).astype(float))
+    totals = {name: [run.totals[name] for run in runs] for name in runs[0].totals}
+    reasons = sorted({reason for run in runs for reason in run.finish_reasons})
+    return {
+        "durations": statistics,
+        "totals": {name: tidy(float(np.mean(values))) for name, values in totals.items()},
+        "totals_by_seed": {name: [tidy(v) for v in values] for name, values in totals.items()},
+        "finish_reasons": {r: sum(run.finish_reasons.get(r, 0) for run in runs) for r in reasons},
+    }
+
+
+def differences(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, Any]:
+    """Second minus first, by measure and statistic, each with its interval."""
+    blocks = [run.block for run in first]
+    weights = draw_weights([int(block[-1]) + 1 for block in blocks])
+    found: dict[str, Any] = {
+        name: compare_requests(
+            [getattr(run, name) for run in first],
+            [getattr(run, name) for run in second],
+            blocks,
+            weights,
+        )
+        for name in PER_REQUEST
+    }
+    found["gap"] = compare_gaps(first, second, weights)
+    good = [[run.is_good for run in runs] for runs in (first, second)]
+    found["totals"] = {
+        name: compare_totals(
+            [run.totals[name] for run in first], [run.totals[name] for run in second]
+        )
+        for name in first[0].totals
+    }
+    # It has one value per request, so blocks of one seed are enough for an interval.
+    found["totals"]["good_share"] = compare_requests(good[0], good[1], blocks, weights)["mean"]
+    return {
+        measure: {
+            name: {
+                "value": tidy(difference.value),
+                "low": None if difference.low is None else tidy(difference.low),
+                "high": None if difference.high is None else tidy(difference.high),
+                "is_distinguishable": difference.is_distinguishable,
+                "is_nothing": difference.is_nothing,
+            }
+            for name, difference in statistics.items()
+        }
+        for measure, statistics in found.items()
+    }
+
+
+def _statistics(values: Any) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"), float("nan"))
+    quantiles = {f"p{round(100 * q)}": tidy(quantile(known, q)) for q in (0.5, 0.9, 0.99)}
+    return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
+
+
+def _paired(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, Any]:
+    """Request by request: how many are faster, how many slower, by more than 1%."""
+    found = {}
+    for name in PER_REQUEST:
+        a = np.concatenate([getattr(run, name) for run in first])
+        b = np.concatenate([getattr(run, name) for run in second])
+        both = ~np.isnan(a) & ~np.isnan(b)
+        found[name] = {
+            "pairs": int(both.sum()),
+            "faster": int((b[both] < 0.99 * a[both]).sum()),
+            "slower": int((b[both] > 1.01 * a[both]).sum()),
+            "only_first": int((~np.isnan(a) & np.isnan(b)).sum()),
+            "only_second": int((np.isnan(a) & ~np.isnan(b)).sum()),
+        }
+    return found
+
+
+def _victims(
+    workloads: list[Workload], first: list[RunMeasures], second: list[RunMeasures]
+) -> list[dict[str, Any]]:
+    """The requests whose end-to-end time grew by the largest factor."""
+    found = []
+    for workload, a, b in zip(workloads, first, second, strict=True):
+        ratio = np.nan_to_num(b.e2e / a.e2e, nan=0.0)
+        for i in np.argsort(-ratio, kind="stable")[:NUM_VICTIMS]:
+            request = workload.requests[i]
+            found.append(
+                {
+                    "seed": workload.seed,
+                    "request": int(i),
+                    "user": request.user,
+                    "prompt_tokens": request.num_prompt_tokens,
+                    "output_tokens": request.max_tokens,
+                    "e2e_first": tidy(float(a.e2e[i])),
+                    "e2e": tidy(float(b.e2e[i])),
+                    "slowdown": tidy(float(ratio[i])),
+                }
+            )
+    found.sort(key=lambda victim: -victim["slowdown"])
+    return [victim for victim in found[:NUM_VICTIMS] if victim["slowdown"] > 1]
+
+
+def _describe(workloads: list[Workload]) -> dict[str, Any]:
+    first = workloads[0]
+    return {
+        "name": first.name,
+        "is_recorded": first.is_recorded,
+        "seeds": [workload.seed for workload in workloads],
+        "requests": len(first.requests),
+        "seconds": tidy(first.duration),
+        "prompt_tokens": sum(r.num_prompt_tokens for r in first.requests),
+        "output_tokens": sum(r.max_tokens for r in first.requests),
+    }
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def encode(document: Document) -> bytes:
+    """One JSON document; what is undefined is null."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)

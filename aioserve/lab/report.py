@@ -1,0 +1,91 @@
+"""A comparison as one HTML file that needs no network: data, drawing code and style inside.
+
+Puts the parts of `page/` together. The drawing is done by the reader's browser.
+"""
+
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from aioserve.lab.compare import Document
+from aioserve.lab.words import (
+    difference_of,
+    headline,
+    pair_summary,
+    remarks,
+    shown_rows,
+    value_of,
+    verdict,
+)
+
+FOLDER = Path(__file__).parent / "page"
+
+
+def render_html(document: Document) -> str:
+    """The page; words and table rows are those of the terminal."""
+    data = {
+        "headline": headline(document),
+        "remarks": remarks(document),
+        "mode": document["mode"],
+        "slo": document["slo"],
+        "sweep": document.get("sweep"),
+        "workload": document["workload"],
+        "results": [
+            {key: result[key] for key in ("name", "policy", "settings", "distributions")}
+            | {"timelines": result["timelines"]}
+            for result in document["results"]
+        ],
+        "table": _table(document),
+        "pairs": _pairs(document),
+    }
+    # "</script>" inside of a name must not end the script.
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    page = (FOLDER / "page.html").read_text()
+    for name, text in (
+        ("title", escape(headline(document))),
+        ("style", (FOLDER / "style.css").read_text()),
+        ("plots", (FOLDER / "plots.js").read_text()),
+        ("page", (FOLDER / "page.js").read_text()),
+        ("data", encoded),
+    ):
+        page = page.replace(f"@{name}@", text, 1)
+    return page
+
+
+def _table(document: Document) -> list[dict[str, object]]:
+    """Rows with the values of all configurations and, from the second on, their differences."""
+    results = document["results"]
+    rows = []
+    for row in shown_rows(results):
+        cells = []
+        for result in results:
+            difference = difference_of(result, row)
+            scaled = None
+            if difference is not None:
+                scaled = {
+                    end: None if difference[end] is None else difference[end] * row.factor
+                    for end in ("value", "low", "high")
+                }
+            cells.append(
+                {
+                    "value": value_of(result, row),
+                    "difference": scaled,
+                    "verdict": verdict(difference, row, value_of(results[0], row)),
+                }
+            )
+        rows.append({"label": row.label, "digits": row.digits, "cells": cells})
+    return rows
+
+
+def _pairs(document: Document) -> list[dict[str, object]]:
+    first, *others = document["results"]
+    return [
+        {
+            "first": first["name"],
+            "other": other["name"],
+            "summary": pair_summary(first, other),
+            "victims": other["against_first"]["victims"],
+        }
+        for other in others
+    ]

@@ -1,0 +1,189 @@
+"""Runs one configuration on one workload: on the virtual clock, or for real.
+
+The engine is the one that serves; only the clock, the runner's wrapper and the clients are ours.
+Knows nothing about measures or other configurations.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.engine.async_engine import make_runner
+from aioserve.errors import AioserveError, EngineOverloadedError
+from aioserve.lab.clock import VirtualClockEventLoop
+from aioserve.lab.record import RecordingRunner, RequestRecord, RunRecord
+from aioserve.lab.workload import Workload, WorkloadRequest, build_prompt, replied_to, text_tokens
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import FinishReason
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.sampling_params import SamplingParams
+
+NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
+
+Progress = Callable[[int], None]  # told how many more requests have ended
+
+
+def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:
+    """The configuration with its runner replaced by the simulated one.
+
+    Where it states no `max_model_len`, the `longest` request, in tokens, may raise it: what is
+    simulated has no positions.
+    """
+    config = msgspec.structs.replace(
+        config, runner=msgspec.structs.replace(config.runner, runner="simulated")
+    )
+    if config.model.max_model_len is None and longest > ModelInfo(config.model).max_model_len:
+        model = msgspec.structs.replace(config.model, max_model_len=longest)
+        config = msgspec.structs.replace(config, model=model)
+    return config
+
+
+def check_fits(config: EngineConfig, workload: Workload) -> None:
+    """Raises `ConfigError` if some request can never run under a simulated `config`."""
+    model_info = ModelInfo(config.model)
+    workload.check_fits(model_info.max_model_len)
+    blocks = SimulatedRunner(config, model_info).num_kv_blocks
+    # The last token is never computed, so a request needs one slot less than its length.
+    num_slots = blocks * config.cache.block_size + 1
+    workload.check_fits(num_slots, f"the KV pool of {blocks} blocks of {config.cache.block_size}")
+
+
+def simulate(
+    config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
+) -> RunRecord:
+    """Run in virtual time; byte for byte the same result every time. Call it outside of a loop."""
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        return runner.run(serve(config, workload, progress, is_live=False))
+
+
+def run_live(
+    config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
+) -> RunRecord:
+    """Run with the configuration's own runner, in real time."""
+    with asyncio.Runner() as runner:
+        return runner.run(serve(config, workload, progress, is_live=True))
+
+
+async def serve(
+    config: EngineConfig, workload: Workload, progress: Progress, *, is_live: bool
+) -> RunRecord:
+    """Start the engine on the running loop, send it the workload, note what happens."""
+    record = RunRecord(len(workload.requests))
+    runner = RecordingRunner(
+        make_runner(config, ModelInfo(config.model)),
+        record,
+        interval=max(workload.duration, 1.0) / NUM_STATES,
+        notes_tokens=not is_live,
+    )
+    async with AsyncEngine(config, runner=runner) as engine:
+        workload.check_fits(engine.max_model_len)
+        if is_live:
+            await _warm_up(engine)
+        clients = _Clients(engine, workload, record, progress, is_live=is_live)
+        runner.begin(clients.start, engine.get_stats)
+        await clients.run()
+        record.end = asyncio.get_running_loop().time() - clients.start
+    return record
+
+
+async def _warm_up(engine: AsyncEngine) -> None:
+    """A first request pays for what is set up on first use; nobody measures it."""
+    prompt = text_tokens(0, min(64, engine.max_model_len // 2), engine.model_info.vocab_size)
+    async for _ in engine.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True)):
+        pass
+
+
+class _Clients:
+    """Everybody who asks: they arrive when the workload says, and wait for the end."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        workload: Workload,
+        record: RunRecord,
+        progress: Progress,
+        *,
+        is_live: bool,
+    ) -> None:
+        self._engine = engine
+        self._requests = workload.requests
+        self._record = record
+        self._progress = progress
+        self._is_live = is_live
+        self._vocab_size = engine.model_info.vocab_size
+        self._followers: dict[int, list[int]] = {}
+        for i, request in enumerate(workload.requests):
+            if request.follows >= 0:
+                self._followers.setdefault(request.follows, []).append(i)
+        self._is_replied_to = replied_to(workload.requests)
+        self._replies: dict[int, list[int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.start = self._loop.time()
+
+    async def run(self) -> None:
+        """Until the last request has ended."""
+        openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
+        openers.sort(key=lambda i: self._requests[i].arrival)
+        async with asyncio.TaskGroup() as tasks:
+            for i in openers:
+                await self._sleep_until(self.start + self._requests[i].arrival)
+                tasks.create_task(self._serve(i, tasks))
+
+    async def _sleep_until(self, time: float) -> None:
+        if time > self._loop.time():
+            await asyncio.sleep(time - self._loop.time())
+
+    async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
+        """One request to its end, then those that follow it."""
+        record = self._record.requests[i]
+        record.arrival = self._loop.time() - self.start
+        try:
+            await self._send(i, self._requests[i], record)
+        except EngineOverloadedError:
+            record.finish_reason = "refused"
+        except AioserveError:
+            record.finish_reason = FinishReason.ERROR
+        record.end = self._loop.time() - self.start
+        # What a step in flight sampled after a deadline has reached nobody.
+        while record.token_times and record.token_times[-1] > record.end:
+            record.token_times.pop()
+        self._progress(1)
+        for follower in self._followers.get(i, ()):
+            tasks.create_task(self._follow(follower, tasks))
+
+    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(self._requests[i].arrival)
+        await self._serve(i, tasks)
+
+    async def _send(self, i: int, request: WorkloadRequest, record: RequestRecord) -> None:
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            temperature=0,
+            detokenize=self._is_live,  # live, text is made as for a real client
+            output_kind="delta" if self._is_live else "final_only",
+        )
+        stream = await self._engine.add_request(
+            build_prompt(request, self._vocab_size, self._replies),
+            params,
+            request_id=str(i),
+            priority=request.priority,
+            user=request.user,
+            timeout=request.timeout,
+        )
+        token_ids: list[int] = []
+        async with stream:
+            async for output in stream:
+                token_ids += output.token_ids
+                record.num_cached_tokens = output.num_cached_tokens
+                if self._is_live:
+                    now = self._loop.time() - self.start
+                    record.token_times.extend([now] * len(output.token_ids))
+                if output.finish_reason is not None:
+                    record.finish_reason = output.finish_reason
+        record.num_output_tokens = len(token_ids)
+        if i in self._is_replied_to:
+            self._replies[i] = token_ids

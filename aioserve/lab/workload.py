@@ -1,0 +1,202 @@
+"""Traffic as plain data: who asks when, for how much. The same list goes to every configuration.
+
+Prompts are recipes of a few numbers each; token ids are made when a request arrives, so an hour
+of traffic is a few megabytes. Knows nothing about files, policies or clocks.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from aioserve.errors import ConfigError
+
+FIRST_TOKEN_ID = 16  # tokenizers keep their special tokens below; a live model never sees one
+
+
+class Piece(NamedTuple):
+    """So many tokens of a text that is named by a number: equal names, equal tokens.
+
+    With `reply_of`, the first `length` tokens that the request of that number was answered; what
+    is missing, because it was cut short, is filled up with the text named `text`.
+    """
+
+    text: int
+    length: int
+    reply_of: int = -1
+
+
+class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request. It is served with `ignore_eos`, so `max_tokens` is the length of its reply.
+
+    `arrival` is in seconds from the start; for one that `follows` another (by its place in the
+    workload) in seconds from that one's end: the next turn of a conversation.
+    """
+
+    arrival: float
+    pieces: tuple[Piece, ...]
+    max_tokens: int
+    priority: int = 0
+    user: str = ""
+    timeout: float | None = None
+    follows: int = -1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and reply."""
+        return self.num_prompt_tokens + self.max_tokens
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Requests that several configurations are compared on."""
+
+    name: str
+    requests: tuple[WorkloadRequest, ...]
+    seed: int = 0
+    is_recorded: bool = False  # a trace: another seed changes token ids, but no times or lengths
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start to the last arrival that is known in advance."""
+        return max((r.arrival for r in self.requests if r.follows < 0), default=0.0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts and replies of all requests."""
+        return sum(request.num_tokens for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and reply, of the longest request."""
+        return max((request.num_tokens for request in self.requests), default=0)
+
+    def scaled(self, time_scale: float) -> "Workload":
+        """The same requests in `time_scale` times the time: 0.5 doubles the rate.
+
+        The pauses before the next turn of a conversation stay: people do not think faster
+        because there are more of them.
+        """
+        if not time_scale > 0:
+            raise ConfigError(f"the time scale must be above 0, got {time_scale:g}")
+        requests = tuple(
+            r if r.follows >= 0 else msgspec.structs.replace(r, arrival=r.arrival * time_scale)
+            for r in self.requests
+        )
+        return msgspec.structs.replace(self, requests=requests)
+
+    def cut(
+        self, *, start: float = 0.0, duration: float | None = None, limit: int | None = None
+    ) -> "Workload":
+        """What arrives within `duration` seconds after `start`, at most `limit` requests.
+
+        A conversation is in it if its first turn is. Raises `ConfigError` if nothing is left.
+        """
+        end = float("inf") if duration is None else start + duration
+        kept: list[WorkloadRequest] = []
+        places: dict[int, int] = {}
+        for i, request in enumerate(self.requests):
+            if limit is not None and len(kept) >= limit:
+                break
+            is_in = request.follows in places or (
+                request.follows < 0 and start <= request.arrival < end
+            )
+            if is_in:
+                places[i] = len(kept)
+                kept.append(_moved(request, start, places))
+        if not kept:
+            raise ConfigError(f"no request of {self.name} is left after cutting")
+        return msgspec.structs.replace(self, requests=tuple(kept))
+
+    def clipped(self, max_model_len: int) -> tuple["Workload", int]:
+        """Requests shortened to the limit, prompts first; and how many were."""
+        requests = [_clip(r, max_model_len) for r in self.requests]
+        num_clipped = sum(a is not b for a, b in zip(requests, self.requests, strict=True))
+        return msgspec.structs.replace(self, requests=tuple(requests)), num_clipped
+
+    def check_fits(self, max_model_len: int, why: str = "max_model_len") -> None:
+        """Raises `ConfigError` that names the first request longer than `max_model_len`."""
+        too_long = [i for i, r in enumerate(self.requests) if r.num_tokens > max_model_len]
+        if too_long:
+            first = self.requests[too_long[0]]
+            raise ConfigError(
+                f"{self.name}: {len(too_long)} of {len(self.requests)} requests can never run; "
+                f"the first is request {too_long[0]} with {first.num_prompt_tokens} prompt + "
+                f"{first.max_tokens} output = {first.num_tokens} tokens, but {why} allows "
+                f"{max_model_len} (--clip shortens them)"
+            )
+
+
+def build_prompt(
+    request: WorkloadRequest, vocab_size: int, replies: dict[int, list[int]]
+) -> list[int]:
+    """Token ids of a prompt; `replies` holds the replies to the requests that others follow."""
+    token_ids: list[int] = []
+    for piece in request.pieces:
+        length = piece.length
+        if piece.reply_of >= 0:
+            reply = replies.get(piece.reply_of, [])[:length]
+            token_ids += reply
+            length -= len(reply)
+        token_ids += text_tokens(piece.text, length, vocab_size)
+    return token_ids
+
+
+def text_tokens(text: int, length: int, vocab_size: int) -> list[int]:
+    """The first tokens of the text of this name. Any two texts differ from their first tokens on.
+
+    The mixing function is that of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    with np.errstate(over="ignore"):
+        z = np.uint64(text) + np.arange(1, length + 1, dtype=np.uint64) * _GAMMA
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
+        z ^= z >> np.uint64(31)
+    low = FIRST_TOKEN_ID if vocab_size > 2 * FIRST_TOKEN_ID else 0
+    ids: list[int] = (z % np.uint64(vocab_size - low) + np.uint64(low)).tolist()
+    return ids
+
+
+def text_name(*parts: int | str) -> int:
+    """A 64-bit name for a text from what identifies it."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def replied_to(requests: Sequence[WorkloadRequest]) -> set[int]:
+    """Requests whose replies are part of later prompts."""
+    return {piece.reply_of for r in requests if r.follows >= 0 for piece in r.pieces} - {-1}
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> WorkloadRequest:
+    """The request in a workload that begins at `start`, its references by the new `places`."""
+    if request.follows < 0:
+        return msgspec.structs.replace(request, arrival=request.arrival - start)
+    pieces = tuple(
+        piece if piece.reply_of < 0 else piece._replace(reply_of=places[piece.reply_of])
+        for piece in request.pieces
+    )
+    return msgspec.structs.replace(request, pieces=pieces, follows=places[request.follows])
+
+
+def _clip(request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:
+    if request.num_tokens <= max_model_len:
+        return request
+    max_tokens = min(request.max_tokens, max_model_len - 1)
+    room = max_model_len - max_tokens
+    pieces: list[Piece] = []
+    for piece in request.pieces:
+        if room > 0:
+            pieces.append(piece._replace(length=min(piece.length, room)))
+            room -= pieces[-1].length
+    return msgspec.structs.replace(request, pieces=tuple(pieces), max_tokens=max_tokens)

@@ -1,0 +1,73 @@
+"""Calibration: the recorder sees only steps of a busy engine, and a profile can be used at once."""
+
+from pathlib import Path
+
+import pytest
+
+from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.calibrate import RecordedStep, StepRecorder, calibrate, measure, write_profile
+from aioserve.lab.run import simulated
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.step_time import StepFeatures, StepTimeModel, load_profile
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
+
+TRUE = StepTimeModel(
+    base_ms=5, prefill_token_us=40, decode_us=90, context_token_us=0.1, query_context_ns=2
+)
+
+
+def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: Path) -> None:
+    steps = [
+        RecordedStep(features, TRUE.seconds(features))
+        for features in (
+            StepFeatures(p, d, c * (1 + d), p * c)
+            for p in (0, 64, 512)
+            for d in (0, 1, 16)
+            for c in (10, 500, 2000)
+        )
+    ]
+    model = calibrate(steps, "arithmetic")
+    path = tmp_path / "profile.yaml"
+    write_profile(model, str(path))
+    found = load_profile(str(path))
+    for name in ("base_ms", "prefill_token_us", "decode_us", "context_token_us"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.01)
+    assert "arithmetic" in found.source
+    config = simulated(EngineConfig(runner=RunnerConfig(profile=str(path))))
+    SimulatedRunner(config, ModelInfo(config.model))
+
+
+async def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -> None:
+    config = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=1))
+    recorder = StepRecorder(SimulatedRunner(config, ModelInfo(config.model)))
+
+    def step(step_id: int, is_new: bool) -> SchedulerOutput:
+        new = [NewRequestData("r", [1] * 9, 9, SamplingParams(), frozenset(), [0], 0)]
+        return SchedulerOutput(
+            step_id,
+            new if is_new else [],
+            CachedRequestData([] if is_new else ["r"], [] if is_new else [8 + step_id - 1], {}),
+            {"r": 9 if is_new else 1},
+            9 if is_new else 1,
+            [],
+            [],
+        )
+
+    for step_id in (1, 2):
+        result = await recorder.execute_model(step(step_id, step_id == 1))
+        assert isinstance(result, ModelRunnerOutput)
+    assert [s.features.num_prefill_tokens for s in recorder.steps] == [9]
+    import asyncio
+
+    await asyncio.sleep(0.05)
+    await recorder.execute_model(step(3, False))
+    assert len(recorder.steps) == 1  # the second step was followed by nothing
+
+
+async def test_a_simulated_runner_is_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match=r"runner\.runner must be 'model'"):
+        await measure(EngineConfig(runner=RunnerConfig(runner="simulated")))
