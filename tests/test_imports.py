@@ -73,6 +73,7 @@ ALLOWED = {
     },
     "aioserve.testing": {
         "aioserve.config",
+        "aioserve.errors",
         "aioserve.kv_cache",
         "aioserve.outputs",
         "aioserve.request",

@@ -1,6 +1,24 @@
-"""What a policy author needs to test a policy: a harness that checks every rule at every step."""
+"""What a policy author needs to test a policy: a harness that checks every rule at every step.
 
-from aioserve.testing.harness import ContractViolation, SchedulerHarness
-from aioserve.testing.memory import KVMemory
+Loaded on first use, because the pytest plugin lives here and is imported in every pytest run.
+`aioserve.testing.contract` and `.machine` need pytest and hypothesis; the rest does not.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioserve.testing.harness import SchedulerHarness
+    from aioserve.testing.memory import KVMemory
+    from aioserve.testing.violation import ContractViolation
 
 __all__ = ["ContractViolation", "KVMemory", "SchedulerHarness"]
+
+_HOMES = {"ContractViolation": "violation", "KVMemory": "memory", "SchedulerHarness": "harness"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -3,23 +3,55 @@
 No asyncio, no threads, no wall clock: time is a counter, results come back when the test says so.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.kv_cache import KVCacheManager
-from aioserve.outputs import FinishReason
+from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
+from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager, KVEvent
+from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
-from aioserve.testing.memory import ContractViolation, KVMemory, next_token
+from aioserve.testing.ledger import Ledger, Life
+from aioserve.testing.memory import Drafter, KVMemory
+from aioserve.testing.planned_batch import PlannedBatch, Row
+from aioserve.testing.violation import ContractViolation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+#: What `add_request` takes for the `Request`; all other fields are of its `SamplingParams`.
+REQUEST_FIELDS = (
+    "adapter_id",
+    "cache_salt",
+    "client_index",
+    "deadline",
+    "encoder_inputs",
+    "eos_token_ids",
+    "priority",
+    "user",
+)
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    output: SchedulerOutput
+    rows: list[Row]  # that it runs
+
+    @property
+    def lives(self) -> dict[str, Life]:
+        return {row.life.request_id: row.life for row in self.rows}
+
 
 class SchedulerHarness:
-    """One scheduler, its requests, and a `KVMemory` that executes its steps."""
+    """One scheduler, its requests, and a `KVMemory` that executes its steps.
+
+    Every call checks what must be true then, and raises `ContractViolation`.
+    """
 
     def __init__(
         self,
@@ -28,41 +60,79 @@ class SchedulerHarness:
         num_blocks: int = 64,
         block_size: int = 4,
         max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 64,
+        max_num_batched_tokens: int | None = 64,
         max_model_len: int = 64,
-        pipeline_depth: int = 1,
         enable_prefix_caching: bool = True,
-        options: dict[str, Any] | None = None,
+        watermark: float = 0.01,
+        step_seconds: float = 1.0,
+        drafter: Drafter | None = None,
+        **settings: Any,
     ) -> None:
+        """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
+
+        `drafter` proposes draft tokens. Raises `ConfigError` if the settings cannot work.
+        """
         self.now = 0.0
         self.config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            pipeline_depth=pipeline_depth,
-            options=options or {},
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
         )
         self.max_model_len = max_model_len
+        self.findable: set[bytes] = set()  # block hashes, as KV events tell
         self.kv_cache = KVCacheManager(
-            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            watermark=watermark,
+            on_event=self._take_event,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.scheduler = make_scheduler(
             self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
         )
-        self.memory = KVMemory(num_blocks, block_size)
+        self.memory = KVMemory(
+            num_blocks,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_encoder_tokens=self.config.max_encoder_tokens,
+            encoder_cache_tokens=self.config.encoder_cache_tokens,
+            drafter=drafter,
+        )
+        self.ledger = Ledger()
+        budget = max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
+        self.planned = PlannedBatch(self.config, self.ledger, num_blocks, block_size, budget)
         self.steps: list[SchedulerOutput] = []
-        self.requests: dict[str, Request] = {}  # all ever added
-        self.tokens: dict[str, list[int]] = {}  # received, by request
-        self.finished: dict[str, FinishReason] = {}
-        self._in_flight: deque[SchedulerOutput] = deque()
-        self._block_ids: dict[str, list[int]] = {}  # as last told to the runner
+        self.requests: dict[str, Request] = {}  # the latest of each name
+        self.num_tokens_planned = 0
+        self._step_seconds = step_seconds
+        self._stalled_since: float | None = None
+        self._in_flight: deque[_StepInFlight] = deque()
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        """Tokens received, by request."""
+        return {name: life.tokens for name, life in self.ledger.lives.items()}
+
+    @property
+    def finished(self) -> dict[str, FinishReason]:
+        """Why each ended, of those that have."""
+        lives = self.ledger.lives.items()
+        return {name: life.finish_reason for name, life in lives if life.finish_reason is not None}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are planned and not received."""
+        return len(self._in_flight)
+
+    # What a client does.
 
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], **fields: Any
     ) -> Request:
-        """Add a request; `fields` are those of `Request` and of `SamplingParams`."""
-        names = ("priority", "user", "client_index", "cache_salt", "eos_token_ids")
-        of_request = {name: fields.pop(name) for name in names if name in fields}
+        """Add a request; `fields` are those of `Request` and of `SamplingParams`.
+
+        Raises what the scheduler raises at its door.
+        """
+        of_request = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
         request = Request(
             request_id,
             prompt_token_ids,
@@ -71,143 +141,332 @@ class SchedulerHarness:
             arrival_time=self.now,
             **of_request,
         )
-        self.scheduler.add_request(request)
+        try:
+            with self._blame("add_request"):
+                self.scheduler.add_request(request)
+        except (EngineOverloadedError, RequestError):
+            self.check()  # after a refusal nothing remains
+            raise
         self.requests[request_id] = request
-        self.tokens[request_id] = []
+        self.ledger.open(request)
+        self.check()
         return request
 
-    def finish(self, request_ids: str | list[str] | None) -> list[str]:
-        """Abort as a client would."""
-        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        for request_id in ended:
-            self._end(request_id, FinishReason.ABORT)
+    def finish(
+        self,
+        request_ids: str | list[str] | None,
+        status: RequestStatus = RequestStatus.FINISHED_ABORTED,
+    ) -> list[str]:
+        """End requests from outside, as when a client leaves; returns the ids that ended."""
+        with self._blame("finish_requests"):
+            ended = self.scheduler.finish_requests(request_ids, status)
+        self._end(request_ids, ended, status)
         self.check()
         return ended
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; returns what the scheduler does."""
+        with self._blame("reset_prefix_cache"):
+            is_empty = self.scheduler.reset_prefix_cache()
+        if is_empty != (self.kv_cache.pool.num_used_blocks == 0):
+            raise ContractViolation(
+                f"{self._where}: reset_prefix_cache returned {is_empty}, "
+                f"{self.kv_cache.pool.num_used_blocks} blocks are held"
+            )
+        self.check()
+        return is_empty
+
+    # What the engine does.
+
     def schedule(self) -> SchedulerOutput:
-        """Plan one step and hand it to the memory, which executes it."""
-        self.now += 1.0
-        output = self.scheduler.schedule()
-        self._check_output(output)
+        """Plan one step. If it carries anything it is in flight until `receive`."""
+        self.now += self._step_seconds
+        with self._blame("schedule"):
+            output = self.scheduler.schedule()
+        rows = self.planned.apply(output, self._rows_in_flight())
         self.steps.append(output)
+        self.num_tokens_planned += output.total_num_scheduled_tokens
         if output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
-            self._in_flight.append(output)
+            self._in_flight.append(_StepInFlight(output, rows))
+        self._check_stall(output)
         self.check()
         return output
 
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
-        output = self._in_flight.popleft()
-        result = self.memory.execute(output)
-        if output.total_num_scheduled_tokens == 0:
-            return
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for item in outputs.outputs:
-                if item.request_id in self.finished:
-                    raise ContractViolation(f"{item.request_id} got tokens after its end")
-                self.tokens[item.request_id] += item.new_token_ids
-                if item.finish_reason is not None:
-                    self._end(item.request_id, item.finish_reason)
+        step = self._in_flight.popleft()
+        result = self.memory.execute(step.output, self._namespaces(step))
+        if step.output.total_num_scheduled_tokens:
+            self._update(step, result)
         self.check()
+
+    def plan(self) -> SchedulerOutput | None:
+        """End whose time is up, then `schedule` if anybody is left to plan for."""
+        self.expire()
+        return self.schedule() if self.scheduler.has_requests() else None
 
     def step(self) -> SchedulerOutput | None:
         """What the engine task does: fill the pipeline, then take one result."""
         output = None
-        while len(self._in_flight) < self.config.pipeline_depth and self.scheduler.has_requests():
-            output = self.schedule()
-            if output.total_num_scheduled_tokens == 0:
+        while len(self._in_flight) < self.config.pipeline_depth:
+            planned = self.plan()
+            output = planned or output
+            if planned is None or planned.total_num_scheduled_tokens == 0:
                 break
         if self._in_flight:
             self.receive()
         return output
 
-    def run_until_idle(self, max_steps: int = 20_000) -> None:
-        """Step until every request has ended and check what must be true then."""
+    def expire(self) -> list[str]:
+        """End requests whose time is up; returns their ids."""
+        due = self._due()
+        with self._blame("expire_requests"):
+            expired = self.scheduler.expire_requests()
+        if due - set(expired):
+            raise ContractViolation(
+                f"{self._where}: the time of {sorted(due - set(expired))} is up, but "
+                f"expire_requests returned {expired}"
+            )
+        chooses = type(self.scheduler).expire_requests is not BaseScheduler.expire_requests
+        if set(expired) - due and not chooses:  # a policy may give up the hopeless earlier
+            raise ContractViolation(
+                f"{self._where}: {sorted(set(expired) - due)} timed out before their time"
+            )
+        self._end(expired, expired, RequestStatus.FINISHED_TIMEOUT)
+        return expired
+
+    def fail_steps(self) -> None:
+        """The oldest step in flight fails in the runner; as in the engine, all in flight do."""
+        steps = list(self._in_flight)
+        self._in_flight.clear()
+        for step in steps:
+            self.memory.fail(step.output, self._namespaces(step))
+            # The ended ones stay in flight until the update below: told by hand, not by `finish`.
+            request_ids = list(step.output.num_scheduled_tokens)
+            with self._blame("finish_requests"):
+                ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR)
+            self._end(request_ids, ended, RequestStatus.FINISHED_ERROR)
+        for step in steps:
+            if step.output.total_num_scheduled_tokens:
+                req_ids = list(step.output.num_scheduled_tokens)
+                self._update(step, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
+        self.check()
+
+    def discard_step(self) -> list[str]:
+        """The policy plans a step that the engine cannot use; returns the ids that ended."""
+        self.now += self._step_seconds
+        self.expire()
+        last_step_id = self.steps[-1].step_id if self.steps else 0
+        with self._blame("schedule"):
+            output = self.scheduler.schedule()
+        self.num_tokens_planned += output.total_num_scheduled_tokens
+        with self._blame("discard_step"):
+            ended = self.scheduler.discard_step(last_step_id)
+        self._end(ended, ended, RequestStatus.FINISHED_ERROR)
+        self.planned.discard(output)
+        self.check()
+        return ended
+
+    # Endings.
+
+    def run_until_idle(self, max_steps: int | None = None) -> None:
+        """Step until every request has ended and check what must be true then.
+
+        `max_steps` is by default many times what the requests need one after the other.
+        """
+        if max_steps is None:
+            num_tokens = sum(life.request.max_total_tokens for life in self.ledger.alive.values())
+            max_steps = 500 + 10 * num_tokens
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 break
             self.step()
         else:
+            waiting = {
+                life.request_id: f"{len(life.tokens)} tokens" for life in self.ledger.alive.values()
+            }
             raise ContractViolation(
-                f"{self.scheduler.get_num_unfinished_requests()} requests are not finished after "
-                f"{max_steps} steps without arrivals: someone is never served"
+                f"{self._where}: not finished after {max_steps} steps without arrivals: {waiting}; "
+                "somebody is never served, or preempted again and again"
             )
-        missing = self.requests.keys() - self.finished.keys()
-        if missing:
-            raise ContractViolation(f"requests were lost: {sorted(missing)}")
+        self.check_idle()
+
+    def abort_everything(self) -> None:
+        """Every client leaves at once; then nothing may remain."""
+        self.finish(None)
+        self.run_until_idle()
+
+    def check_idle(self) -> None:
+        """Nothing remains: no request, no row in the runner's batch, no block."""
+        if lost := list(self.ledger.alive):
+            raise ContractViolation(f"{self._where}: requests were lost: {lost}")
+        if rows := sorted({*self.memory.request_ids, *self.planned.rows}):
+            raise ContractViolation(
+                f"{self._where}: the runner was never told of the end of {rows}"
+            )
         pool = self.kv_cache.pool
         if pool.num_free_blocks != pool.num_blocks:
-            raise ContractViolation(f"{pool.num_used_blocks} blocks leaked")
-        self.check_tokens()
+            raise ContractViolation(f"{self._where}: {pool.num_used_blocks} blocks leaked")
+        lost_hashes = [h for h in self.findable if pool.lookup(h) is None]
+        if lost_hashes:
+            raise ContractViolation(
+                f"{self._where}: {len(lost_hashes)} blocks left the prefix index without an event"
+            )
+        self._check_stats()
 
-    def check_tokens(self) -> None:
-        """Every request got the tokens that it would have got alone."""
-        for request_id, tokens in self.tokens.items():
-            sequence = self.requests[request_id].token_ids[: -len(tokens) or None]
-            for i, token_id in enumerate(tokens):
-                if token_id != next_token(sequence):
-                    raise ContractViolation(
-                        f"{request_id}: output token {i} is {token_id}, alone it would be "
-                        f"{next_token(sequence)}"
-                    )
-                sequence.append(token_id)
+    # What must be true after every call.
 
     def check(self) -> None:
-        """Blocks are conserved and reference counts exact (for a `BaseScheduler`)."""
-        if not isinstance(self.scheduler, BaseScheduler):
-            return
+        """Counts agree; blocks are conserved and reference counts exact."""
+        self._check_counts()
+        if isinstance(self.scheduler, BaseScheduler):
+            self._check_blocks()
+
+    def _check_counts(self) -> None:
+        scheduler, where = self.scheduler, self._where
+        alive = self.ledger.alive
+        num_unfinished = scheduler.get_num_unfinished_requests()
+        if num_unfinished != len(alive):
+            raise ContractViolation(
+                f"{where}: {num_unfinished} requests are unfinished, should be {len(alive)}: "
+                f"{list(alive)}"
+            )
+        counts = scheduler.get_request_counts()
+        if sum(counts) != len(alive) or scheduler.has_unfinished_requests() != bool(alive):
+            raise ContractViolation(
+                f"{where}: get_request_counts returns {counts}, has_unfinished_requests "
+                f"{scheduler.has_unfinished_requests()}, with {len(alive)} requests"
+            )
+        if counts[0] > self.config.max_num_seqs:
+            raise ContractViolation(
+                f"{where}: {counts[0]} requests run, max_num_seqs is {self.config.max_num_seqs}"
+            )
+        has_finished, must_tell = scheduler.has_finished_requests(), self.planned.must_tell()
+        if has_finished and not self.ledger.untold:
+            raise ContractViolation(f"{where}: has_finished_requests, but the runner knows of all")
+        if must_tell and not has_finished:
+            raise ContractViolation(
+                f"{where}: has_finished_requests is false, but the runner was not told of the end "
+                f"of {must_tell}"
+            )
+
+    def _check_blocks(self) -> None:
         pool = self.kv_cache.pool
-        holders: dict[int, int] = {}
-        for request in {*self.requests.values()}:
-            for block_id in request.block_ids:
-                holders[block_id] = holders.get(block_id, 0) + 1
+        holders = Counter(
+            block_id
+            for row in self.planned.holders(self._rows_in_flight())
+            for block_id in row.block_ids
+        )
         expected = [holders.get(block_id, 0) for block_id in range(pool.num_blocks)]
         if pool.ref_counts != expected:
             wrong = [b for b in range(pool.num_blocks) if pool.ref_counts[b] != expected[b]]
-            raise ContractViolation(f"reference counts of blocks {wrong} are wrong")
+            names = {
+                name: row.block_ids
+                for name, row in self.planned.rows.items()
+                if set(row.block_ids) & set(wrong)
+            }
+            raise ContractViolation(
+                f"{self._where}: reference counts of blocks {wrong} are "
+                f"{[pool.ref_counts[b] for b in wrong]}, should be {[expected[b] for b in wrong]}; "
+                f"in the tables of {names or 'nobody'}"
+            )
         if pool.num_used_blocks != len(holders):
-            raise ContractViolation(f"{pool.num_used_blocks - len(holders)} blocks are lost")
+            raise ContractViolation(
+                f"{self._where}: {pool.num_used_blocks - len(holders)} blocks are lost"
+            )
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
-        if request_id in self.finished:
-            raise ContractViolation(f"{request_id} ended twice")
-        self.finished[request_id] = reason
+    def _check_stall(self, output: SchedulerOutput) -> None:
+        """The engine's rule: with nothing in flight, somebody is scheduled within a time."""
+        if output.total_num_scheduled_tokens or self._in_flight or not self.ledger.alive:
+            self._stalled_since = None
+            return
+        if self._stalled_since is None:
+            self._stalled_since = self.now
+        if self.now - self._stalled_since >= self.config.stall_timeout:
+            waiting = list(self.ledger.alive)
+            raise ContractViolation(
+                f"{self._where}: nobody was scheduled for {self.config.stall_timeout:g} s although "
+                f"{waiting} wait"
+            )
+        self.now += 1.0  # the engine sleeps before it asks again
 
-    def _check_output(self, output: SchedulerOutput) -> None:
-        where = f"step {output.step_id}"
-        scheduled = output.num_scheduled_tokens
-        if output.total_num_scheduled_tokens != sum(scheduled.values()):
-            raise ContractViolation(f"{where}: total_num_scheduled_tokens is not the sum")
-        limit = self.config.max_num_batched_tokens
-        if limit is not None and output.total_num_scheduled_tokens > limit:
-            raise ContractViolation(f"{where}: more than max_num_batched_tokens ({limit})")
-        if len(scheduled) > self.config.max_num_seqs:
-            raise ContractViolation(f"{where}: more than max_num_seqs requests")
-        for request_id, num_tokens in scheduled.items():
-            if num_tokens < 1:
-                raise ContractViolation(f"{where}: {request_id} runs with {num_tokens} tokens")
-            if request_id not in self.requests or request_id in self.finished:
-                raise ContractViolation(f"{where}: {request_id} is unknown or has ended")
-        self._check_in_flight_blocks(output, where)
+    def _check_stats(self) -> None:
+        stats = self.scheduler.make_stats()
+        if stats is None:
+            return
+        counted = stats.num_prefill_tokens + stats.num_decode_tokens
+        if counted != self.num_tokens_planned:
+            raise ContractViolation(
+                f"{self._where}: make_stats counts {counted} tokens, but "
+                f"{self.num_tokens_planned} were scheduled"
+            )
 
-    def _check_in_flight_blocks(self, output: SchedulerOutput, where: str) -> None:
-        """Blocks of an ended request stay with it while a step in flight can write them."""
-        held = {
-            block_id: request_id
-            for step in self._in_flight
-            for request_id in step.num_scheduled_tokens
-            if request_id in self.finished
-            for block_id in self._block_ids[request_id]
+    def _due(self) -> set[str]:
+        """Whose deadline or queue timeout has passed."""
+        timeout = self.config.queue_timeout
+        return {
+            life.request_id
+            for life in self.ledger.alive.values()
+            if (life.request.deadline is not None and life.request.deadline <= self.now)
+            or (
+                timeout is not None
+                and not life.was_scheduled
+                and life.request.arrival_time + timeout <= self.now
+            )
         }
-        for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
-            self._block_ids[request_id] += block_ids
-        handed_out = [b for ids in output.scheduled_cached_reqs.new_block_ids.values() for b in ids]
-        for data in output.scheduled_new_reqs:
-            self._block_ids[data.request_id] = list(data.block_ids)
-            handed_out += data.block_ids[data.num_computed_tokens // self.kv_cache.block_size :]
-        for block_id in handed_out:
-            if block_id in held:
+
+    # Bookkeeping.
+
+    @property
+    def _where(self) -> str:
+        return f"after step {self.steps[-1].step_id}" if self.steps else "before the first step"
+
+    @contextmanager
+    def _blame(self, method: str) -> Iterator[None]:
+        """An exception that is no message of ours is the scheduler's fault."""
+        try:
+            yield
+        except (AioserveError, ContractViolation):
+            raise
+        except Exception as error:
+            name = type(self.scheduler).__name__
+            raise ContractViolation(
+                f"{self._where}: {name} raised {error!r} in {method}()"
+            ) from error
+
+    def _rows_in_flight(self) -> set[Row]:
+        return {row for step in self._in_flight for row in step.rows}
+
+    def _namespaces(self, step: _StepInFlight) -> dict[str, tuple[str, str]]:
+        return {
+            request_id: (life.request.cache_salt, life.request.adapter_id)
+            for request_id, life in step.lives.items()
+        }
+
+    def _update(self, step: _StepInFlight, result: ModelRunnerOutput) -> None:
+        with self._blame("update_from_output"):
+            outputs = self.scheduler.update_from_output(step.output, result)
+        where = f"result of step {step.output.step_id}"
+        self.ledger.receive(step.lives, result, outputs, where)
+
+    def _end(
+        self, request_ids: str | list[str] | None, ended: list[str], status: RequestStatus
+    ) -> None:
+        asked = [request_ids] if isinstance(request_ids, str) else request_ids
+        reason = status.finish_reason
+        assert reason is not None
+        self.ledger.end(asked, ended, reason, self._where)
+        for request_id in ended:
+            actual = self.requests[request_id].status
+            if isinstance(self.scheduler, BaseScheduler) and actual is not status:
                 raise ContractViolation(
-                    f"{where}: block {block_id} is handed out while a step in flight writes it "
-                    f"for {held[block_id]}"
+                    f"{self._where}: {request_id} has status {actual.name}, should be {status.name}"
                 )
+
+    def _take_event(self, event: KVEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.findable.clear()
+        elif isinstance(event, BlockStored):
+            self.findable.add(event.block_hash)
+        else:
+            self.findable.discard(event.block_hash)

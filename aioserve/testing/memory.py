@@ -1,21 +1,21 @@
 """A runner made of dictionaries: its view of the batch, and what stands in which KV slot.
 
-Rebuilt from `SchedulerOutput` alone, as the real one is. A sampled token depends on every token
-that is read back from memory, so a block that is shared, freed or overwritten wrongly changes
-the output and is named.
+Rebuilt from `SchedulerOutput` alone, as the real one is. What a position reads back depends on all
+tokens before it, so a block that is shared, freed or overwritten wrongly is noticed and named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from zlib import crc32
 
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.request import EncoderInput
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+from aioserve.testing.violation import ContractViolation
 
 VOCAB_SIZE = 50
 
-
-class ContractViolation(AssertionError):
-    """A scheduler broke a rule; the message names the rule, the step and the request."""
+Drafter = Callable[[Sequence[int]], list[int]]
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -23,96 +23,287 @@ def next_token(token_ids: Sequence[int]) -> int:
     return crc32(repr(list(token_ids)).encode()) % VOCAB_SIZE
 
 
+def guess(token_ids: Sequence[int]) -> list[int]:
+    """Draft tokens, zero to three, of which some are right: a `Drafter`."""
+    dice = crc32(repr(list(token_ids[-3:])).encode())
+    num_right, num_wrong = dice % 3, dice // 3 % 2
+    sequence = list(token_ids)
+    for _ in range(num_right):
+        sequence.append(next_token(sequence))
+    for _ in range(num_wrong):
+        sequence.append((next_token(sequence) + 1) % VOCAB_SIZE)
+    return sequence[len(token_ids) :]
+
+
+@dataclass(slots=True)
 class _Row:
-    def __init__(self, token_ids: list[int], block_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.block_ids = block_ids
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int
+    encoder_inputs: tuple[EncoderInput, ...]
+    namespace: Hashable
+    keys: list[int] = field(default_factory=list)  # of token_ids, on demand
+
+    def keys_with(self, drafts: Sequence[int]) -> list[int]:
+        """What keys and values of each position depend on: namespace, tokens, encoder inputs."""
+        self._extend(self.keys, self.token_ids)
+        if not drafts:
+            return self.keys
+        keys = self.keys.copy()
+        self._extend(keys, [*self.token_ids, *drafts])
+        return keys
+
+    def _extend(self, keys: list[int], token_ids: Sequence[int]) -> None:
+        for position in range(len(keys), len(token_ids)):
+            content = [
+                (position - item.position, item.content_hash)
+                for item in self.encoder_inputs
+                if item.position <= position < item.end
+            ]
+            before: Hashable = keys[-1] if keys else self.namespace
+            keys.append(hash((before, token_ids[position], *content)))
 
 
 class KVMemory:
     """Executes steps in order. Raises `ContractViolation`."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_num_seqs: int | None = None,
+        max_encoder_tokens: int | None = None,
+        encoder_cache_tokens: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Limits are checked where given. `drafter` proposes what comes after a sequence."""
         self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_encoder_tokens = max_encoder_tokens
+        self._encoder_cache_tokens = encoder_cache_tokens
+        self._drafter = drafter
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
         self._rows: dict[str, _Row] = {}
+        self._encoder_outputs: dict[str, int] = {}  # sizes in tokens, by content
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What the real runner does: drop, add, write keys and values, then read them."""
-        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
-            self._rows.pop(request_id, None)
-        computed = self._enter(output)
-        if set(computed) != set(output.num_scheduled_tokens):
-            raise ContractViolation(
-                f"step {output.step_id}: num_scheduled_tokens names "
-                f"{sorted(output.num_scheduled_tokens)}, new and cached requests are "
-                f"{sorted(computed)}"
-            )
-        self._write(output, computed)
+    @property
+    def request_ids(self) -> set[str]:
+        """Who has a row in the batch."""
+        return set(self._rows)
+
+    def execute(
+        self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None = None
+    ) -> ModelRunnerOutput:
+        """What the real runner does: drop, add, write keys and values, then read them.
+
+        `namespaces` says, by request, what must match besides tokens for blocks to be shared.
+        """
+        self._apply(output, namespaces)
+        self._encode(output)
+        self._check_common_prefix(output)
+        drafts = output.scheduled_spec_decode_tokens
+        self._write(output)
         sampled = [
-            self._read(output.step_id, request_id, computed[request_id] + num_tokens)
+            self._read(output.step_id, request_id, num_tokens, drafts.get(request_id, []))
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]
-        return ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
+        req_ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(req_ids, sampled, draft_token_ids=self._propose(req_ids, sampled))
 
-    def _enter(self, output: SchedulerOutput) -> dict[str, int]:
-        """Update the rows; return computed tokens by request."""
-        computed = {}
+    def fail(
+        self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None = None
+    ) -> None:
+        """A step that fails in the forward pass: the batch is updated, nothing is written."""
+        self._apply(output, namespaces)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self._rows[request_id].num_computed += num_tokens
+
+    def _apply(self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None) -> None:
+        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self._rows.pop(request_id, None)
+        for content_hash in output.free_encoder_hashes:
+            self._encoder_outputs.pop(content_hash, None)
+        entered = set()
         for data in output.scheduled_new_reqs:
-            if data.request_id in self._rows:
-                raise ContractViolation(
-                    f"step {output.step_id}: {data.request_id} is new, but it is in the batch"
-                )
-            self._rows[data.request_id] = _Row(list(data.token_ids), list(data.block_ids))
-            computed[data.request_id] = data.num_computed_tokens
+            self._enter(output.step_id, data, (namespaces or {}).get(data.request_id))
+            entered.add(data.request_id)
         cached = output.scheduled_cached_reqs
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
         ):
-            if request_id not in self._rows:
+            if request_id in entered:
                 raise ContractViolation(
-                    f"step {output.step_id}: {request_id} runs, but the runner was never given it"
+                    f"step {output.step_id}: {request_id} is served twice in one step"
                 )
-            self._rows[request_id].block_ids += cached.new_block_ids.get(request_id, [])
-            computed[request_id] = num_computed
-        return computed
+            entered.add(request_id)
+            self._continue(
+                output.step_id, request_id, num_computed, cached.new_block_ids.get(request_id, [])
+            )
+        if entered != set(output.num_scheduled_tokens):
+            raise ContractViolation(
+                f"step {output.step_id}: num_scheduled_tokens names "
+                f"{sorted(output.num_scheduled_tokens)}, new and cached requests are "
+                f"{sorted(entered)}"
+            )
+        if self._max_num_seqs is not None and len(self._rows) > self._max_num_seqs:
+            raise ContractViolation(
+                f"step {output.step_id}: {len(self._rows)} requests are in the runner's batch, "
+                f"max_num_seqs is {self._max_num_seqs}"
+            )
 
-    def _write(self, output: SchedulerOutput, computed: dict[str, int]) -> None:
-        writers: dict[int, str] = {}
+    def _enter(self, step_id: int, data: NewRequestData, namespace: Hashable) -> None:
+        if data.request_id in self._rows:
+            raise ContractViolation(
+                f"step {step_id}: {data.request_id} is new, but it is in the batch"
+            )
+        self._rows[data.request_id] = _Row(
+            list(data.token_ids),
+            list(data.block_ids),
+            data.num_computed_tokens,
+            data.encoder_inputs,
+            namespace,
+        )
+
+    def _continue(
+        self, step_id: int, request_id: str, num_computed: int, new_block_ids: list[int]
+    ) -> None:
+        row = self._rows.get(request_id)
+        if row is None:
+            raise ContractViolation(
+                f"step {step_id}: {request_id} runs, but the runner was never given it"
+            )
+        if num_computed != row.num_computed:
+            raise ContractViolation(
+                f"step {step_id}: {request_id} continues after {num_computed} computed tokens, "
+                f"but {row.num_computed} are computed"
+            )
+        row.block_ids += new_block_ids
+
+    def _encode(self, output: SchedulerOutput) -> None:
+        """Run the encoder inputs of the step; then every token has what it reads."""
+        num_encoded = 0
+        for request_id, indices in output.scheduled_encoder_inputs.items():
+            if request_id not in output.num_scheduled_tokens:
+                raise ContractViolation(
+                    f"step {output.step_id}: encoder inputs of {request_id} run, but no token of it"
+                )
+            for index in indices:
+                item = self._rows[request_id].encoder_inputs[index]
+                self._encoder_outputs[item.content_hash] = item.num_tokens
+                num_encoded += item.num_tokens
+        self._check_encoder_limits(output.step_id, num_encoded)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            row, start = self._rows[request_id], computed[request_id]
+            row = self._rows[request_id]
+            for item in row.encoder_inputs:
+                is_read = item.position < row.num_computed + num_tokens
+                if item.end > row.num_computed and is_read:
+                    if item.content_hash not in self._encoder_outputs:
+                        raise ContractViolation(
+                            f"step {output.step_id}: {request_id} computes a token of the encoder "
+                            f"input at {item.position}, whose output is not there"
+                        )
+
+    def _check_encoder_limits(self, step_id: int, num_encoded: int) -> None:
+        limit = self._max_encoder_tokens
+        if limit is not None and num_encoded > limit:
+            raise ContractViolation(
+                f"step {step_id}: {num_encoded} encoder tokens, max_encoder_tokens is {limit}"
+            )
+        room, num_kept = self._encoder_cache_tokens, sum(self._encoder_outputs.values())
+        if room is not None and num_kept > room:
+            raise ContractViolation(
+                f"step {step_id}: encoder outputs of {num_kept} tokens are kept, "
+                f"encoder_cache_tokens is {room}"
+            )
+
+    def _check_common_prefix(self, output: SchedulerOutput) -> None:
+        count = output.num_common_prefix_blocks
+        tables = [self._rows[request_id].block_ids for request_id in output.num_scheduled_tokens]
+        for request_id, table in zip(output.num_scheduled_tokens, tables, strict=True):
+            if len(table) < count or table[:count] != tables[0][:count]:
+                raise ContractViolation(
+                    f"step {output.step_id}: num_common_prefix_blocks is {count}, but {request_id} "
+                    f"does not share so many with {next(iter(output.num_scheduled_tokens))}"
+                )
+
+    def _write(self, output: SchedulerOutput) -> None:
+        owners: dict[int, str] = {}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            start, drafts = row.num_computed, output.scheduled_spec_decode_tokens.get(request_id)
+            keys = row.keys_with(drafts or ())
+            self._check_extent(output.step_id, request_id, num_tokens, drafts or ())
             for position in range(start, start + num_tokens):
-                if position >= len(row.token_ids):
-                    raise ContractViolation(
-                        f"step {output.step_id}: {request_id} is to compute position {position}, "
-                        f"but only {len(row.token_ids)} tokens are known"
-                    )
                 index, offset = divmod(position, self._block_size)
-                if index >= len(row.block_ids):
-                    raise ContractViolation(
-                        f"step {output.step_id}: {request_id} has no block for position {position}"
-                    )
                 block_id = row.block_ids[index]
-                if writers.setdefault(block_id, request_id) != request_id:
+                if owners.setdefault(block_id, request_id) != request_id:
                     raise ContractViolation(
                         f"step {output.step_id}: block {block_id} is written by "
-                        f"{writers[block_id]} and {request_id}"
+                        f"{owners[block_id]} and {request_id}"
                     )
-                self._slots[block_id][offset] = row.token_ids[position]
+                self._slots[block_id][offset] = keys[position]
+                self._writers[block_id, offset] = f"{request_id} wrote for position {position}"
 
-    def _read(self, step_id: int, request_id: str, end: int) -> list[int]:
-        """Attend to everything before `end`; sample if that is all that is known."""
+    def _check_extent(
+        self, step_id: int, request_id: str, num_tokens: int, drafts: Sequence[int]
+    ) -> None:
+        """The step computes known tokens and then all its drafts, and has blocks for them."""
         row = self._rows[request_id]
-        for position in range(end):
-            index, offset = divmod(position, self._block_size)
-            found = self._slots[row.block_ids[index]][offset]
-            if found != row.token_ids[position]:
-                raise ContractViolation(
-                    f"step {step_id}: {request_id} reads token {found} at position {position} "
-                    f"(block {row.block_ids[index]}), where {row.token_ids[position]} was computed"
-                )
-        if end < len(row.token_ids):
+        end, num_known = row.num_computed + num_tokens, len(row.token_ids)
+        if drafts and end != num_known + len(drafts):
+            raise ContractViolation(
+                f"step {step_id}: {request_id} computes up to position {end}, but its drafts end "
+                f"at {num_known + len(drafts)}"
+            )
+        if end > num_known + len(drafts):
+            raise ContractViolation(
+                f"step {step_id}: {request_id} is to compute position {end - 1}, "
+                f"but only {num_known} tokens are known"
+            )
+        if end > len(row.block_ids) * self._block_size:
+            raise ContractViolation(
+                f"step {step_id}: {request_id} has no block for position {end - 1}"
+            )
+
+    def _read(
+        self, step_id: int, request_id: str, num_tokens: int, drafts: Sequence[int]
+    ) -> list[int]:
+        """Attend to everything before the end; sample if that is all that is known."""
+        row = self._rows[request_id]
+        row.num_computed += num_tokens
+        self._check_content(step_id, request_id, row.keys_with(drafts)[: row.num_computed])
+        if row.num_computed < len(row.token_ids):
             return []
-        token_id = next_token(row.token_ids)
-        row.token_ids.append(token_id)
-        return [token_id]
+        sampled = []
+        for draft in (*drafts, None):
+            sampled.append(next_token(row.token_ids))
+            row.token_ids.append(sampled[-1])
+            if sampled[-1] != draft:
+                break
+        row.num_computed = len(row.token_ids) - 1  # what wrong drafts wrote is not counted
+        return sampled
+
+    def _check_content(self, step_id: int, request_id: str, keys: list[int]) -> None:
+        size, row = self._block_size, self._rows[request_id]
+        for index in range(-(-len(keys) // size)):
+            expected = keys[index * size : (index + 1) * size]
+            block_id = row.block_ids[index]
+            found = self._slots[block_id][: len(expected)]
+            if found != expected:
+                offset = next(i for i, key in enumerate(expected) if found[i] != key)
+                writer = self._writers.get((block_id, offset), "nobody wrote")
+                raise ContractViolation(
+                    f"step {step_id}: {request_id} reads position {index * size + offset} in block "
+                    f"{block_id} and finds what {writer}: not its own token, prefix or tenant"
+                )
+
+    def _propose(self, req_ids: list[str], sampled: list[list[int]]) -> dict[str, list[int]]:
+        if self._drafter is None:
+            return {}
+        return {
+            request_id: self._drafter(self._rows[request_id].token_ids)
+            for request_id, token_ids in zip(req_ids, sampled, strict=True)
+            if token_ids
+        }

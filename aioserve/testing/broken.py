@@ -1,0 +1,436 @@
+"""Schedulers with one planted bug each: what the contract must catch, and how it says so.
+
+`SoundScheduler` is what they would be without it. Every docstring names the bug; `CAUGHT_BY` holds
+what the message must say. They reach into what is private: that is how they break things.
+"""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+
+CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
+
+
+def caught_by(message: str) -> Any:
+    """Register a broken scheduler with what its violation says."""
+
+    def register(broken: type[BaseScheduler]) -> type[BaseScheduler]:
+        CAUGHT_BY[broken] = message
+        return broken
+
+    return register
+
+
+class SoundScheduler(BaseScheduler):
+    """Decodes first, then prompts in pieces, in order of arrival. Nothing is wrong with it."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in sorted(self.running, key=lambda r: r.is_prefill):
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()
+
+
+# What `schedule` returns.
+
+
+@caught_by(r"step 1: schedule\(\) must return a SchedulerOutput, got None")
+class ReturnsNothing(SoundScheduler):
+    """Forgets `return`."""
+
+    def schedule(self) -> SchedulerOutput:
+        super().schedule()
+        return None  # type: ignore[return-value]
+
+
+@caught_by(r"schedule\(\) must return a new step, step \d+ was planned")
+class ReturnsAnOldStep(SoundScheduler):
+    """Returns the same plan again, as if nothing had changed."""
+
+    def schedule(self) -> SchedulerOutput:
+        if self._last_output is None:
+            return super().schedule()
+        return self._last_output
+
+
+@caught_by(r"RaisesNowAndThen raised IndexError\('list index out of range'\) in schedule\(\)")
+class RaisesNowAndThen(SoundScheduler):
+    """Takes the first waiting request without asking whether there is one."""
+
+    def schedule(self) -> SchedulerOutput:
+        list(self.waiting)[0]  # noqa: RUF015 - the bug
+        return super().schedule()
+
+
+@caught_by(r"(?s)policy ForgetsOutput: a new step was begun, but output\(\) .* was not returned")
+class ForgetsOutput(SoundScheduler):
+    """Begins a step and then another one."""
+
+    def schedule(self) -> SchedulerOutput:
+        self.new_step()
+        return super().schedule()
+
+
+@caught_by(r"step \d+: \d+ tokens are more than max_num_batched_tokens \(\d+\)")
+class ExceedsTheBudget(SoundScheduler):
+    """Raises the budget of the step by hand."""
+
+    def schedule(self) -> SchedulerOutput:
+        self.max_num_batched_tokens = 10_000
+        return super().schedule()
+
+
+@caught_by(r"step \d+: \d+ requests are more than max_num_seqs \(\d+\)")
+class ExceedsTheSeats(SoundScheduler):
+    """Takes more requests than there are seats."""
+
+    def schedule(self) -> SchedulerOutput:
+        self.max_num_seqs = 100
+        return super().schedule()
+
+
+@caught_by(r"step \d+: \w+ is served twice in one step")
+class ServesTwice(SoundScheduler):
+    """Lists a running request twice."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.scheduled_cached_reqs.req_ids.extend(output.scheduled_cached_reqs.req_ids[:1])
+        return output
+
+
+@caught_by(r"step \d+: \w+ is scheduled, but has ended")
+class ServesTheEnded(SoundScheduler):
+    """Goes on with a request after its end."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        if not output.num_scheduled_tokens:
+            output.num_scheduled_tokens.update(dict.fromkeys(output.finished_req_ids[:1], 1))
+        total = sum(output.num_scheduled_tokens.values())
+        msgspec.structs.force_setattr(output, "total_num_scheduled_tokens", total)
+        return output
+
+
+@caught_by(r"step \d+: \w+ continues after \d+ computed tokens, but \d+ are computed")
+class CountsTooFar(SoundScheduler):
+    """Tells the runner one computed token too many."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        counts = output.scheduled_cached_reqs.num_computed_tokens
+        counts[:] = [count + (count % 5 == 4) for count in counts]
+        return output
+
+
+@caught_by(r"step \d+: num_common_prefix_blocks is \d+, but \w+ does not share so many with \w+")
+class BoastsOfCommonPrefixes(SoundScheduler):
+    """Claims that all requests share the first block."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        msgspec.structs.force_setattr(output, "num_common_prefix_blocks", 1)
+        return output
+
+
+@caught_by(r"the runner was not told of the end of|runner was never told of the end of")
+class ForgetsTheFinished(SoundScheduler):
+    """Never tells the runner who has ended."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.finished_req_ids.clear()
+        return output
+
+
+@caught_by(r"\w+ (gets block|is new, but it is in the batch)|reference counts of blocks")
+class PreemptsInSecret(SoundScheduler):
+    """Does not tell the runner who was preempted."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.preempted_req_ids.clear()
+        return output
+
+
+@caught_by(r"step \d+: the same events gave another plan the second time|ended differently")
+class RollsGlobalDice(SoundScheduler):
+    """Serves in an order that depends on the process' random numbers."""
+
+    def order(self, request: Request) -> float:
+        return random.random()
+
+
+# Who is served.
+
+
+@caught_by(r"\d+ requests are unfinished, should be \d+: \['\w+'")
+class LosesARequest(SoundScheduler):
+    """Takes a request out of the line and does not keep it anywhere else."""
+
+    def schedule(self) -> SchedulerOutput:
+        if len(self.waiting) > 2:
+            request = list(self.waiting)[-1]
+            self.waiting.remove(request)
+            del self._requests[request.request_id]
+        return super().schedule()
+
+
+@caught_by(r"nobody was scheduled for 30 s although \['\w+'")
+class StarvesTheShort(SoundScheduler):
+    """Never admits a request of one or two tokens."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            if request.num_tokens > 2:
+                step.admit(request)
+        return step.output()
+
+
+@caught_by(r"not finished after \d+ steps without arrivals: .* preempted again and again")
+class PreemptsForEver(SoundScheduler):
+    """Throws out the newest in every step, also when it is alone."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            step.admit(request)
+        if self.num_steps % 3 == 2:
+            for request in list(self.running):
+                step.preempt(request)
+        return step.output()
+
+
+@caught_by(r"PreemptsNobody: victim\(\) must return a running request, got None")
+class PreemptsNobody(SoundScheduler):
+    """Has no victim when blocks run out."""
+
+    def victim(self) -> Request | None:
+        return None
+
+
+# Blocks.
+
+
+@caught_by(r"reference counts of blocks \[.*\] are \[.*0.*\], should be \[.*1.*\]")
+class FreesTheRunning(SoundScheduler):
+    """Gives back blocks of a request that still runs."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        if self.num_steps == 3 and self.running:
+            self.kv_cache.free(self.running[0])
+        return output
+
+
+@caught_by(r"reference counts of blocks|a step in flight writes|reads position")
+class FreesTheInFlight(SoundScheduler):
+    """Gives back blocks of an ended request that a step in flight still writes."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in list(self._ended):
+            self._ended.discard(request)
+            self.kv_cache.free(request)
+        return finished
+
+
+@caught_by(r"reference counts of blocks \[\d+\] are \[\d+\], should be \[\d+\]")
+class LeaksOnAbort(SoundScheduler):
+    """Keeps a block of a running request that is aborted."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if isinstance(request_ids, str):
+            request = self._requests.get(request_ids)
+            if request is not None and request.block_ids:
+                self.kv_cache.pool.touch(request.block_ids[:1])
+        return super().finish_requests(request_ids, finished_status)
+
+
+@caught_by(r"\w+ reads position \d+ in block \d+ and finds what .*: not its own token")
+class SharesWhatIsNotComputed(SoundScheduler):
+    """Lets others find the blocks of a whole prompt when its first piece is computed."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        for request in self.running:
+            num_computed = request.num_computed_tokens
+            request.num_computed_tokens = request.num_tokens
+            self.kv_cache.cache_full_blocks(request)
+            request.num_computed_tokens = num_computed
+        return output
+
+
+@caught_by(r"\w+ reads position \d+ in block \d+ and finds what .*: not its own token, .* tenant")
+class SharesBetweenTenants(SoundScheduler):
+    """Ignores the salt that keeps the prefixes of tenants apart."""
+
+    def add_request(self, request: Request) -> None:
+        salt, request.cache_salt = request.cache_salt, ""
+        self.kv_cache.get_computed_blocks(request)  # hashes the prompt
+        request.cache_salt = salt
+        super().add_request(request)
+
+
+# Endings.
+
+
+@caught_by(r"finish_requests did not return \['\w+'\], which it should have ended")
+class IgnoresAborts(SoundScheduler):
+    """Goes on although the client has left."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if finished_status is RequestStatus.FINISHED_ABORTED:
+            return []
+        return super().finish_requests(request_ids, finished_status)
+
+
+@caught_by(r"finish_requests must return a list of the ids that ended, got None")
+class TellsNobody(SoundScheduler):
+    """Ends requests and does not say which."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        super().finish_requests(request_ids, finished_status)
+        return None  # type: ignore[return-value]
+
+
+@caught_by(r"finish_requests returned \[.*\], but only \[.*\] ended")
+class EndsTheEndedAgain(SoundScheduler):
+    """Returns every id that it was given, also unknown ones."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        finished = super().finish_requests(request_ids, finished_status)
+        return [request_ids] if isinstance(request_ids, str) else finished
+
+
+@caught_by(r"\w+ has finish and stop reason none, None; due are 'stop'")
+class RunsPastStopTokens(SoundScheduler):
+    """Does not look for stop tokens."""
+
+    def add_request(self, request: Request) -> None:
+        stop_token_ids, request.stop_token_ids = request.stop_token_ids, frozenset()
+        super().add_request(request)
+        request.stop_token_ids = frozenset(stop_token_ids)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        alive = list(self._requests.values())
+        saved = [request.stop_token_ids for request in alive]
+        for request in alive:
+            request.stop_token_ids = frozenset()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request, stop_token_ids in zip(alive, saved, strict=True):
+            request.stop_token_ids = stop_token_ids
+        return outputs
+
+
+@caught_by(r"the time of \['\w+'.*\] is up, but expire_requests returned \[\]")
+class IgnoresDeadlines(SoundScheduler):
+    """Never looks at the clock."""
+
+    def expire_requests(self) -> list[str]:
+        return []
+
+
+@caught_by(r"\w+ has status FINISHED_LENGTH_CAPPED, should be FINISHED_TIMEOUT")
+class DisguisesTimeouts(SoundScheduler):
+    """Says that a request whose time was up had reached its length."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if finished_status is RequestStatus.FINISHED_TIMEOUT:
+            finished_status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return super().finish_requests(request_ids, finished_status)
+
+
+# Results.
+
+
+class _EditsOutputs(SoundScheduler):
+    def edit(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        """What the client gets instead."""
+        raise NotImplementedError
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        return self.edit(super().update_from_output(scheduler_output, model_runner_output))
+
+
+@caught_by(r"\w+ of client \d was delivered to client 0")
+class DeliversToTheFirstClient(_EditsOutputs):
+    """Puts everybody's outputs under client 0."""
+
+    def edit(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        merged = [item for batch in outputs.values() for item in batch.outputs]
+        return {0: EngineCoreOutputs(merged)}
+
+
+@caught_by(r"tokens of \['\w+'.*\] were sampled, but not delivered")
+class DropsTheLastOutput(_EditsOutputs):
+    """Loses an output when there are many."""
+
+    def edit(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        for batch in outputs.values():
+            if len(batch.outputs) > 2:
+                batch.outputs.pop()
+        return outputs
+
+
+@caught_by(r"\w+ was delivered tokens \[\], due were \[\d+\]")
+class SwallowsTheLastToken(_EditsOutputs):
+    """Delivers no token with the end of a request."""
+
+    def edit(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        for batch in outputs.values():
+            for i, item in enumerate(batch.outputs):
+                if item.finish_reason is not None:
+                    batch.outputs[i] = msgspec.structs.replace(item, new_token_ids=[])
+        return outputs
+
+
+# Encoder inputs and draft tokens.
+
+
+@caught_by(r"\w+ computes a token of the encoder input at \d+, whose output is not there")
+class ForgetsEncoderInputs(SoundScheduler):
+    """Never has an encoder run."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.scheduled_encoder_inputs.clear()
+        return output
+
+
+@caught_by(r"\w+ (continues after|is to compute position|computes \d+ tokens)")
+class KeepsWrongDrafts(SoundScheduler):
+    """Does not roll back what was computed for draft tokens that turned out wrong."""
+
+    def _roll_back(self, request: Request) -> None:
+        pass

@@ -1,0 +1,164 @@
+"""The contract of `SchedulerInterface` as tests that run on any policy.
+
+In a suite of your own:
+
+    class TestMine(PolicyContract):
+        policy = MyScheduler
+        options = {"chunk_size": 16}
+
+From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MyScheduler`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the contract of scheduler policies needs pytest: pip install aioserve[test]"
+    ) from error
+
+from aioserve.outputs import FinishReason
+from aioserve.request import RequestStatus
+from aioserve.scheduler import SchedulerInterface
+from aioserve.testing.harness import SchedulerHarness
+from aioserve.testing.machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The policy under test, with its options."""
+
+    policy: type[SchedulerInterface]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_examples: int = DEFAULT_EXAMPLES  # of random traffic
+    shrink: bool = True  # look for the shortest way to a violation, for some seconds
+
+    def harness(self, **settings: Any) -> SchedulerHarness:
+        """A harness around it, with wider limits if it refuses these."""
+        if self.options:
+            settings["options"] = dict(self.options)
+        return SchedulerHarness(self.policy, **accepted_settings(self.policy, settings))
+
+
+def add_traffic(harness: SchedulerHarness, count: int = 6) -> None:
+    """Requests of several lengths, users and urgencies; every other one shares a prefix."""
+    for i in range(count):
+        prompt = [7] * (i % 2 * 9) + [i] * (2 + 3 * i % 7)
+        harness.add_request(
+            f"r{i}",
+            prompt,
+            max_tokens=4 + 5 * i % 9,
+            priority=i % 3,
+            user="ab"[i % 2],
+            client_index=i % 2,
+        )
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+class PolicyContract:
+    """Derive a class `Test...` that sets `policy`, and `options` if it needs them."""
+
+    policy: ClassVar[type[SchedulerInterface]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    max_examples: ClassVar[int] = DEFAULT_EXAMPLES  # of random traffic, at each pipeline depth
+
+    @pytest.fixture
+    def subject(self) -> Subject:
+        """What is tested; the pytest plugin puts the policies of the command line here."""
+        return Subject(self.policy, self.options, self.max_examples)
+
+    def test_every_request_ends_with_the_tokens_it_would_get_alone(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        harness = subject.harness(pipeline_depth=pipeline_depth)
+        add_traffic(harness)
+        harness.run_until_idle()
+        assert set(harness.finished.values()) == {FinishReason.LENGTH}
+
+    def test_a_pool_for_exactly_one_request_serves_all(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """21 tokens at most, of which the last needs no slot: 5 blocks of 4."""
+        harness = subject.harness(
+            pipeline_depth=pipeline_depth, num_blocks=5, block_size=4, max_model_len=21
+        )
+        for i in range(6):
+            harness.add_request(f"r{i}", [i] * (3 * i + 1))
+        harness.run_until_idle()
+
+    def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        for num_steps in range(20):
+            harness = subject.harness(
+                pipeline_depth=pipeline_depth, num_blocks=10, max_num_seqs=3, max_model_len=32
+            )
+            add_traffic(harness)
+            for _ in range(num_steps):
+                harness.step()
+            if harness.num_in_flight < pipeline_depth:
+                harness.plan()
+            harness.finish("r2")
+            harness.finish(["r2", "r4", "nobody"], RequestStatus.FINISHED_STOPPED)
+            harness.step()
+            harness.abort_everything()
+
+    def test_a_shared_prefix_is_read_only_when_it_is_there(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """In small pieces, so that prompts are found by others when they are half computed."""
+        harness = subject.harness(
+            pipeline_depth=pipeline_depth, long_prefill_token_threshold=3, max_model_len=40
+        )
+        for i in range(8):
+            salt = "ab"[i % 3 == 2]
+            harness.add_request(f"r{i}", [7] * 25 + [i] * (i % 4), max_tokens=9, cache_salt=salt)
+            harness.step()
+        harness.run_until_idle()
+
+    def test_stop_tokens_end_a_request_but_not_before_min_tokens(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        harness = subject.harness(pipeline_depth=pipeline_depth)
+        any_token = tuple(range(50))
+        harness.add_request("eos", [1] * 5, eos_token_ids=any_token)
+        harness.add_request("stop", [2] * 5, stop_token_ids=any_token, min_tokens=3)
+        harness.add_request("ignored", [3] * 5, eos_token_ids=any_token, ignore_eos=True)
+        harness.run_until_idle()
+        assert [len(harness.tokens[name]) for name in ("eos", "stop", "ignored")] == [1, 4, 59]
+
+    def test_a_deadline_ends_a_request_with_a_timeout(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        harness = subject.harness(pipeline_depth=pipeline_depth)
+        harness.add_request("late", [1] * 5, deadline=3.5)
+        harness.add_request("calm", [2] * 5, max_tokens=9)
+        harness.run_until_idle()
+        assert harness.finished == {"late": FinishReason.TIMEOUT, "calm": FinishReason.LENGTH}
+
+    def test_a_queue_timeout_ends_only_who_was_never_served(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        harness = subject.harness(pipeline_depth=pipeline_depth, max_num_seqs=1, queue_timeout=5.0)
+        for name in ("one", "other"):
+            harness.add_request(name, [1] * 5, max_tokens=12)
+        harness.run_until_idle()
+        assert FinishReason.TIMEOUT in harness.finished.values()
+
+    def test_no_rule_is_broken_under_random_traffic(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        run_machine(
+            subject.policy,
+            subject.options,
+            pipeline_depth=pipeline_depth,
+            max_examples=subject.max_examples,
+            shrink=subject.shrink,
+        )
+
+
+class TestGivenPolicies(PolicyContract):
+    """What `--aioserve-policy` adds to a pytest run: the plugin fills in `subject`."""

@@ -1,0 +1,167 @@
+"""What every request asked for and what it got, seen from outside.
+
+Knows tokens, clients and endings. Knows nothing about steps, blocks or the scheduler's state.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.request import Request
+from aioserve.testing.memory import next_token
+from aioserve.testing.violation import ContractViolation
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One request from its arrival to its end."""
+
+    request: Request
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)  # received
+    finish_reason: FinishReason | None = None
+    was_scheduled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """Its name; a later life may have the same."""
+        return self.request.request_id
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was accepted and has not ended."""
+        return self.finish_reason is None
+
+    def expected_end(self) -> tuple[FinishReason | None, int | None]:
+        """Finish reason and stop reason, now that `tokens` are there."""
+        params, last = self.request.sampling_params, self.tokens[-1]
+        if last in self.request.stop_token_ids and len(self.tokens) > params.min_tokens:
+            return FinishReason.STOP, last if last in params.stop_token_ids else None
+        if len(self.prompt) + len(self.tokens) >= self.request.max_total_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+class Ledger:
+    """All requests, living and ended. Raises `ContractViolation`."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, Life] = {}  # the latest of each name
+        self.alive: dict[str, Life] = {}  # those that wait or run, in order of arrival
+        self.untold: dict[str, list[Life]] = {}  # ended, and the runner may not know it yet
+
+    def open(self, request: Request) -> None:
+        """A request was accepted."""
+        life = Life(request, list(request.token_ids))
+        self.lives[request.request_id] = self.alive[request.request_id] = life
+
+    def end(
+        self, request_ids: Iterable[str] | None, ended: list[str], reason: FinishReason, where: str
+    ) -> None:
+        """`finish_requests` was asked to end some (None: all) and answered `ended`."""
+        if not isinstance(ended, list):
+            raise ContractViolation(
+                f"{where}: finish_requests must return a list of the ids that ended, got {ended!r}"
+            )
+        asked = self.alive.keys() if request_ids is None else set(request_ids)
+        expected = self.alive.keys() & asked
+        if missing := expected - set(ended):
+            raise ContractViolation(
+                f"{where}: finish_requests did not return {sorted(missing)}, which it should have "
+                "ended"
+            )
+        if len(ended) != len(expected):
+            raise ContractViolation(
+                f"{where}: finish_requests returned {ended}, but only {sorted(expected)} ended"
+            )
+        for request_id in ended:
+            self._close(self.lives[request_id], reason)
+
+    def receive(
+        self,
+        lives: Mapping[str, Life],
+        result: ModelRunnerOutput,
+        outputs: Mapping[int, EngineCoreOutputs],
+        where: str,
+    ) -> None:
+        """`update_from_output` made `outputs` of the `result` of a step that carried `lives`."""
+        if not isinstance(outputs, Mapping):
+            raise ContractViolation(
+                f"{where}: update_from_output must return outputs by client index, got {outputs!r}"
+            )
+        sampled = {
+            request_id: token_ids
+            for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True)
+            if token_ids and lives[request_id].is_alive
+        }
+        for client_index, batch in outputs.items():
+            for item in batch.outputs:
+                life = lives.get(item.request_id)
+                if life is not None and not life.is_alive:
+                    raise ContractViolation(f"{where}: {item.request_id} got tokens after its end")
+                if life is None or item.request_id not in sampled:
+                    raise ContractViolation(
+                        f"{where}: {item.request_id} got an output, but none was sampled"
+                    )
+                if life.request.client_index != client_index:
+                    raise ContractViolation(
+                        f"{where}: {item.request_id} of client {life.request.client_index} was "
+                        f"delivered to client {client_index}"
+                    )
+                self._append(life, sampled.pop(item.request_id), item, where)
+        if sampled:
+            raise ContractViolation(
+                f"{where}: tokens of {sorted(sampled)} were sampled, but not delivered"
+            )
+
+    def _append(self, life: Life, sampled: list[int], item: EngineCoreOutput, where: str) -> None:
+        expected: list[int] = []
+        reason = stop_reason = None
+        for token_id in sampled:
+            self._check_token(life, token_id, where)
+            life.tokens.append(token_id)
+            expected.append(token_id)
+            reason, stop_reason = life.expected_end()
+            if reason is not None:
+                break
+        if item.new_token_ids != expected:
+            raise ContractViolation(
+                f"{where}: {life.request_id} was delivered tokens {item.new_token_ids}, due were "
+                f"{expected}"
+            )
+        if (item.finish_reason, item.stop_reason) != (reason, stop_reason):
+            raise ContractViolation(
+                f"{where}: after its output token {len(life.tokens)}, {life.request_id} has finish "
+                f"and stop reason {_name(item.finish_reason)}, {item.stop_reason}; due are "
+                f"{_name(reason)}, {stop_reason}"
+            )
+        if reason is not None:
+            self._close(life, reason)
+
+    def _close(self, life: Life, reason: FinishReason) -> None:
+        life.finish_reason = reason
+        del self.alive[life.request_id]
+        self.untold.setdefault(life.request_id, []).append(life)
+
+    def tell(self, request_id: str, where: str) -> None:
+        """The runner is told that this request has ended."""
+        untold = self.untold.get(request_id)
+        if not untold:
+            life = self.lives.get(request_id)
+            state = "unknown" if life is None else "alive" if life.is_alive else "told already"
+            raise ContractViolation(f"{where}: {request_id} is in finished_req_ids, but {state}")
+        untold.pop(0)
+        if not untold:
+            del self.untold[request_id]
+
+    def _check_token(self, life: Life, token_id: int, where: str) -> None:
+        alone = next_token(life.prompt + life.tokens)
+        if token_id != alone:
+            raise ContractViolation(
+                f"{where}: {life.request_id}: output token {len(life.tokens)} is {token_id}, "
+                f"alone it would be {alone}"
+            )
+
+
+def _name(reason: FinishReason | None) -> str:
+    return "none" if reason is None else f"{reason.value!r}"

@@ -1,0 +1,217 @@
+"""The batch as the scheduler has told it so far, steps in flight included: who holds which blocks.
+
+Knows limits, rows and block tables. Knows nothing about what is computed or sampled.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from aioserve.config import SchedulerConfig
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+from aioserve.testing.ledger import Ledger, Life
+from aioserve.testing.violation import ContractViolation
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request in the batch, from the step in which it enters."""
+
+    life: Life
+    block_ids: list[int]
+    is_preempted: bool = False  # its blocks went back at once
+
+
+class PlannedBatch:
+    """Takes in steps as they are planned. Raises `ContractViolation`."""
+
+    def __init__(
+        self, config: SchedulerConfig, ledger: Ledger, num_blocks: int, block_size: int, budget: int
+    ) -> None:
+        """`budget` is the most tokens of a step."""
+        self.rows: dict[str, Row] = {}
+        self._config = config
+        self._ledger = ledger
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._budget = budget
+        self._last_step_id = 0
+
+    def apply(self, output: SchedulerOutput, in_flight: Collection[Row]) -> list[Row]:
+        """Check a step and enter it; `in_flight` are rows of steps that are not back.
+
+        Returns the rows that it runs, in order.
+        """
+        self._check_sum(output)
+        where = f"step {output.step_id}"
+        for request_id in output.finished_req_ids:
+            self._ledger.tell(request_id, where)
+            self.rows.pop(request_id, None)
+        self.preempt(output.preempted_req_ids)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self._check_request(request_id, num_tokens, where)
+        self._check_columns(output, where)
+        self._check_owners(output, in_flight, where)
+        self._enter(output, where)
+        self._check_lengths(output, where)
+        self._last_step_id = output.step_id
+        return [self.rows[request_id] for request_id in output.num_scheduled_tokens]
+
+    def discard(self, output: SchedulerOutput) -> None:
+        """This step was planned, but will not run; whom it served has ended."""
+        self.preempt(output.preempted_req_ids)  # the next step tells the runner
+        for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
+            self.rows[request_id].block_ids += block_ids  # held while a step before it has them
+
+    def preempt(self, request_ids: Iterable[str]) -> None:
+        """These lost their rows and blocks."""
+        for request_id in request_ids:
+            row = self.rows.pop(request_id, None)
+            if row is not None:
+                row.is_preempted = True
+
+    def holders(self, in_flight: Collection[Row]) -> list[Row]:
+        """Who holds blocks: those that live, and those that ended while a step has them."""
+        holders = [row for row in self.rows.values() if row.life.is_alive]
+        holders += {row for row in in_flight if not (row.life.is_alive or row.is_preempted)}
+        return holders
+
+    def must_tell(self) -> list[str]:
+        """Who has ended and is still in the runner's batch."""
+        return [request_id for request_id, row in self.rows.items() if not row.life.is_alive]
+
+    def _check_sum(self, output: SchedulerOutput) -> None:
+        if not isinstance(output, SchedulerOutput):
+            raise ContractViolation(
+                f"step {self._last_step_id + 1}: schedule() must return a SchedulerOutput, got "
+                f"{output!r:.100}"
+            )
+        where, scheduled = f"step {output.step_id}", output.num_scheduled_tokens
+        if output.step_id <= self._last_step_id:
+            raise ContractViolation(
+                f"{where}: schedule() must return a new step, step {self._last_step_id} was planned"
+            )
+        total = output.total_num_scheduled_tokens
+        if total != sum(scheduled.values()):
+            raise ContractViolation(
+                f"{where}: total_num_scheduled_tokens is {total}, the sum is "
+                f"{sum(scheduled.values())}"
+            )
+        if total > self._budget:
+            raise ContractViolation(
+                f"{where}: {total} tokens are more than max_num_batched_tokens ({self._budget})"
+            )
+        if len(scheduled) > self._config.max_num_seqs:
+            raise ContractViolation(
+                f"{where}: {len(scheduled)} requests are more than max_num_seqs "
+                f"({self._config.max_num_seqs})"
+            )
+
+    def _check_request(self, request_id: str, num_tokens: int, where: str) -> None:
+        life = self._ledger.lives.get(request_id)
+        if life is None or not life.is_alive:
+            state = "unknown" if life is None else "has ended"
+            raise ContractViolation(f"{where}: {request_id} is scheduled, but {state}")
+        if num_tokens < 1:
+            raise ContractViolation(f"{where}: {request_id} runs with {num_tokens} tokens")
+        limit = self._config.long_prefill_token_threshold
+        if limit is not None and num_tokens > limit:
+            raise ContractViolation(
+                f"{where}: {request_id} runs with {num_tokens} tokens, "
+                f"long_prefill_token_threshold is {limit}"
+            )
+
+    def _check_columns(self, output: SchedulerOutput, where: str) -> None:
+        """Everybody once, and nobody's blocks without him."""
+        new = [data.request_id for data in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        for request_id, count in Counter([*new, *cached.req_ids]).items():
+            if count > 1:
+                raise ContractViolation(f"{where}: {request_id} is served twice in one step")
+        if strangers := cached.new_block_ids.keys() - set(cached.req_ids):
+            raise ContractViolation(
+                f"{where}: {sorted(strangers)} get new blocks, but do not continue"
+            )
+
+    def _check_owners(
+        self, output: SchedulerOutput, in_flight: Collection[Row], where: str
+    ) -> None:
+        """A block is handed out when nobody holds it; whoever has ended may still write his."""
+        owners = {
+            block_id: row.life for row in self.holders(in_flight) for block_id in row.block_ids
+        }
+        for request_id, block_id in self._handed_out(output):
+            if not 0 <= block_id < self._num_blocks:
+                raise ContractViolation(
+                    f"{where}: {request_id} gets block {block_id} of {self._num_blocks}"
+                )
+            owner = owners.get(block_id)
+            if owner is not None:
+                doing = "holds" if owner.is_alive else "has ended, but a step in flight writes"
+                raise ContractViolation(
+                    f"{where}: {request_id} gets block {block_id}, which {owner.request_id} {doing}"
+                )
+            owners[block_id] = self._ledger.lives[request_id]
+
+    def _handed_out(self, output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+        for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
+            for block_id in block_ids:
+                yield request_id, block_id
+        for data in output.scheduled_new_reqs:
+            num_shared = data.num_computed_tokens // self._block_size
+            for block_id in data.block_ids[num_shared:]:
+                yield data.request_id, block_id
+
+    def _enter(self, output: SchedulerOutput, where: str) -> None:
+        for data in output.scheduled_new_reqs:
+            if data.request_id not in output.num_scheduled_tokens:
+                raise ContractViolation(f"{where}: {data.request_id} is new, but runs no token")
+            life = self._ledger.lives[data.request_id]
+            self._check_new(data, life, where)
+            self.rows[data.request_id] = Row(life, list(data.block_ids))
+            life.was_scheduled = True
+        cached = output.scheduled_cached_reqs
+        for request_id in (*cached.req_ids, *output.num_scheduled_tokens):
+            if request_id not in self.rows:
+                raise ContractViolation(
+                    f"{where}: {request_id} runs, but the runner was never given it"
+                )
+        for request_id, block_ids in cached.new_block_ids.items():
+            self.rows[request_id].block_ids += block_ids
+
+    def _check_new(self, data: NewRequestData, life: Life, where: str) -> None:
+        request = life.request
+        if data.request_id in self.rows:
+            raise ContractViolation(f"{where}: {data.request_id} is new, but it is in the batch")
+        if data.token_ids != life.prompt + life.tokens:
+            raise ContractViolation(
+                f"{where}: {data.request_id} enters with tokens that are not its prompt and output"
+            )
+        if data.num_prompt_tokens != len(life.prompt):
+            raise ContractViolation(
+                f"{where}: {data.request_id} enters with {data.num_prompt_tokens} prompt tokens, "
+                f"it has {len(life.prompt)}"
+            )
+        if data.num_computed_tokens >= len(data.token_ids):
+            raise ContractViolation(
+                f"{where}: {data.request_id} enters with nothing left to compute and sample from"
+            )
+        sampling = (data.sampling_params, data.stop_token_ids, data.encoder_inputs)
+        if sampling != (request.sampling_params, request.stop_token_ids, request.encoder_inputs):
+            raise ContractViolation(
+                f"{where}: {data.request_id} enters with other parameters than it came with"
+            )
+
+    def _check_lengths(self, output: SchedulerOutput, where: str) -> None:
+        """Nobody computes the last token before its length limit: nobody would read it."""
+        computed = {d.request_id: d.num_computed_tokens for d in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            end = computed.get(request_id, 0) + num_tokens
+            limit = self._ledger.lives[request_id].request.max_total_tokens
+            if end >= limit:
+                raise ContractViolation(
+                    f"{where}: {request_id} computes {end} tokens, but ends at its length limit of "
+                    f"{limit}, whose last is never computed"
+                )

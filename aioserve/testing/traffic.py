@@ -1,0 +1,112 @@
+"""What the state machine draws: pools, limits and requests, small enough to be crowded.
+
+Knows hypothesis. Knows nothing about what a scheduler does with them.
+"""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from aioserve.request import EncoderInput
+from aioserve.testing.memory import VOCAB_SIZE, guess
+
+SOMETIMES = st.sampled_from([False, False, True])
+RARELY = st.sampled_from([False] * 9 + [True])
+#: Of harness settings, requests and events, what only a `BaseScheduler` has to understand.
+EXTRAS = ("drafter", "encoder_inputs", "max_encoder_tokens", "num_lookahead_tokens")
+
+VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining")
+
+
+@st.composite
+def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of `SchedulerHarness`: pools from exactly one request's worth upwards."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    max_model_len = draw(st.sampled_from([8, 20, 40]))
+    least_blocks = -(-(max_model_len - 1) // block_size)  # the last token needs no slot
+    settings: dict[str, Any] = {
+        "num_blocks": least_blocks + draw(st.integers(0, 15)),
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": draw(st.sampled_from([8, 8, 3, 1])),
+        "max_num_batched_tokens": draw(st.sampled_from([80, 80, max_model_len, 7, 1])),
+        "victim": draw(st.sampled_from(VICTIMS)),
+    }
+    if draw(SOMETIMES):
+        settings["long_prefill_token_threshold"] = draw(st.sampled_from([3, 7]))
+    if draw(SOMETIMES):
+        settings["enable_prefix_caching"] = draw(st.booleans())
+        settings["watermark"] = draw(st.sampled_from([0.0, 0.2]))
+        settings["step_seconds"] = 0.01
+    if draw(SOMETIMES):
+        settings["queue_timeout"] = draw(st.sampled_from([1e6, 10.0]))
+        settings["max_waiting_requests"] = draw(st.sampled_from([1000, 2]))
+    if draw(SOMETIMES):
+        settings["max_encoder_tokens"] = draw(st.sampled_from([8, 4]))
+        settings["encoder_cache_tokens"] = draw(st.sampled_from([16, 8, 4]))
+    if draw(SOMETIMES):
+        settings["drafter"] = guess
+        settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
+    return settings
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of `SchedulerHarness.add_request`, but for the name.
+
+    Cut the prompt to what the harness takes. A deadline is in seconds from the arrival.
+    """
+    length = draw(st.sampled_from([40, 30, 20, 10])) - draw(st.integers(0, 9))
+    num_common, tail = draw(st.sampled_from([40, 0, 5, 13])), draw(st.integers(0, 20))
+    request: dict[str, Any] = {
+        "prompt_token_ids": [
+            i // 5 if i < num_common else (tail * 7 + i * i) % VOCAB_SIZE for i in range(length)
+        ]
+    }
+    if draw(SOMETIMES):
+        request["max_tokens"] = draw(st.integers(1, 6))
+    if draw(SOMETIMES):
+        request |= draw(_IDENTITIES)
+    if draw(SOMETIMES):
+        request |= draw(_STOPS)
+        request["min_tokens"] = min(request["min_tokens"], request.get("max_tokens", 3))
+    if draw(RARELY):
+        request["deadline"] = draw(st.sampled_from([0.1, 3.0, 12.0]))
+    if draw(RARELY):
+        request["encoder_inputs"] = draw(_ENCODER_INPUTS)
+    return request
+
+
+_IDENTITIES = st.fixed_dictionaries(
+    {
+        "priority": st.integers(0, 2),
+        "user": st.sampled_from(["", "ann", "bob"]),
+        "client_index": st.integers(0, 2),
+        "cache_salt": st.sampled_from(["", "", "salt"]),
+        "adapter_id": st.sampled_from(["", "", "adapter"]),
+    }
+)
+
+_STOPS = st.fixed_dictionaries(
+    {
+        "eos_token_ids": st.sampled_from([(), (0,), tuple(range(8))]),
+        "stop_token_ids": st.sampled_from([(), (1,), tuple(range(5, 15))]),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.integers(0, 3),
+    }
+)
+
+
+def _encoder_inputs(gaps_and_contents: list[tuple[int, int]]) -> tuple[EncoderInput, ...]:
+    items, position = [], 0
+    for gap, content in gaps_and_contents:
+        # A content has one size, of one to four tokens; contents repeat.
+        item = EncoderInput(position + gap, content % 4 + 1, f"image-{content}")
+        items.append(item)
+        position = item.end
+    return tuple(items)
+
+
+_ENCODER_INPUTS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=3
+).map(_encoder_inputs)

@@ -1,0 +1,31 @@
+"""The contract catches every planted bug, and says what is wrong, in which step, with whom."""
+
+import pytest
+
+from aioserve.errors import PolicyError
+from aioserve.scheduler import BaseScheduler
+from aioserve.testing import ContractViolation
+from aioserve.testing.broken import CAUGHT_BY, SoundScheduler
+from aioserve.testing.contract import PolicyContract, Subject
+
+
+def run_contract(policy: type[BaseScheduler]) -> None:
+    tests = [test for name, test in vars(PolicyContract).items() if name.startswith("test_")]
+    for test in tests:
+        for pipeline_depth in (1, 2):
+            test(PolicyContract(), Subject(policy, max_examples=40, shrink=False), pipeline_depth)
+
+
+@pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda broken: broken.__name__)
+def test_the_contract_catches(broken: type[BaseScheduler]) -> None:
+    with pytest.raises((ContractViolation, PolicyError), match=CAUGHT_BY[broken]):
+        run_contract(broken)
+
+
+def test_without_the_bug_nothing_is_caught() -> None:
+    run_contract(SoundScheduler)
+
+
+def test_every_planted_bug_is_named() -> None:
+    assert len(CAUGHT_BY) >= 30
+    assert all(broken.__doc__ != BaseScheduler.__doc__ and broken.__doc__ for broken in CAUGHT_BY)

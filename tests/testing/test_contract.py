@@ -1,0 +1,30 @@
+"""Every installed policy keeps the contract, and so does one that calls the verbs at random."""
+
+from typing import Any
+
+import pytest
+
+from aioserve.scheduler import available_policies, load_policy
+from aioserve.testing.contract import PolicyContract, Subject
+from tests.testing.hostile import HostileScheduler
+
+# Fewer than strangers get by default: there are many policies here, and they share a base.
+EXAMPLES = 25
+
+
+@pytest.mark.parametrize("name", sorted(available_policies()))
+class TestInstalledPolicies(PolicyContract):
+    @pytest.fixture
+    def subject(self, name: str) -> Subject:
+        return Subject(load_policy(name), max_examples=EXAMPLES)
+
+
+class TestHostileScheduler(PolicyContract):
+    policy = HostileScheduler
+    max_examples = 200
+
+
+class TestOptions(PolicyContract):
+    policy = load_policy("chunked_prefill")
+    options: Any = {"chunk_size": 3}  # noqa: RUF012 - read only
+    max_examples = EXAMPLES
