@@ -24,9 +24,9 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 
 _EPILOG = """\
-Commands: serve (the default); replay and trace have a --help of their own. Settings come from
---config, then --set, then flags: of two values the later in this order wins, and of two --set the
-later one.
+Commands: serve (the default); compare, search, sweep, replay and trace have a --help of their own.
+Settings come from --config, then --set, then flags: of two values the later in this order wins, and
+of two --set the later one.
 """
 
 

@@ -1,0 +1,33 @@
+"""Shortest prompt first, with ageing: short prompts overtake long ones, but not for ever.
+
+A prompt of n tokens stands in line as if it had come n / `tokens_per_second` seconds later than it
+did. Whoever comes after that cannot overtake it any more, so nobody starves. The larger the
+number, the closer to first come, first served.
+"""
+
+from aioserve.scheduler import (
+    BaseScheduler,
+    PolicyOptions,
+    PositiveFloat,
+    Request,
+    SchedulerOutput,
+)
+
+
+class ShortestFirstScheduler(BaseScheduler):
+    """Decodes first, then the prompts that are short for the time they have waited."""
+
+    class Options(PolicyOptions):
+        tokens_per_second: PositiveFloat = 500.0  # of prompt, that a second of waiting is worth
+
+    def order(self, request: Request) -> float:
+        return request.arrival_time + request.num_prompt_tokens / self.options.tokens_per_second
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in sorted(self.running, key=lambda r: r.is_prefill):
+            step.run(request)
+        for request in self.waiting:
+            if not step.admit(request):
+                break
+        return step.output()

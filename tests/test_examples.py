@@ -1,0 +1,94 @@
+"""The example package installs, is found by its name, passes the contract and serves.
+
+And `docs/writing-a-policy.md`, which builds it, shows exactly its files.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples/shortest_first"
+PAGE = (ROOT / "docs/writing-a-policy.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables under which the installed example is on the path."""
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("site")
+    subprocess.run(["cp", "-r", str(EXAMPLE), str(source)], check=True)  # pip builds in the tree
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"),
+            *("--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)),
+            str(source / EXAMPLE.name),
+        ],
+        check=True,
+    )
+    return {**os.environ, "PYTHONPATH": str(target)}
+
+
+def run(environment: dict[str, str], *arguments: str, cwd: Path = ROOT) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_installed_policy_is_found_by_its_name(environment: dict[str, str]) -> None:
+    code = "from aioserve.scheduler import *; print(load_policy('shortest_first').__module__)"
+    assert run(environment, "-c", code).strip() == "aioserve_shortest_first.policy"
+
+
+def test_it_passes_the_contract_by_name_from_anywhere(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    printed = run(
+        environment, "-m", "pytest", "-q", "--aioserve-policy", "shortest_first", cwd=tmp_path
+    )
+    assert re.search(r"\d+ passed", printed)
+    assert "failed" not in printed
+
+
+def test_its_own_tests_pass(environment: dict[str, str]) -> None:
+    printed = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE))
+    assert re.search(r"\d+ passed", printed)
+
+
+def test_the_comparison_of_the_page_runs(environment: dict[str, str]) -> None:
+    (command,) = [block for block in blocks("bash") if " compare " in block]
+    printed = run(environment, *command.split()[1:])
+    assert "shortest_first" in printed
+    assert "TTFT p99" in printed
+
+
+def test_the_page_shows_the_files_of_the_package() -> None:
+    policy, contract = blocks("python")
+    assert policy == (EXAMPLE / "aioserve_shortest_first/policy.py").read_text()
+    assert contract.rstrip() in (EXAMPLE / "tests/test_shortest_first.py").read_text().replace(
+        "from aioserve.testing import SchedulerHarness\n", ""
+    )
+    (entry_point,) = blocks("toml")
+    assert entry_point in (EXAMPLE / "pyproject.toml").read_text()
+    (config,) = blocks("yaml")
+    assert config == (EXAMPLE / "shortest_first.yaml").read_text()
+
+
+def test_every_file_and_option_that_the_page_names_exists() -> None:
+    for path in re.findall(r"\b(?:configs|examples|aioserve)/[\w./-]+\w", PAGE):
+        assert (ROOT / path).exists(), path
+    for command in blocks("bash"):
+        if "-m aioserve --config" in command:
+            from aioserve.config import EngineConfig
+
+            EngineConfig.load(ROOT / command.split()[-1])
