@@ -200,18 +200,18 @@ class StarvesTheShort(SoundScheduler):
 
 
 @caught_by(r"not finished after \d+ steps without arrivals: .* preempted again and again")
-class PreemptsForEver(SoundScheduler):
-    """Throws out the newest in every step, also when it is alone."""
+class ThrowsOutThePrompts(SoundScheduler):
+    """Preempts every prompt that is not computed in one piece, and gives it a small one."""
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
         for request in self.running:
-            step.run(request)
-        for request in self.waiting:
-            step.admit(request)
-        if self.num_steps % 3 == 2:
-            for request in list(self.running):
+            if request.is_prefill:
                 step.preempt(request)
+            else:
+                step.run(request)
+        for request in self.waiting:
+            step.admit(request, max_tokens=2)
         return step.output()
 
 
