@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-GOOD = '''
+GOOD = """
 from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt
 
 
@@ -27,7 +27,7 @@ class Good(BaseScheduler):
 class Bad(Good):
     def finish_requests(self, request_ids, finished_status):
         super().finish_requests(request_ids, finished_status)
-'''
+"""
 
 
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
@@ -83,7 +83,11 @@ def test_an_unknown_policy_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_tests_of_the_folder_run_as_well_and_the_contract_only_once(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
-    for arguments in ([], ["test_own.py"], ["--pyargs", "aioserve.testing.contract", "test_own.py"]):
+    for arguments in (
+        [],
+        ["test_own.py"],
+        ["--pyargs", "aioserve.testing.contract", "test_own.py"],
+    ):
         code, output = run_pytest(tmp_path, "--aioserve-policy=mine:Good", "-v", *arguments)
         assert code == 0, output
         assert output.count("test_own PASSED") == 1
