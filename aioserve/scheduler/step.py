@@ -156,6 +156,9 @@ class Step:
         scheduler._close_step(self)
         cached = [r for r in tokens if r not in admitted] if admitted else list(tokens)
         req_ids = [r.request_id for r in cached]
+        finished_req_ids = scheduler._take_finished_req_ids()
+        # A step that says nothing else is not handed to the runner.
+        is_sent = bool(tokens or finished_req_ids or self._preempted_req_ids)
         output = SchedulerOutput(
             step_id=self.step_id,
             scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
@@ -171,11 +174,11 @@ class Step:
             ),
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_req_ids=self._preempted_req_ids,
-            finished_req_ids=scheduler._take_finished_req_ids(),
+            finished_req_ids=finished_req_ids,
             num_common_prefix_blocks=scheduler._num_common_prefix_blocks(),
             scheduled_spec_decode_tokens=self._drafts,
             scheduled_encoder_inputs=self._encoder.scheduled,
-            free_encoder_hashes=scheduler.encoder_cache.take_evicted(),
+            free_encoder_hashes=scheduler.encoder_cache.take_evicted() if is_sent else [],
         )
         scheduler._commit(output, list(tokens), self._num_prefill_tokens)
         return output
