@@ -146,7 +146,9 @@ class PolicyContract:
         for name in ("one", "other"):
             harness.add_request(name, [1] * 5, max_tokens=12)
         harness.run_until_idle()
-        assert FinishReason.TIMEOUT in harness.finished.values()
+        # Who has to time out depends on the policy: the harness asks at every step.
+        late = [name for name, end in harness.finished.items() if end is FinishReason.TIMEOUT]
+        assert [harness.tokens[name] for name in late] == [[]] * len(late)
 
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int

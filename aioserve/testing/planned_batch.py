@@ -132,6 +132,8 @@ class PlannedBatch:
             raise ContractViolation(
                 f"{where}: {sorted(strangers)} get new blocks, but do not continue"
             )
+        if strangers := output.scheduled_spec_decode_tokens.keys() - set(new + cached.req_ids):
+            raise ContractViolation(f"{where}: {sorted(strangers)} verify drafts, but do not run")
 
     def _check_owners(
         self, output: SchedulerOutput, in_flight: Collection[Row], where: str

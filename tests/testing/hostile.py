@@ -26,7 +26,7 @@ class HostileScheduler(BaseScheduler):
             verb = self._random.random()
             if verb < 0.5:
                 step.run(request, self._random.choice([None, 1, 4]))
-            elif verb < 0.92:
+            elif verb < 0.87:
                 whole = self._random.random() < 0.2
                 step.admit(request, self._random.choice([None, 2]), whole=whole)
             elif self._is_hostile:
@@ -43,4 +43,4 @@ class HostileScheduler(BaseScheduler):
 
     @property
     def _is_hostile(self) -> bool:
-        return self.num_steps % 1000 < 100
+        return self.num_steps % 1000 < 100 and self.num_steps % 3 > 0

@@ -1,0 +1,107 @@
+"""What the contract has found in the scheduler itself, each as a short program that shows it."""
+
+import pytest
+
+from aioserve.request import EncoderInput
+from aioserve.scheduler import Step
+from aioserve.testing import SchedulerHarness
+from aioserve.testing.broken import SoundScheduler
+from aioserve.testing.memory import guess
+
+SMALL, LARGE = EncoderInput(0, 2, "small"), EncoderInput(2, 3, "large")
+
+
+def test_an_image_that_is_kept_makes_room_for_the_one_before_it() -> None:
+    """Two images do not fit together; the later one was kept from before a preemption."""
+    harness = SchedulerHarness(SoundScheduler, max_encoder_tokens=8, encoder_cache_tokens=4)
+    harness.add_request("a", [2, 3, 4], encoder_inputs=[EncoderInput(0, 3, "large")], max_tokens=2)
+    harness.run_until_idle()
+    harness.add_request("b", [1] * 5, encoder_inputs=[SMALL, LARGE], max_tokens=2)
+    harness.run_until_idle()
+
+
+def test_a_request_fits_the_pool_alone_with_room_for_drafts() -> None:
+    harness = SchedulerHarness(
+        SoundScheduler,
+        num_blocks=7,
+        block_size=1,
+        max_model_len=8,
+        num_lookahead_tokens=3,
+        drafter=guess,
+    )
+    harness.add_request("a", [1] * 6)
+    harness.run_until_idle()
+
+
+@pytest.mark.parametrize("failure", ["discard_step", "fail_steps"])
+def test_an_image_is_computed_again_if_its_step_failed(failure: str) -> None:
+    harness = SchedulerHarness(SoundScheduler)
+    harness.add_request("a", [1] * 5, encoder_inputs=[SMALL])
+    if failure == "fail_steps":
+        harness.schedule()
+    getattr(harness, failure)()
+    harness.add_request("b", [1] * 5, encoder_inputs=[SMALL])
+    harness.run_until_idle()
+
+
+def test_images_dropped_by_a_plan_that_is_not_used_are_told_with_the_next() -> None:
+    harness = SchedulerHarness(SoundScheduler, max_encoder_tokens=4, encoder_cache_tokens=4)
+    harness.add_request("a", [1] * 5, encoder_inputs=[EncoderInput(0, 3, "old")], max_tokens=1)
+    harness.run_until_idle()
+    harness.add_request("b", [2] * 5, encoder_inputs=[SMALL], max_tokens=1)
+    harness.discard_step()
+    harness.add_request("c", [3] * 5, encoder_inputs=[SMALL], max_tokens=1)
+    harness.run_until_idle()
+
+
+class PreemptsWhatItAdmits(SoundScheduler):
+    """In step 3, and so plans nothing."""
+
+    def new_step(self, token_budget: int | None = None) -> Step:
+        step = super().new_step(token_budget)
+        if step.step_id == 3:
+            for request in self.waiting:
+                step.admit(request)
+                step.preempt(request)
+        return step
+
+
+def test_images_dropped_in_an_empty_step_are_told_with_the_next() -> None:
+    """The runner never sees a step without tokens, endings or preemptions."""
+    harness = SchedulerHarness(PreemptsWhatItAdmits, max_encoder_tokens=4, encoder_cache_tokens=4)
+    harness.add_request("a", [1] * 5, encoder_inputs=[EncoderInput(0, 3, "old")], max_tokens=1)
+    harness.step()
+    harness.step()
+    harness.add_request("b", [2] * 5, encoder_inputs=[SMALL], max_tokens=1)
+    assert harness.schedule().free_encoder_hashes == []
+    harness.run_until_idle()
+
+
+def test_the_deadline_of_an_ended_request_does_not_end_a_later_one_of_the_same_name() -> None:
+    harness = SchedulerHarness(SoundScheduler)
+    harness.add_request("a", [1] * 5, deadline=3.0)
+    harness.finish("a")
+    harness.add_request("a", [1] * 5, max_tokens=9)
+    harness.run_until_idle()
+    assert harness.finished["a"] == "length"
+
+
+class SharesAnImage(SoundScheduler):
+    """In step 1 admits all, then preempts the first."""
+
+    def schedule(self):  # type: ignore[no-untyped-def]
+        if self.num_steps > 0:
+            return super().schedule()
+        step = self.new_step()
+        for request in self.waiting:
+            step.admit(request)
+        step.preempt(self.running[0])
+        return step.output()
+
+
+def test_whoever_reads_an_image_computed_by_another_goes_when_the_other_goes() -> None:
+    harness = SchedulerHarness(SharesAnImage)
+    for number in (1, 2):
+        harness.add_request(f"r{number}", [number] * 5, encoder_inputs=[SMALL], max_tokens=3)
+    assert harness.schedule().num_scheduled_tokens == {}
+    harness.run_until_idle()
