@@ -33,7 +33,9 @@ clean:  ## remove .venv and caches
 		{ echo "aioserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/runtime: requirements/runtime.txt pyproject.toml | .venv/bin/python
+KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
+
+.venv/runtime: requirements/runtime.txt pyproject.toml $(KERNELS) | .venv/bin/python
 	$(BIN)/pip install -q --disable-pip-version-check -r requirements/runtime.txt
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@

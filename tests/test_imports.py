@@ -28,9 +28,11 @@ ALLOWED = {
         "aioserve.request",
         "aioserve.sampling_params",
     },
+    "aioserve.kernels": {"aioserve.errors"},
     "aioserve.runner": {
         "aioserve.config",
         "aioserve.errors",
+        "aioserve.kernels",
         "aioserve.model_info",
         "aioserve.outputs",
         "aioserve.sampling_params",

@@ -1,0 +1,146 @@
+"""Compiled kernels for the CPU: norms, rotary embedding, activations, paged attention.
+
+Thin calls into C on torch tensors, without the GIL, on as many threads as the calling thread gave
+torch. Knows shapes and pointers; knows nothing about models, requests or steps. The environment
+variable AIOSERVE_KERNELS (off, baseline, avx2, avx512) overrides the choice of instruction set.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioserve.kernels.library import (
+    KernelsUnavailableError,
+    choose_variant,
+    open_library,
+    usable_variants,
+)
+
+__all__ = ["Kernels", "KernelsUnavailableError", "load_kernels", "usable_variants"]
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@functools.cache
+def load_kernels() -> "Kernels":
+    """The kernels for this CPU, loaded once. Raises `KernelsUnavailableError`."""
+    return Kernels(choose_variant())
+
+
+class Kernels:
+    """One variant of the library.
+
+    Nothing is checked per call: tensors are contiguous unless said otherwise, of one dtype
+    (float32 or bfloat16; sums are float32), and rows have a multiple of 16 numbers.
+    """
+
+    dtypes = frozenset(_SUFFIXES)
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        library = open_library(variant)
+
+        def by_dtype(name: str, *signature: Any) -> dict[torch.dtype, Any]:
+            functions = {}
+            for dtype, suffix in _SUFFIXES.items():
+                function = functions[dtype] = library[f"{name}_{suffix}"]
+                function.argtypes, function.restype = signature, None
+            return functions
+
+        self._rms_norm = by_dtype("rms_norm", _P, _P, _F, _P, _I, _I)
+        self._add_rms_norm = by_dtype("add_rms_norm", _P, _P, _P, _F, _P, _I, _I)
+        self._rope_store = by_dtype("rope_store", *[_P] * 6, *[_I] * 6, _P, _P, _F)
+        self._store_kv = by_dtype("store_kv", _P, _I, _I, _P, _P, _I, _I, _I, _I)
+        self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
+        self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """`out` = `x` / rms(`x`) * `weight`, per row. `out` may be `x`."""
+        n = weight.shape[0]
+        self._rms_norm[x.dtype](
+            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // n, n
+        )
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """`residual` += `x`, then `out` = its norm. `out` may be `x`."""
+        n = weight.shape[0]
+        self._add_rms_norm[x.dtype](
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            x.numel() // n,
+            n,
+        )
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        num_heads: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Rotate Q and K in place, and store K and V in the cache (not finite becomes 0).
+
+        `qkv` [T, Hq * Dk + Hkv * (Dk + Dv)]. `cos_sin` float32 [positions, Dk]: Dk / 2 cosines,
+        then as many sines, for the two halves of a head. `positions` and `slots` int64 [T].
+        Caches [num_blocks, Hkv, block_size, D]. `q_norm` and `k_norm` [Dk]: weights of an RMS norm
+        per head before the rotation, both or neither.
+        """
+        _, num_kv_heads, block_size, key_dim = key_cache.shape
+        self._rope_store[qkv.dtype](
+            qkv.data_ptr(),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            qkv.shape[0],
+            num_heads,
+            num_kv_heads,
+            key_dim,
+            value_cache.shape[3],
+            block_size,
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+        )
+
+    def store_kv(self, x: Tensor, slots: Tensor, cache: Tensor) -> None:
+        """K or V `x` [T, Hkv, D], any strides but the last, into the cache as `rope_store` does."""
+        tokens, num_kv_heads, head_dim = x.shape
+        token_stride, head_stride, _ = x.stride()
+        self._store_kv[x.dtype](
+            x.data_ptr(),
+            token_stride,
+            head_stride,
+            slots.data_ptr(),
+            cache.data_ptr(),
+            tokens,
+            num_kv_heads,
+            head_dim,
+            cache.shape[2],
+        )
+
+    def silu_and_mul(self, x: Tensor, out: Tensor) -> None:
+        """`x` [T, 2 * I] holds gates, then factors: `out` [T, I] = silu(gate) * factor."""
+        tokens, n = out.shape
+        self._silu_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
+
+    def gelu_tanh_and_mul(self, x: Tensor, out: Tensor) -> None:
+        """The same with gelu in its tanh form."""
+        tokens, n = out.shape
+        self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)

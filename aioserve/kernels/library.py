@@ -1,0 +1,83 @@
+"""Finds and loads the compiled kernels: one shared library per instruction set.
+
+Knows files, CPU flags and OpenMP runtimes; knows nothing about what the kernels compute.
+"""
+
+import ctypes
+import os
+import platform
+import re
+import sysconfig
+from pathlib import Path
+
+from aioserve.errors import ConfigError
+
+ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
+
+# Best first, with the CPU flags that each was compiled for (see setup.py).
+VARIANTS = {
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+    "baseline": set[str](),
+}
+
+
+class KernelsUnavailableError(Exception):
+    """There are no kernels to call here; the message says why. Plain torch is the way on."""
+
+
+def usable_variants() -> list[str]:
+    """Variants that were built and that this CPU runs, best first."""
+    flags = _cpu_flags()
+    return [name for name, needs in VARIANTS.items() if needs <= flags and _path(name).exists()]
+
+
+def choose_variant() -> str:
+    """The best variant, or the one that the environment asks for.
+
+    Raises `KernelsUnavailableError`, and `ConfigError` if the environment asks for nonsense.
+    """
+    asked, usable = os.environ.get(ENVIRONMENT_VARIABLE), usable_variants()
+    if asked == "off":
+        raise KernelsUnavailableError(f"{ENVIRONMENT_VARIABLE}=off")
+    if asked and asked not in usable:
+        choices = ", ".join(["off", *usable])
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} must be one of {choices} here, not {asked!r}")
+    if not usable:
+        raise KernelsUnavailableError("they were not built: Linux and a C compiler are needed")
+    return asked or usable[0]
+
+
+def open_library(variant: str) -> ctypes.CDLL:
+    """Load one variant on the OpenMP runtime of torch. Raises `KernelsUnavailableError`."""
+    # A second runtime would have threads of its own, which fight those of torch for the cores.
+    # So ours is linked to none, and finds its symbols in the one that is already there.
+    import torch  # noqa: F401
+
+    runtime = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", _read("/proc/self/maps"))
+    if runtime is None:
+        raise KernelsUnavailableError("torch came without an OpenMP runtime")
+    try:
+        ctypes.CDLL(runtime[0], mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(_path(variant)))
+    except OSError as error:
+        raise KernelsUnavailableError(str(error)) from error
+
+
+def _path(variant: str) -> Path:
+    suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
+    return Path(__file__).with_name(f"_{variant}{suffix}")
+
+
+def _cpu_flags() -> set[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return set()
+    match = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return set(match[1].split()) if match else set()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

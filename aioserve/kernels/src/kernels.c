@@ -1,0 +1,22 @@
+// The kernels for both element types; built once per instruction set (see setup.py), called
+// through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
+#include "vector.h"
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+
+#define T float
+#define LOAD load_f32
+#define STORE store_f32
+#define NAME(name) JOIN(name, f32)
+#include "elementwise.h"
+#undef T
+#undef LOAD
+#undef STORE
+#undef NAME
+
+#define T bf16
+#define LOAD load_bf16
+#define STORE store_bf16
+#define NAME(name) JOIN(name, bf16)
+#include "elementwise.h"

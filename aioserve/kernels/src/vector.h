@@ -1,0 +1,86 @@
+// Vectors of W floats, by the compiler's own vector types: one source for every instruction set.
+// Knows numbers and rounding; knows nothing about models.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__)
+#define W 16
+#elif defined(__AVX2__)
+#define W 8
+#else
+#define W 4
+#endif
+
+typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf maximum(vf a, vf b) { return pick(a > b, a, b); }
+
+INLINE vf load_f32(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE vf load_bf16(const bf16 *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+
+INLINE void store_bf16(bf16 *p, vf v) {  // to nearest, ties to even; NaN stays NaN
+#ifdef __AVX512BF16__
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+#else
+    vu bits = (vu)v;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    bits = (vu)pick(v == v, (vf)bits, (vf)((vu){0} + 0x7fc0));
+    vh h = __builtin_convertvector(bits, vh);
+#endif
+    memcpy(p, &h, sizeof h);
+}
+
+INLINE float sum(vf v) {
+    float total = 0;
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) v[i] += v[i + step];
+    total = v[0];
+    return total;
+}
+
+INLINE float highest(vf v) {
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
+    return v[0];
+}
+
+#define LOG2E 1.44269504f
+#define ROUNDER 12582912.f  // 1.5 * 2^23: added and taken away, it rounds to an integer
+
+// 2^n * e^r for |r| <= ln(2) / 2 and whole n in [-126, 127]. Polynomial of Cephes' expf.
+INLINE vf scaled_exp(vf n, vf r) {
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.f);
+    return (vf)((vi)p + ((vi)(n + ROUNDER) << 23));
+}
+
+// e^x to 2 units in the last place; x is cut to [-87, 88].
+INLINE vf exp_(vf x) {
+    x = pick(x < 88.f, x, splat(88.f));
+    x = pick(x > -87.f, x, splat(-87.f));  // also NaN: what multiplies it must carry the NaN
+    vf n = x * LOG2E + ROUNDER - ROUNDER;
+    return scaled_exp(n, x - n * 0.693359375f + n * 2.12194440e-4f);  // ln(2) in two parts
+}
