@@ -1,0 +1,219 @@
+"""One step as the arrays that kernels want, in one int32 buffer: the plan of a step.
+
+Knows rows, pages and markers. Knows nothing about models, devices or scheduling.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from aioserve.runner import noise
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.sampling_columns import SamplingInputs
+
+Words = npt.NDArray[np.int32]
+A = TypeVar("A", Words, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections(Generic[A]):
+    """Views of an arena, as long as they can get; a step uses the beginning of each.
+
+    B rows, those with one token first; T tokens; S rows that sample, in the order of the B.
+    """
+
+    input_ids: A  # T; -1 - slot: the last token sampled for that slot
+    positions: A  # T
+    slots: A  # T, page * page_size + offset: where K and V of a token go
+    qo_indptr: A  # B + 1, first token of each row
+    kv_indptr: A  # B + 1, first entry of each row in kv_indices
+    last_page_len: A  # B, tokens in the last page of a row: 1 to page_size
+    seq_lens: A  # B, tokens whose K and V exist once this step has written its own
+    logits_rows: A  # S, the token (of T) whose logits are sampled from
+    token_slots: A  # S, where the sampled token is kept for the next step
+    temperature: A  # S, float bits; 0 = greedy
+    top_k: A  # S, 0 = all
+    top_p: A  # S, float bits
+    min_p_floor: A  # S, float bits: log(min_p)
+    keys: A  # 2 * S, of the noise: all first words, then all second ones
+    kv_indices: A  # pages of all rows; last, as only what is used of it is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the largest step may hold."""
+
+    num_rows: int
+    num_tokens: int
+    num_row_pages: int  # of one row
+    page_size: int
+    num_pages: int  # of the KV pool; one more, the dummy page, takes what padding rows write
+
+    @property
+    def dummy_page(self) -> int:
+        """Read and written by padding rows only."""
+        return self.num_pages
+
+    @property
+    def dummy_slot(self) -> int:
+        """Token slot of padding rows; the real ones are the rows of the persistent batch."""
+        return self.num_rows
+
+
+class Layout:
+    """Where each section lies in an arena: the same place in every step, as CUDA graphs demand."""
+
+    def __init__(self, limits: Limits) -> None:
+        rows, tokens = limits.num_rows, limits.num_tokens
+        self.limits = limits
+        lengths = dict.fromkeys((field.name for field in fields(Sections)), rows)
+        lengths |= dict.fromkeys(("input_ids", "positions", "slots"), tokens)
+        lengths |= dict.fromkeys(("qo_indptr", "kv_indptr"), rows + 1)
+        lengths |= {"keys": 2 * rows, "kv_indices": rows * limits.num_row_pages}
+        self._bounds: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, length in lengths.items():
+            begin = -(-end // 32) * 32  # 128 bytes: what vector loads and copies like
+            end = begin + length
+            self._bounds[name] = (begin, end)
+        self.size = end  # in int32
+
+    def split(self, buffer: A) -> Sections[A]:
+        """The sections of `buffer` [size], as views."""
+        return Sections(**{name: buffer[a:b] for name, (a, b) in self._bounds.items()})
+
+    def used(self, num_page_entries: int) -> int:
+        """How much of an arena a step with so many entries of kv_indices fills."""
+        return self._bounds["kv_indices"][0] + num_page_entries
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the host knows of a step that lies in an arena. Rows are the B of `Sections`."""
+
+    inputs: StepInputs  # in the scheduler's order
+    host: Sections[Words]  # valid until the arena is used again
+    num_rows: int  # B without padding
+    num_decodes: int  # leading rows with one token, padding not counted
+    num_padded_rows: int  # B; more than num_rows only if all rows are decodes
+    num_tokens: int  # T, padding included
+    num_page_entries: int
+    num_words: int  # of the arena that are used
+    sampled: IntArray  # S, rows of `inputs`
+    sampling: SamplingInputs  # of the S
+
+    @property
+    def num_sampling(self) -> int:
+        """S."""
+        return len(self.sampled)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token: what a CUDA graph can replay."""
+        return self.num_decodes == self.num_rows
+
+
+def plan_step(
+    inputs: StepInputs,
+    sampling: SamplingInputs,
+    layout: Layout,
+    arena: Words,
+    padded_sizes: tuple[int, ...] = (),
+) -> StepPlan:
+    """Write a step with at least one token into `arena` [layout.size].
+
+    `sampling` holds the columns of `inputs.sampling`. A step of decodes alone is padded to the
+    smallest of `padded_sizes` (ascending) that holds it; larger ones are left as they are.
+    """
+    limits, out = layout.limits, layout.split(arena)
+    query_lens = np.diff(inputs.query_start_loc)
+    order = np.argsort(query_lens > 1, kind="stable")  # decodes first, else as scheduled
+    num_rows, num_decodes = len(order), int((query_lens == 1).sum())
+    num_tokens = int(inputs.query_start_loc[-1])
+    query_lens = query_lens[order]
+    starts = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(query_lens, out=starts[1:])
+    token = np.arange(num_tokens) + np.repeat(
+        inputs.query_start_loc[order] - starts[:-1], query_lens
+    )
+    out.input_ids[:num_tokens] = inputs.input_ids[token]
+    out.positions[:num_tokens] = inputs.positions[token]
+    out.slots[:num_tokens] = inputs.slot_mapping[token]
+    out.qo_indptr[: num_rows + 1] = starts
+
+    seq_lens = inputs.seq_lens[order]
+    num_pages = -(-seq_lens // limits.page_size)
+    pages_end = np.cumsum(num_pages)
+    num_entries = int(pages_end[-1])
+    column = np.arange(num_entries) - np.repeat(pages_end - num_pages, num_pages)
+    out.kv_indices[:num_entries] = inputs.block_table[np.repeat(order, num_pages), column]
+    out.kv_indptr[0] = 0
+    out.kv_indptr[1 : num_rows + 1] = pages_end
+    out.last_page_len[:num_rows] = seq_lens - (num_pages - 1) * limits.page_size
+    out.seq_lens[:num_rows] = seq_lens
+
+    num_padded = num_rows
+    if num_decodes == num_rows:
+        num_padded = next((size for size in padded_sizes if size >= num_rows), num_rows)
+        _pad(out, limits, num_rows, num_padded, num_entries)
+        num_entries += num_padded - num_rows
+        num_tokens = num_padded
+
+    places = _in_row_order(order, inputs.sampling)
+    sampled = inputs.sampling[places]
+    last_token = np.empty(num_rows, dtype=np.int64)
+    last_token[order] = starts[1:] - 1
+    out.logits_rows[: len(sampled)] = last_token[sampled]
+    out.token_slots[: len(sampled)] = inputs.rows[sampled]
+    edits = sampling.edits
+    if edits:
+        edits = {new: edits[old] for new, old in enumerate(places.tolist()) if old in edits}
+    sampling = sampling.take(places)
+    _write_sampling(out, sampling)
+    return StepPlan(
+        inputs=inputs,
+        host=out,
+        num_rows=num_rows,
+        num_decodes=num_decodes,
+        num_padded_rows=num_padded,
+        num_tokens=num_tokens,
+        num_page_entries=num_entries,
+        num_words=layout.used(num_entries),
+        sampled=sampled,
+        sampling=replace(sampling, edits=edits),
+    )
+
+
+def _in_row_order(order: IntArray, sampling: IntArray) -> IntArray:
+    """Places in `sampling` (rows as scheduled, ascending) in the order of the planned rows."""
+    row = np.empty(len(order), dtype=np.int64)
+    row[order] = np.arange(len(order))
+    return np.argsort(row[sampling])
+
+
+def _pad(out: Sections[Words], limits: Limits, begin: int, end: int, num_entries: int) -> None:
+    """Rows that look like requests of one token in the dummy page, so that no kernel meets a row
+    without a page (flashinfer reads a last page of length 0 as a full one).
+    """
+    out.input_ids[begin:end] = 0
+    out.positions[begin:end] = 0
+    out.slots[begin:end] = limits.dummy_page * limits.page_size
+    out.qo_indptr[begin + 1 : end + 1] = np.arange(begin + 1, end + 1)
+    out.kv_indptr[begin + 1 : end + 1] = num_entries + np.arange(1, end - begin + 1)
+    out.kv_indices[num_entries : num_entries + end - begin] = limits.dummy_page
+    out.last_page_len[begin:end] = 1
+    out.seq_lens[begin:end] = 1
+
+
+def _write_sampling(out: Sections[Words], sampling: SamplingInputs) -> None:
+    size = len(sampling.temperature)
+    out.temperature[:size] = sampling.temperature.view(np.int32)
+    out.top_k[:size] = sampling.top_k
+    out.top_p[:size] = sampling.top_p.view(np.int32)
+    with np.errstate(divide="ignore"):
+        out.min_p_floor[:size] = np.log(sampling.min_p).view(np.int32)
+    keys = noise.row_keys(sampling.seeds, sampling.num_tokens).view(np.int32)
+    out.keys[: 2 * size] = keys.T.reshape(-1)
