@@ -1,0 +1,114 @@
+"""Device draws are the CPU's: the same noise bit for bit, the same limits, the same tokens.
+
+Triton runs in its interpreter, in a process of its own: it is switched on at import.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.runner import noise
+from aioserve.runner.cuda import draw as portable
+from aioserve.runner.cuda.draw import DrawColumns
+from aioserve.runner.sampler import sample
+from aioserve.runner.sampling_columns import NO_LOGPROBS, SamplingInputs
+
+INTERPRETER = {**os.environ, "TRITON_INTERPRET": "1"}
+
+
+def random_columns(seed: int, num_rows: int) -> SamplingInputs:
+    rng = np.random.default_rng(seed)
+
+    def pick(*choices: float) -> np.ndarray:
+        return rng.choice(np.array(choices), num_rows)
+
+    return SamplingInputs(
+        num_tokens=rng.integers(1, 100_000, num_rows),
+        temperature=pick(0, 0.01, 0.7, 1, 3).astype(np.float32),
+        top_k=pick(0, 0, 1, 2, 40, 100_000).astype(np.int64),
+        top_p=pick(1, 1, 0.001, 0.5, 0.95).astype(np.float32),
+        min_p=pick(0, 0, 0.1, 1).astype(np.float32),
+        seeds=rng.integers(0, 1 << 32, (num_rows, 2), dtype=np.uint32),
+        num_logprobs=np.full(num_rows, NO_LOGPROBS, dtype=np.int64),
+        edits={},
+    )
+
+
+def on_device(inputs: SamplingInputs) -> DrawColumns:
+    keys = noise.row_keys(inputs.seeds, inputs.num_tokens).view(np.int32)
+    with np.errstate(divide="ignore"):
+        floor = np.log(inputs.min_p)
+    return DrawColumns(
+        temperature=torch.from_numpy(inputs.temperature),
+        top_k=torch.from_numpy(inputs.top_k.astype(np.int32)),
+        top_p=torch.from_numpy(inputs.top_p),
+        min_p_floor=torch.from_numpy(floor),
+        keys=torch.from_numpy(np.ascontiguousarray(keys.T)),
+        is_limited=bool(((inputs.top_k > 0) | (inputs.top_p < 1)).any()),
+    )
+
+
+def random_logits(seed: int, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, size, generator=generator) * 4
+    logits[:, size // 2] = logits[:, size // 3]  # equals, also among the most likely
+    logits[0, size // 4 :] = float("-inf")  # as a mask leaves them
+    return logits.to(dtype)
+
+
+def check_noise(uniforms: Callable[[Tensor, int], Tensor]) -> None:
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 1 << 32, (50, 2), dtype=np.uint32)
+    expected = noise.uniform(noise.hash_tokens(keys, np.arange(5000, dtype=np.uint32)))
+    found = uniforms(torch.from_numpy(np.ascontiguousarray(keys.T).view(np.int32)), 5000).numpy()
+    assert (found.view(np.uint32) == expected.view(np.uint32)).all()
+
+
+def check_tokens(draw: Callable[[Tensor, DrawColumns], Tensor], num_seeds: int) -> None:
+    drawn = set()
+    for seed in range(num_seeds):
+        for dtype in (torch.float32, torch.bfloat16):  # in bfloat16 there are many equals
+            inputs = random_columns(seed, 24)
+            logits = random_logits(seed, 24, 4500 + seed, dtype)
+            expected = sample(logits, inputs).token_ids.tolist()
+            assert draw(logits, on_device(inputs)).tolist() == expected
+            drawn.update(expected)
+    assert len(drawn) > num_seeds
+
+
+def test_noise_in_torch_is_that_of_numpy_bit_for_bit() -> None:
+    check_noise(portable.uniforms)
+
+
+def test_draws_in_torch_are_those_of_the_cpu_sampler() -> None:
+    check_tokens(portable.draw, num_seeds=20)
+
+
+def test_greedy_rows_alone_and_unlimited_rows_alone_are_the_cpu_samplers_too() -> None:
+    for temperature in (0, 0.8):
+        inputs = random_columns(5, 8)
+        inputs.temperature[:] = temperature
+        inputs.top_k[:], inputs.top_p[:] = 0, 1
+        logits = random_logits(1, 8, 300, torch.float32)
+        columns = on_device(inputs)
+        assert not columns.is_limited
+        assert portable.draw(logits, columns).tolist() == sample(logits, inputs).token_ids.tolist()
+
+
+@pytest.mark.parametrize("check", ["check_noise(t.uniforms)", "check_tokens(t.draw, 1)"])
+def test_triton_kernels_do_the_same_in_the_interpreter(check: str) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    code = (
+        "import sys; sys.path.insert(0, 'tests/runner/cuda')\n"
+        "from test_draw import *; from aioserve.runner.cuda import triton_kernels as t\n" + check
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=INTERPRETER, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
