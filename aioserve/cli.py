@@ -24,7 +24,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 
 _EPILOG = """\
-Commands: serve (the default); compare, search, sweep, replay and trace have a --help of their own.
+Commands: serve (the default); bench, compare, search, sweep, calibrate, replay and trace have a
+--help of their own.
 Settings come from --config, then --set, then flags: of two values the later in this order wins, and
 of two --set the later one.
 """
@@ -62,6 +63,7 @@ TOOLS = {
     "compare": "aioserve.lab.commands:run_compare",
     "search": "aioserve.lab.commands:run_search",
     "sweep": "aioserve.lab.commands:run_sweep",
+    "bench": "aioserve.lab.bench_commands:run_bench",
     "calibrate": "aioserve.lab.calibrate_commands:run_calibrate",
     "replay": "aioserve.lab.log_commands:run_replay",
     "trace": "aioserve.lab.log_commands:run_trace",

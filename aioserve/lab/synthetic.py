@@ -6,9 +6,10 @@ The same seed gives the same requests on every machine. Knows nothing about serv
 import math
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator
 from heapq import merge
-from itertools import accumulate, cycle
+from itertools import accumulate, count, cycle
 from pathlib import Path
 from typing import Annotated
 
@@ -114,6 +115,17 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag_field="kind", tag="lognorma
 Distribution = Constant | Uniform | LogNormal
 
 
+class Closed(Spec, frozen=True, kw_only=True, tag_field="kind", tag="closed"):
+    """So many clients who wait for a reply, think, and send their next request.
+
+    All begin at once. Requests (or conversations) are dealt out in turn, so each configuration
+    gets the same ones from the same clients.
+    """
+
+    clients: Count
+    think_seconds: Distribution = Constant(value=0)
+
+
 class Prefixes(Spec, frozen=True, kw_only=True):
     """Prompts that begin alike: `count` system prompts; the k-th is used as 1/k**`zipf`."""
 
@@ -148,7 +160,7 @@ class WorkloadSpec(Spec, frozen=True, kw_only=True):
     """A workload file."""
 
     classes: Annotated[list[ClientClass], Meta(min_length=1)]
-    arrivals: Arrivals | None = None
+    arrivals: Arrivals | Closed | None = None
     num_requests: Count | None = None  # turns of conversations count
     duration: Positive | None = None  # seconds in which requests or conversations begin
 
@@ -165,6 +177,11 @@ def read_spec(path: str | Path) -> WorkloadSpec:
         raise ConfigError(f"workload {path}: give num_requests, duration or both")
     if spec.arrivals is None and any(c.arrivals is None for c in spec.classes):
         raise ConfigError(f"workload {path}: arrivals are missing, here or in every class")
+    if isinstance(spec.arrivals, Closed):
+        if spec.duration is not None:
+            raise ConfigError(f"workload {path}: a closed loop has no duration: give num_requests")
+        if any(c.arrivals is not None for c in spec.classes):
+            raise ConfigError(f"workload {path}: a closed loop leaves no arrivals to a class")
     names = [c.name for c in spec.classes]
     if len(set(names)) < len(names):
         raise ConfigError(f"workload {path}: two classes have the same name")
@@ -176,17 +193,23 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
     makers = {c.name: _Maker(c, seed) for c in spec.classes}
     limit = spec.num_requests or math.inf
     requests: list[WorkloadRequest] = []
+    num_clients = spec.arrivals.clients if isinstance(spec.arrivals, Closed) else 0
+    last: deque[int] = deque(maxlen=num_clients)  # of each client in turn: its last request
     for arrival, kind in _arrivals(spec, seed):
         if spec.duration is not None and arrival >= spec.duration:
             break
-        requests += makers[kind].make(arrival, len(requests))
+        follows = last[0] if num_clients and len(last) == num_clients else -1
+        requests += makers[kind].make(arrival, len(requests), follows)
+        last.append(len(requests) - 1)
         if len(requests) >= limit:
             break
     return Workload(name, tuple(requests[: spec.num_requests]), seed=seed)
 
 
 def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:
-    """(seconds, class name) in order, without end."""
+    """(seconds, class name) in order, without end; in a closed loop the pauses before each."""
+    if isinstance(spec.arrivals, Closed):
+        return _pauses(spec.arrivals, spec.classes, random.Random(f"{seed} arrivals"))
     sharing = [c for c in spec.classes if c.arrivals is None]
     streams = [
         _stream(c.arrivals, [c], random.Random(f"{seed} arrivals {c.name}"))
@@ -206,6 +229,15 @@ def _stream(
     for gap in arrivals.gaps(rng):
         now += gap
         yield now, rng.choices(names, shares)[0]
+
+
+def _pauses(
+    closed: Closed, classes: list[ClientClass], rng: random.Random
+) -> Iterator[tuple[float, str]]:
+    names, shares = [c.name for c in classes], [c.share for c in classes]
+    for number in count():
+        pause = closed.think_seconds.draw(rng) if number >= closed.clients else 0.0
+        yield pause, rng.choices(names, shares)[0]
 
 
 class _Maker:
@@ -230,8 +262,11 @@ class _Maker:
             weights = (1 / (k + 1) ** kind.prefixes.zipf for k in range(len(self._prefixes)))
             self._popularity = list(accumulate(weights))
 
-    def make(self, arrival: float, place: int) -> list[WorkloadRequest]:
-        """One request, or all turns of a conversation, that begins at `place` in the workload."""
+    def make(self, arrival: float, place: int, follows: int = -1) -> list[WorkloadRequest]:
+        """One request, or all turns of a conversation, that begins at `place` in the workload.
+
+        In a closed loop it begins `arrival` seconds after the end of the request it `follows`.
+        """
         kind, rng = self._kind, self._rng
         user = kind.name if kind.users == 1 else f"{kind.name}-{self._num_made % kind.users}"
         self._num_made += 1
@@ -249,7 +284,7 @@ class _Maker:
                     priority=kind.priority,
                     user=user,
                     timeout=kind.timeout,
-                    follows=place + turn - 1 if turn else -1,
+                    follows=place + turn - 1 if turn else follows,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))

@@ -101,6 +101,25 @@ def test_classes_may_arrive_by_a_clock_of_their_own() -> None:
     assert [r.arrival for r in requests] == sorted(r.arrival for r in requests)
 
 
+def test_in_a_closed_loop_each_client_waits_for_its_answer_and_thinks() -> None:
+    think = {"kind": "uniform", "min": 1, "max": 2}
+    arrivals = {"kind": "closed", "clients": 3, "think_seconds": think}
+    requests = generate(spec(arrivals=arrivals, num_requests=10)).requests
+    assert [r.follows for r in requests] == [-1, -1, -1, 0, 1, 2, 3, 4, 5, 6]
+    assert [r.arrival for r in requests[:3]] == [0, 0, 0]
+    assert all(1 <= r.arrival <= 2 for r in requests[3:])
+
+
+def test_in_a_closed_loop_a_client_ends_one_conversation_before_the_next() -> None:
+    two = {"kind": "constant", "value": 2}
+    session = {"turns": two, "think_seconds": {"kind": "constant", "value": 7}}
+    arrivals = {"kind": "closed", "clients": 2}
+    workload = spec(arrivals=arrivals, num_requests=8, classes=[CLASS | {"session": session}])
+    requests = generate(workload).requests
+    assert [r.follows for r in requests] == [-1, 0, -1, 2, 1, 4, 3, 6]
+    assert [r.arrival for r in requests] == [0, 7, 0, 7, 0, 7, 0, 7]
+
+
 def test_a_duration_ends_the_arrivals() -> None:
     requests = generate(spec(num_requests=None, duration=10.0)).requests
     assert len(requests) == pytest.approx(500, rel=0.2)
@@ -139,10 +158,16 @@ def test_a_bad_description_is_refused_by_field(tmp_path: Path, text: str, messag
 def test_a_description_without_end_or_arrivals_or_with_twins_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.yaml"
     poisson = {"kind": "poisson", "rate": 1}
+    closed = {"kind": "closed", "clients": 2}
     for whole, message in (
         ({"arrivals": poisson, "classes": [CLASS]}, "num_requests, duration"),
         ({"num_requests": 5, "classes": [CLASS]}, "arrivals are missing"),
         ({"num_requests": 5, "arrivals": poisson, "classes": [CLASS, CLASS]}, "same name"),
+        ({"duration": 5, "arrivals": closed, "classes": [CLASS]}, "has no duration"),
+        (
+            {"num_requests": 5, "arrivals": closed, "classes": [CLASS | {"arrivals": poisson}]},
+            "leaves no arrivals",
+        ),
     ):
         path.write_bytes(msgspec.yaml.encode(whole))
         with pytest.raises(ConfigError, match=message):
