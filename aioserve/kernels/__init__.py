@@ -57,6 +57,9 @@ class Kernels:
         self._store_kv = by_dtype("store_kv", _P, _I, _I, _P, _P, _I, _I, _I, _I)
         self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
         self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
+        self._paged_attention = by_dtype(
+            *("paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """`out` = `x` / rms(`x`) * `weight`, per row. `out` may be `x`."""
@@ -144,3 +147,52 @@ class Kernels:
         """The same with gelu in its tanh form."""
         tokens, n = out.shape
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attention of the last tokens of R rows to all of their past, which is in the cache.
+
+        `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
+        [num_blocks, Hkv, block_size, D], finite where a row has tokens and never read elsewhere.
+        `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
+        float32 [Hq]. The options are those of `AttentionBackend.forward`. A token's result does
+        not depend on the other rows or on the number of threads.
+        """
+        _, num_heads, key_dim = query.shape
+        token_stride, head_stride, _ = query.stride()
+        _, num_kv_heads, block_size, value_dim = value_cache.shape
+        self._paged_attention[query.dtype](
+            query.data_ptr(),
+            token_stride,
+            head_stride,
+            out.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            block_table.data_ptr(),
+            block_table.shape[1],
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            seq_lens.shape[0],
+            num_heads,
+            num_kv_heads,
+            key_dim,
+            value_dim,
+            block_size,
+            scaling,
+            sliding_window or 0,
+            softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+        )

@@ -1,5 +1,6 @@
 // The kernels for both element types; built once per instruction set (see setup.py), called
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
+#include "plan.h"
 #include "vector.h"
 
 #define JOIN_(a, b) a##_##b
@@ -10,6 +11,7 @@
 #define STORE store_f32
 #define NAME(name) JOIN(name, f32)
 #include "elementwise.h"
+#include "attention.h"
 #undef T
 #undef LOAD
 #undef STORE
@@ -19,4 +21,8 @@
 #define LOAD load_bf16
 #define STORE store_bf16
 #define NAME(name) JOIN(name, bf16)
+#ifdef __AVX512BF16__
+#define PAIRS
+#endif
 #include "elementwise.h"
+#include "attention.h"

@@ -24,6 +24,11 @@ typedef uint16_t vh __attribute__((vector_size(2 * W)));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf splat_bits(const float *p) {  // whatever the 32 bits mean
+    int32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return (vf)(bits - (vi){0});
+}
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf maximum(vf a, vf b) { return pick(a > b, a, b); }
 
@@ -83,4 +88,47 @@ INLINE vf exp_(vf x) {
     x = pick(x > -87.f, x, splat(-87.f));  // also NaN: what multiplies it must carry the NaN
     vf n = x * LOG2E + ROUNDER - ROUNDER;
     return scaled_exp(n, x - n * 0.693359375f + n * 2.12194440e-4f);  // ln(2) in two parts
+}
+
+// 2^x, 0 below 2^-126, also for -inf; x <= 127.
+INLINE vf exp2_(vf x) {
+    x = pick(x > -150.f, x, splat(-150.f));
+    vf n = x + ROUNDER - ROUNDER;
+    return (vf)((x >= -126.f) & (vi)scaled_exp(n, (x - n) * 0.693147181f));
+}
+
+// The same to 3e-6 relative, for what is rounded to bfloat16 next.
+INLINE vf exp2_rough(vf x) {
+    x = pick(x > -150.f, x, splat(-150.f));
+    vf n = x + ROUNDER - ROUNDER, r = x - n, p = splat(9.570097e-3f);  // minimax
+    p = p * r + 5.591786e-2f;
+    p = p * r + 2.402474e-1f;
+    p = p * r + 6.931218e-1f;
+    p = p * r + 9.999993e-1f;
+    return (vf)((x >= -126.f) & ((vi)p + ((vi)(n + ROUNDER) << 23)));
+}
+
+#if W == 16
+#define INDEXES ((vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif W == 8
+#define INDEXES ((vi){0, 1, 2, 3, 4, 5, 6, 7})
+#else
+#define INDEXES ((vi){0, 1, 2, 3})
+#endif
+
+// W vectors of W lanes, in place: swap the off-diagonal quarters, at every scale.
+INLINE void transpose(vf v[W]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < W; step *= 2) {
+        vi is_high = (INDEXES & step) != 0;
+        vi low = (is_high & (INDEXES + (W - step))) | (~is_high & INDEXES);
+        vi high = (is_high & (INDEXES + W)) | (~is_high & (INDEXES + step));
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (i & step) continue;
+            vf a = v[i], b = v[i + step];
+            v[i] = __builtin_shuffle(a, b, low);
+            v[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
 }

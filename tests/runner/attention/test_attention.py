@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioserve.kernels import Kernels, usable_variants
 from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs, torch_paged
+from aioserve.runner.attention.compiled import CompiledAttention
 from aioserve.runner.attention.torch_paged import TorchPagedAttention
 
 BLOCK_SIZE = 4
+MakeBackend = Callable[[KVCacheSpec, int, int], CompiledAttention | TorchPagedAttention]
+
+
+def compiled_backend(variant: str) -> MakeBackend:
+    return partial(CompiledAttention, Kernels(variant))
+
+
+@pytest.fixture(params=["torch", *usable_variants()])
+def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
+    """Plain torch, and every variant of the kernels that this CPU runs."""
+    return TorchPagedAttention if request.param == "torch" else compiled_backend(request.param)
 
 
 def naive_attention(
@@ -49,7 +63,14 @@ def naive_attention(
 class PagedSequences:
     """Sequences of random K and V, run through a backend in chunks of given lengths."""
 
-    def __init__(self, lengths: list[int], num_kv_heads: int, dims: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        lengths: list[int],
+        num_kv_heads: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         key_dim, value_dim = dims
         self.keys = [torch.randn(n, num_kv_heads, key_dim, generator=generator) for n in lengths]
@@ -60,12 +81,24 @@ class PagedSequences:
         blocks = list(range(width * len(lengths)))
         random.Random(0).shuffle(blocks)
         self.block_table = np.array(blocks, dtype=np.int32).reshape(len(lengths), width)
-        spec = KVCacheSpec((LayerSpec(num_kv_heads, key_dim, value_dim),), torch.float32)
-        self.backend = TorchPagedAttention(spec, len(blocks), BLOCK_SIZE)
+        spec = KVCacheSpec((LayerSpec(num_kv_heads, key_dim, value_dim),), dtype)
+        self.backend = make_backend(spec, len(blocks), BLOCK_SIZE)
         # what was never written, and what others left behind, must not matter
         for cache in (*self.backend.key_caches, *self.backend.value_caches):
             cache.fill_(1e4)
         self.computed = [0] * len(lengths)
+
+    def fill_past(self) -> None:
+        """Put K and V of the tokens that count as computed into the cache."""
+        for row, num_computed in enumerate(self.computed):
+            positions = np.arange(num_computed)
+            blocks = torch.from_numpy(self.block_table[row, positions // BLOCK_SIZE]).long()
+            offsets = torch.from_numpy(positions % BLOCK_SIZE)
+            for cache, states in (
+                (self.backend.key_caches[0], self.keys[row]),
+                (self.backend.value_caches[0], self.values[row]),
+            ):
+                cache[blocks, :, offsets] = states[:num_computed].to(cache.dtype)
 
     def step(self, chunks: dict[int, int], num_heads: int, **options: Any) -> None:
         """Run `chunks[sequence]` more tokens of some sequences and compare with the loop."""
@@ -132,29 +165,49 @@ def small_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("are_groups_small", [False, True])
+def run_mixed_steps(make_backend: MakeBackend, num_kv_heads: int, **options: Any) -> None:
+    sequences = PagedSequences(make_backend, [3, 20, 41, 70, 12], num_kv_heads, dims=(16, 16))
+    sequences.step({0: 1, 1: 11, 3: 37}, 6, **options)
+    sequences.step({2: 40, 0: 1, 3: 5, 1: 3}, 6, **options)
+    sequences.step({1: 1, 3: 1, 2: 1, 0: 1}, 6, **options)
+    sequences.step({3: 27, 4: 12, 1: 5}, 6, **options)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chunks_and_decodes_equal_the_loop(
-    name: str, num_kv_heads: int, are_groups_small: bool, monkeypatch: pytest.MonkeyPatch
+    make_backend: MakeBackend, name: str, num_kv_heads: int
 ) -> None:
-    with small_groups(monkeypatch) if are_groups_small else monkeypatch.context():
-        sequences = PagedSequences([3, 20, 41, 70, 12], num_kv_heads, dims=(16, 16))
-        options = OPTIONS[name]
-        sequences.step({0: 1, 1: 11, 3: 37}, 6, **options)
-        sequences.step({2: 40, 0: 1, 3: 5, 1: 3}, 6, **options)
-        sequences.step({1: 1, 3: 1, 2: 1, 0: 1}, 6, **options)
-        sequences.step({3: 27, 4: 12, 1: 5}, 6, **options)
+    run_mixed_steps(make_backend, num_kv_heads, **OPTIONS[name])
 
 
-def test_keys_and_values_may_differ_in_size() -> None:
-    sequences = PagedSequences([20, 9], 2, dims=(24, 16))
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_small_groups_of_the_torch_backend_equal_the_loop(
+    name: str, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_groups(monkeypatch):
+        run_mixed_steps(TorchPagedAttention, num_kv_heads, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_contexts_of_many_pieces_equal_the_loop(make_backend: MakeBackend, name: str) -> None:
+    """Longer than the tiles and pieces that the compiled kernels cut keys into."""
+    sequences = PagedSequences(make_backend, [1500, 700], 2, dims=(32, 16))
+    sequences.computed = [1200, 500]
+    sequences.fill_past()
+    sequences.step({0: 150, 1: 1}, 6, **OPTIONS[name])
+    sequences.step({0: 1, 1: 3}, 6, **OPTIONS[name])
+
+
+def test_keys_and_values_may_differ_in_size(make_backend: MakeBackend) -> None:
+    sequences = PagedSequences(make_backend, [20, 9], 2, dims=(48, 16))
     sequences.step({0: 13, 1: 9}, 4, scaling=0.2)
     sequences.step({0: 1}, 4, scaling=0.2)
 
 
-def test_masked_slots_hide_whatever_was_written_there() -> None:
-    sequences = PagedSequences([5, 5], 2, dims=(8, 8))
+def test_masked_slots_hide_whatever_was_written_there(make_backend: MakeBackend) -> None:
+    sequences = PagedSequences(make_backend, [5, 5], 2, dims=(16, 16))
     healthy = sequences.values[0].clone(), sequences.keys[0].clone()
     sequences.values[0][:] = float("nan")
     sequences.keys[0][:] = float("inf")

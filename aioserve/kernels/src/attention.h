@@ -1,0 +1,288 @@
+// Attention of packed queries over a paged KV cache, after FlashAttention-2 (Dao, 2023) and
+// Flash-Decoding. Included once per element type: T, LOAD, STORE, NAME; PAIRS where dot products
+// of bfloat16 pairs exist: a lane of 32 bits is then two numbers, else one float.
+//
+// The work is cut into items: some queries of one row, all their heads of one KV head, a range of
+// keys. An item walks its keys in tiles, each packed once for all of its queries. Where a tile or
+// an item begins depends on positions alone, so that a token's result does not depend on the other
+// rows of the step, nor on the number of threads.
+
+#ifdef PAIRS
+#define STEP 2  // numbers per lane
+#define WEIGHT bf16
+#define STORE_WEIGHT store_bf16
+#define EXP2 exp2_rough
+#define MULTIPLY_ADD(sum, a, b) \
+    (vf) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#else
+#define STEP 1
+#define WEIGHT float
+#define STORE_WEIGHT store_f32
+#define EXP2 exp2_
+#define MULTIPLY_ADD(sum, a, b) ((sum) + (a) * (b))
+#endif
+
+// sums[r][j] += a[r][k] * b[k][j], for constant mr <= MAX_ROWS and nv <= MAX_VECTORS: in registers.
+INLINE void NAME(product)(int mr, int nv, const float *a, int64_t a_stride, const float *b,
+                          int64_t b_stride, int64_t n, vf sums[MAX_ROWS][MAX_VECTORS]) {
+    for (int64_t k = 0; k < n; k++) {
+        vf right[MAX_VECTORS];
+#pragma GCC unroll 8
+        for (int j = 0; j < nv; j++) right[j] = load_f32(b + k * b_stride + j * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < mr; r++) {
+            vf left = splat_bits(a + r * a_stride + k);
+#pragma GCC unroll 8
+            for (int j = 0; j < nv; j++) sums[r][j] = MULTIPLY_ADD(sums[r][j], left, right[j]);
+        }
+    }
+}
+
+// Columns [0, nv * W) of out = scale * out + a @ b.
+INLINE void NAME(product_columns)(int mr, int nv, const float *a, int64_t a_stride, const float *b,
+                                  int64_t b_stride, int64_t n, const float *scales, float *out,
+                                  int64_t out_stride) {
+    vf sums[MAX_ROWS][MAX_VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < nv; j++)
+            sums[r][j] = scales ? load_f32(out + r * out_stride + j * W) * scales[r] : splat(0);
+    NAME(product)(mr, nv, a, a_stride, b, b_stride, n, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < nv; j++) store_f32(out + r * out_stride + j * W, sums[r][j]);
+}
+
+// All `columns`, a multiple of W.
+INLINE void NAME(product_rows)(int mr, const float *a, int64_t a_stride, const float *b,
+                               int64_t b_stride, int64_t n, int64_t columns, const float *scales,
+                               float *out, int64_t out_stride) {
+    int64_t c = 0;
+    for (; c + MAX_VECTORS * W <= columns; c += MAX_VECTORS * W)
+        NAME(product_columns)(mr, MAX_VECTORS, a, a_stride, b + c, b_stride, n, scales, out + c,
+                              out_stride);
+    for (; c < columns; c += W)
+        NAME(product_columns)(mr, 1, a, a_stride, b + c, b_stride, n, scales, out + c, out_stride);
+}
+
+static __attribute__((noinline)) void NAME(multiply)(int mr, const float *a, int64_t a_stride, const float *b,
+                           int64_t b_stride, int64_t n, int64_t columns, const float *scales,
+                           float *out, int64_t out_stride) {
+#define CASE(rows)                                                                              \
+    case rows:                                                                                  \
+        NAME(product_rows)(rows, a, a_stride, b, b_stride, n, columns, scales, out, out_stride); \
+        break;
+    switch (mr) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+    }
+#undef CASE
+}
+
+// `count` rows of one token each to lanes [key_dim / STEP][TILE]: queries meet keys lane by lane.
+static void NAME(pack_keys)(const T *const *keys, int64_t count, int64_t key_dim, float *packed) {
+    for (int64_t key = 0; key < count; key += W)
+        for (int64_t d = 0; d < key_dim; d += W * STEP) {
+            vf lanes[W];
+            for (int i = 0; i < W; i++) {
+#ifdef PAIRS
+                memset(&lanes[i], 0, sizeof(vf));
+                if (d + W * STEP <= key_dim) memcpy(&lanes[i], keys[key + i] + d, sizeof(vf));
+                else memcpy(&lanes[i], keys[key + i] + d, sizeof(vf) / 2);
+#else
+                lanes[i] = LOAD(keys[key + i] + d);
+#endif
+            }
+            transpose(lanes);
+            for (int i = 0; i < W; i++) store_f32(packed + (d / STEP + i) * TILE + key, lanes[i]);
+        }
+}
+
+// `count` rows to lanes [count / STEP][value_dim].
+static void NAME(pack_values)(const T *const *values, int64_t count, int64_t value_dim,
+                              float *packed) {
+    for (int64_t key = 0; key < count; key += STEP)
+        for (int64_t d = 0; d < value_dim; d += W, packed += W) {
+#ifdef PAIRS
+            vu low = (vu)LOAD(values[key] + d), high = (vu)LOAD(values[key + 1] + d);
+            store_f32(packed, (vf)(low >> 16 | high));
+#else
+            store_f32(packed, LOAD(values[key] + d));
+#endif
+        }
+}
+
+// One row of scores to weights relative to the highest so far; returns what scales earlier ones.
+// Keys [begin, end) of columns [first, last) are visible.
+INLINE float NAME(soften)(const attention *args, float *scores, float *weights,
+                          int64_t first, int64_t last, int64_t begin, int64_t end, float *max, float *total) {
+    vf unit = splat(args->scaling * LOG2E), top = splat(*max), sums = {0};
+    for (int64_t c = first; c < last; c += W) {
+        vf s = load_f32(scores + c);
+        if (args->softcap > 0) {
+            vf e = exp_(s * (2 * args->scaling / args->softcap));
+            s = args->softcap * LOG2E * (1.f - 2.f / (e + 1.f));  // tanh
+        } else
+            s *= unit;
+        if (begin > c || end < c + W) {
+            vi column = INDEXES + (int32_t)c;
+            s = pick((column >= (int32_t)begin) & (column < (int32_t)end), s, splat(-INFINITY));
+        }
+        store_f32(scores + c, s);
+        top = maximum(top, s);
+    }
+    float new_max = highest(top), scale = exp2_(splat(*max - new_max))[0];
+    for (int64_t c = first; c < last; c += W) {
+        vf p = EXP2(load_f32(scores + c) - new_max);
+        sums += p;
+        STORE_WEIGHT((WEIGHT *)weights + c, p);
+    }
+    *total = *total * scale + sum(sums);
+    *max = new_max;
+    return scale;
+}
+
+static void NAME(attend_item)(const attention *args, const item *work) {
+    const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
+    const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
+    const int64_t padded_lanes = (lanes + W - 1) / W * W, block_size = args->block_size;
+    const int64_t position = work->position;
+
+    float scratch[rows * (lanes + value_dim + 2) + TILE * (padded_lanes + value_dim / STEP) +
+                  2 * MAX_ROWS * TILE] __attribute__((aligned(64)));
+    float *keys = scratch, *values = keys + TILE * padded_lanes;
+    float *scores = values + TILE * value_dim / STEP, *weights = scores + MAX_ROWS * TILE;
+    float *out = weights + MAX_ROWS * TILE, *queries = out + rows * value_dim;
+    float *maxima = queries + rows * lanes, *totals = maxima + rows;
+    T zeros[key_dim > value_dim ? key_dim : value_dim];
+    memset(zeros, 0, sizeof zeros);
+
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t head = work->kv_head * group + r % group;
+        const T *query = (const T *)args->query +
+                         (work->first_token + r / group) * args->query_token_stride +
+                         head * args->query_head_stride;
+#ifdef PAIRS
+        memcpy(queries + r * lanes, query, key_dim * sizeof(T));
+#else
+        for (int64_t d = 0; d < key_dim; d += W) store_f32(queries + r * lanes + d, LOAD(query + d));
+#endif
+        int has_sink = args->sinks && work->piece == 0;
+        maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
+        totals[r] = has_sink;
+    }
+    memset(out, 0, rows * value_dim * sizeof(float));
+
+    for (int64_t tile = work->first_key / TILE * TILE; tile < work->end_key; tile += TILE) {
+        int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
+        int64_t end = work->end_key - tile < TILE ? work->end_key - tile : TILE;
+        int64_t first = begin / 16 * 16, last = (end + 15) / 16 * 16;
+        const T *key_rows[TILE], *value_rows[TILE];
+        int64_t column = (tile + first) / block_size, offset = (tile + first) % block_size;
+        for (int64_t i = first; i < last; i++) {
+            // what lies outside is never read: other requests may be writing there
+            int is_inside = i >= begin && i < end;
+            int64_t slot = 0;
+            if (is_inside)
+                slot = (work->blocks[column] * args->kv_heads + work->kv_head) * block_size + offset;
+            key_rows[i] = is_inside ? (const T *)args->key_cache + slot * key_dim : zeros;
+            value_rows[i] = is_inside ? (const T *)args->value_cache + slot * value_dim : zeros;
+            if (++offset == block_size) offset = 0, column++;
+        }
+        NAME(pack_keys)(key_rows + first, last - first, key_dim, keys + first);
+        NAME(pack_values)(value_rows + first, last - first, value_dim,
+                          values + first / STEP * value_dim);
+
+        for (int64_t r = 0; r < rows; r += MAX_ROWS) {
+            int mr = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+            // columns that the first of these queries may still see, and the last may already
+            int64_t oldest = position + r / group, newest = position + (r + mr - 1) / group;
+            int64_t from = begin, to = newest + 1 - tile < end ? newest + 1 - tile : end;
+            if (args->window && oldest + 1 - args->window - tile > from)
+                from = oldest + 1 - args->window - tile;
+            if (from >= to) continue;
+            from = from / 16 * 16;
+            to = (to + 15) / 16 * 16;
+            NAME(multiply)(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from, 0,
+                           scores + from, TILE);
+            float scales[MAX_ROWS];
+            for (int i = 0; i < mr; i++) {
+                int64_t own = position + (r + i) / group + 1 - tile;  // end of what it sees
+                int64_t start = args->window && own - args->window > begin ? own - args->window
+                                                                            : begin;
+                scales[i] = NAME(soften)(args, scores + i * TILE,
+                                         weights + i * (TILE / STEP), from, to, start,
+                                         own < end ? own : end, &maxima[r + i], &totals[r + i]);
+            }
+            NAME(multiply)(mr, weights + from / STEP, TILE / STEP,
+                           values + from / STEP * value_dim, value_dim, (to - from) / STEP,
+                           value_dim, scales, out + r * value_dim, value_dim);
+        }
+    }
+
+    if (work->partial) {  // other pieces of this context are elsewhere
+        memcpy(work->partial, out, rows * value_dim * sizeof(float));
+        memcpy(work->partial + rows * value_dim, maxima, 2 * rows * sizeof(float));
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        T *result = (T *)args->out + ((work->first_token + r / group) * args->q_heads +
+                                      work->kv_head * group + r % group) * value_dim;
+        float share = 1.f / totals[r];
+        for (int64_t d = 0; d < value_dim; d += W)
+            STORE(result + d, load_f32(out + r * value_dim + d) * share);
+    }
+}
+
+// Put together the pieces of one context, first to last.
+static void NAME(combine)(const attention *args, const item *pieces, int64_t count) {
+    const int64_t group = args->q_heads / args->kv_heads, rows = pieces->tokens * group;
+    const int64_t value_dim = args->value_dim, size = rows * (value_dim + 2);
+    for (int64_t r = 0; r < rows; r++) {
+        T *result = (T *)args->out + ((pieces->first_token + r / group) * args->q_heads +
+                                      pieces->kv_head * group + r % group) * value_dim;
+        const float *maxima = pieces->partial + rows * value_dim + r, *totals = maxima + rows;
+        float max = NOTHING_SEEN, total = 0, shares[count];
+        for (int64_t i = 0; i < count; i++) max = maxima[i * size] > max ? maxima[i * size] : max;
+        for (int64_t i = 0; i < count; i++) {
+            shares[i] = exp2_(splat(maxima[i * size] - max))[0];
+            total += shares[i] * totals[i * size];
+        }
+        for (int64_t d = 0; d < value_dim; d += W) {
+            vf v = {0};
+            for (int64_t i = 0; i < count; i++)
+                v += shares[i] * load_f32(pieces->partial + i * size + r * value_dim + d);
+            STORE(result + d, v / total);
+        }
+    }
+}
+
+void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t query_head_stride,
+                           T *out, const T *key_cache, const T *value_cache,
+                           const int32_t *block_table, int64_t table_width,
+                           const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows,
+                           int64_t q_heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
+                           int64_t block_size, float scaling, int64_t window, float softcap,
+                           const float *sinks) {
+    attention args = {query,       query_token_stride, query_head_stride, out,     key_cache,
+                      value_cache, q_heads,            kv_heads,          key_dim, value_dim,
+                      block_size,  scaling,            window,            softcap, sinks};
+    plan work = make_plan(&args, block_table, table_width, query_start_loc, seq_lens, rows);
+#pragma omp parallel if (work.size >= PARALLEL_ATTENTION_FROM)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < work.count; i++) NAME(attend_item)(&args, work.items + i);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < work.count; i++)
+            if (work.items[i].partial && work.items[i].piece == 0)
+                NAME(combine)(&args, work.items + i, work.items[i].pieces);
+    }
+    free(work.items);
+}
+
+#undef STEP
+#undef WEIGHT
+#undef STORE_WEIGHT
+#undef EXP2
+#undef MULTIPLY_ADD

@@ -1,0 +1,104 @@
+"""Paged attention by the compiled kernels: the cache, and one call per layer.
+
+Knows which shapes the kernels serve; knows nothing about requests or models.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioserve.kernels import Kernels
+from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, StepInputs
+
+MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
+
+
+class CompiledAttention(AttentionBackend):
+    """K and V of a layer are two tensors `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+
+    def __init__(
+        self, kernels: Kernels, spec: KVCacheSpec, num_kv_blocks: int, block_size: int
+    ) -> None:
+        def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
+            # zeros: memory is committed on first touch
+            return torch.zeros(num_kv_blocks, num_kv_heads, block_size, head_dim, dtype=spec.dtype)
+
+        self.key_caches = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
+        self.value_caches = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
+        self._kernels = kernels
+
+    @staticmethod
+    def why_not(spec: KVCacheSpec) -> str | None:
+        """What the kernels do not serve in `spec`; None if they serve it all."""
+        if spec.dtype not in Kernels.dtypes:
+            return f"{spec.dtype} is not served"
+        for layer in spec.layers:
+            for dim in (layer.key_head_dim, layer.value_head_dim):
+                if dim % 16 or dim > MAX_HEAD_DIM:
+                    return f"heads of {dim} are not served, only multiples of 16 to {MAX_HEAD_DIM}"
+        return None
+
+    def prepare(self, step: StepInputs) -> None:
+        self._slot_mapping = torch.from_numpy(step.slot_mapping)
+        self._block_table = torch.from_numpy(np.ascontiguousarray(step.block_table))
+        self._query_start_loc = torch.from_numpy(step.query_start_loc)
+        self._seq_lens = torch.from_numpy(step.seq_lens)
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self._kernels.store_kv(_dense(key), self._slot_mapping, self.key_caches[layer])
+        self._kernels.store_kv(_dense(value), self._slot_mapping, self.value_caches[layer])
+        return self.attend(
+            layer,
+            _dense(query),
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` once K and V of all T tokens are in the cache, where `rope_store` puts them.
+
+        The numbers of a head of `query` are contiguous, its tokens and heads need not be.
+        """
+        key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
+        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+        self._kernels.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            self._block_table,
+            self._query_start_loc,
+            self._seq_lens,
+            out,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The kernels want the numbers of a head side by side; tokens and heads may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
