@@ -24,21 +24,27 @@ class LogitsEdits:
         num_prompt_tokens: int,
         vocab_size: int,
     ) -> None:
-        self._params = params
+        self.params = params
         self._min_total_tokens = num_prompt_tokens + params.min_tokens
         # a tokenizer may know an EOS that the model has no logit for
         stops = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
-        self._stop_token_ids = torch.tensor(stops, dtype=torch.int64)
-        self._bias = params.logit_bias or {}
-        self._bias_ids = torch.tensor(list(self._bias), dtype=torch.int64)
-        self._bias_values = torch.tensor(list(self._bias.values()), dtype=torch.float32)
+        self._masked = [(token_id, float("-inf")) for token_id in stops]
+        self._bias = list((params.logit_bias or {}).items())
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._vocab_size = vocab_size
         self._seen: Tensor | None = None  # bool [V], prompt and output
         self._output_counts: Tensor | None = None  # float32 [V]
+        self._is_counted = False  # on a device, somebody else counts
+
+    def _count(self) -> None:
+        params, token_ids, vocab_size = self.params, self._token_ids, self._vocab_size
+        self._is_counted = True
         if params.repetition_penalty != 1:
             seen = np.bincount(token_ids, minlength=vocab_size) > 0
             self._seen = torch.from_numpy(seen)
         if params.presence_penalty or params.frequency_penalty:
-            output = np.asarray(token_ids[num_prompt_tokens:], dtype=np.int64)
+            output = np.asarray(token_ids[self._num_prompt_tokens :], dtype=np.int64)
             counts = np.bincount(output, minlength=vocab_size)
             self._output_counts = torch.from_numpy(counts.astype(np.float32))
 
@@ -60,9 +66,17 @@ class LogitsEdits:
         if self._output_counts is not None:
             self._output_counts[token_id] += 1
 
+    def additions(self, num_tokens: int) -> list[tuple[int, float]]:
+        """Token ids and what to add to their logits, after penalties, when `num_tokens` are known
+        before the next one: bias, and -inf for stop tokens that come too early.
+        """
+        return self._bias + self._masked if num_tokens < self._min_total_tokens else self._bias
+
     def apply(self, logits: Tensor, num_tokens: int) -> None:
         """Edit `logits` (float32 [V]) in place; `num_tokens` are known before the next one."""
-        params = self._params
+        if not self._is_counted:
+            self._count()
+        params = self.params
         if self._seen is not None:
             # as transformers' RepetitionPenaltyLogitsProcessor (Keskar et al. 2019)
             penalty = params.repetition_penalty
@@ -71,7 +85,6 @@ class LogitsEdits:
         if self._output_counts is not None:
             logits.sub_(self._output_counts, alpha=params.frequency_penalty)
             logits.sub_((self._output_counts > 0).float(), alpha=params.presence_penalty)
-        if self._bias:
-            logits[self._bias_ids] += self._bias_values
-        if num_tokens < self._min_total_tokens:
-            logits[self._stop_token_ids] = float("-inf")
+        if additions := self.additions(num_tokens):
+            token_ids, values = zip(*additions, strict=True)
+            logits.index_add_(0, torch.tensor(token_ids), torch.tensor(values))

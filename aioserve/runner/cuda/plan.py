@@ -57,11 +57,6 @@ class Limits:
         """Read and written by padding rows only."""
         return self.num_pages
 
-    @property
-    def dummy_slot(self) -> int:
-        """Token slot of padding rows; the real ones are the rows of the persistent batch."""
-        return self.num_rows
-
 
 class Layout:
     """Where each section lies in an arena: the same place in every step, as CUDA graphs demand."""

@@ -1,0 +1,175 @@
+"""Attention over pages that lie on a device: the seam, and the one in plain torch.
+
+The plain one reads the arrays that flashinfer reads, so that a test of it tests them; it serves
+cards and models that flashinfer does not. Knows plans and pages; knows nothing about requests.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from aioserve.runner.attention.backend import KVCacheSpec
+from aioserve.runner.cuda.plan import Limits, Sections, StepPlan
+
+GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 128 MiB in bfloat16, a guess
+FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
+
+
+class LayerAttention(ABC):
+    """The attention of one step; used when the device gets there."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `AttentionBackend.forward`, over the T tokens of the plan, padding included."""
+
+
+class DeviceAttention(ABC):
+    """Owns the KV cache."""
+
+    @abstractmethod
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
+        """What the host has to do for a step; `arrays` are staged, and not to be read here."""
+
+
+class PagedCache:
+    """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each."""
+
+    def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
+        def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
+            shape = (limits.num_pages + 1, limits.page_size, num_kv_heads, head_dim)
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+        self.dtype = spec.dtype
+        self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
+        self.values = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
+        for cache, states in ((self.keys[layer], key), (self.values[layer], value)):
+            # what is not finite becomes so: a page is reused, and masked weights are multiplied
+            states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
+            flat = cache.view(-1, *cache.shape[2:])
+            if self.dtype == torch.float8_e4m3fn:
+                states = states.clamp(-FP8_MAX, FP8_MAX).to(self.dtype).view(torch.uint8)
+                flat = flat.view(torch.uint8)
+            flat.index_copy_(0, slots, states)
+
+
+class TorchDeviceAttention(DeviceAttention):
+    """Gathers the pages of a row and multiplies: right everywhere, fast nowhere."""
+
+    def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
+        self.cache = PagedCache(spec, limits, device)
+
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
+        return _GatheredStep(self.cache, plan, arrays)
+
+
+class _GatheredStep(LayerAttention):
+    def __init__(self, cache: PagedCache, plan: StepPlan, arrays: Sections[Tensor]) -> None:
+        self._cache = cache
+        self._arrays = arrays
+        self._num_tokens = plan.num_tokens
+        # lists, because the host's side of the arena changes before the device gets here
+        rows = plan.num_padded_rows
+        self._token_bounds: list[int] = plan.host.qo_indptr[: rows + 1].tolist()
+        self._page_bounds: list[int] = plan.host.kv_indptr[: rows + 1].tolist()
+        self._num_decodes = rows if plan.is_decode else plan.num_decodes
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self._cache.store(layer, self._arrays.slots[: self._num_tokens].long(), key, value)
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        for tokens, pages in self._pieces(query.shape[1], key.shape[1] * key.shape[2]):
+            rows = len(pages)
+            keys, values = (
+                cache[pages].view(rows, -1, *cache.shape[2:]).to(query.dtype)
+                for cache in (self._cache.keys[layer], self._cache.values[layer])
+            )
+            position = self._arrays.positions[tokens].view(rows, -1, 1)
+            key_position = torch.arange(keys.shape[1], device=query.device)
+            hidden = key_position > position
+            if sliding_window is not None:
+                hidden |= key_position <= position - sliding_window
+            states = query[tokens].view(rows, -1, *query.shape[1:])
+            attended = attend(states, keys, values, hidden, scaling, softcap, sinks)
+            out[tokens] = attended.reshape(-1, *out.shape[1:])
+        return out
+
+    def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor]]:
+        """Tokens, and the pages [rows, width] that they look at: some decodes, or some tokens of
+        one prompt.
+        """
+        pieces = []
+        bounds, indices = self._page_bounds, self._arrays.kv_indices
+        page_size = self._cache.keys[0].shape[1]
+        begin = 0
+        while begin < self._num_decodes:
+            width, end = 0, begin
+            while end < self._num_decodes:
+                widest = max(width, bounds[end + 1] - bounds[end])
+                if end > begin and widest * page_size * kv_width * (end + 1 - begin) > (
+                    GATHER_ELEMENTS
+                ):
+                    break
+                width, end = widest, end + 1
+            starts = self._arrays.kv_indptr[begin:end, None]
+            # what lies beyond a row's own pages is masked: any page will do there
+            column = starts + torch.arange(width, device=indices.device)
+            pages = indices[column.clamp(max=bounds[-1] - 1)]
+            pieces.append((slice(begin, end), pages))
+            begin = end
+        for row in range(self._num_decodes, len(bounds) - 1):
+            pages = indices[None, bounds[row] : bounds[row + 1]]
+            size = max(1, GATHER_ELEMENTS // (num_heads * page_size * pages.shape[1]))
+            first, last = self._token_bounds[row], self._token_bounds[row + 1]
+            for token in range(first, last, size):
+                pieces.append((slice(token, min(token + size, last)), pages))
+        return pieces
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[N, Q, Hq, D] on [N, L, Hkv, D] where not `hidden` [N, Q, L]: [N, Q, Hq, Dv]."""
+    size, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    grouped = query.view(size, num_queries, num_kv_heads, -1, head_dim)
+    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped, key).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if sinks is not None:  # one more logit, whose share is dropped
+        sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype)
+    attended = torch.einsum("nhgql,nlhd->nqhgd", probs, value)
+    return attended.reshape(size, num_queries, num_heads, -1)

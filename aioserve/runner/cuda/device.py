@@ -1,0 +1,90 @@
+"""What a step needs of a device: host buffers, one queue of work, events. No implementation here.
+
+`cuda_device.CudaDevice` is the real one; the tests have one that computes late on the CPU.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class HostBuffer(ABC):
+    """Words of the host's memory that the device copies from, or to, when it gets there."""
+
+    @property
+    @abstractmethod
+    def tensor(self) -> Tensor:
+        """int32. Only to be touched before it is handed to the device, and after its event."""
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The same memory for numpy."""
+        array: npt.NDArray[np.int32] = self.tensor.numpy()
+        return array
+
+
+class Event(ABC):
+    """A point in the device's queue."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until all work before this point is done. Raises what that work raised."""
+
+
+class Device(ABC):
+    """One queue of work, done in order, not when it is queued. Used from one thread, but for
+    `Event.wait`.
+    """
+
+    torch_device: torch.device
+
+    @abstractmethod
+    def host_buffer(self, size: int) -> HostBuffer:
+        """`size` int32 that copies to and from the device need not wait for."""
+
+    @abstractmethod
+    def stage(self, target: Tensor, source: HostBuffer) -> None:
+        """Queue a copy of the beginning of `source` into `target` on the device."""
+
+    @abstractmethod
+    def launch(self, work: Callable[[], None]) -> None:
+        """Queue `work`, which reads and writes tensors on the device and nothing else."""
+
+    @abstractmethod
+    def fetch(self, target: HostBuffer, source: Tensor) -> None:
+        """Queue a copy of `source` from the device into the beginning of `target`."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The point after everything that is queued now."""
+
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """After an error: whether no further work can run."""
+
+
+class StagingRing:
+    """Two host buffers in turn: one is written while the device may still read the other."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._buffers: deque[tuple[HostBuffer, Event | None]] = deque()
+        for _ in range(2):
+            self._buffers.append((device.host_buffer(size), None))
+
+    def take(self) -> HostBuffer:
+        """The older buffer, once the device has read it."""
+        buffer, guard = self._buffers[0]
+        if guard is not None:
+            guard.wait()
+        return buffer
+
+    def guard(self) -> None:
+        """What was queued up to now reads the buffer that was taken last."""
+        buffer, _ = self._buffers.popleft()
+        self._buffers.append((buffer, self._device.record()))

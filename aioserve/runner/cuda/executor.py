@@ -1,0 +1,141 @@
+"""One step after another on a device: plan, stage, launch; and, later, read.
+
+`launch` needs no result of an earlier step: the tokens that it lacks are on the device. Knows
+nothing about threads or event loops.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aioserve.errors import AioserveError, RunnerDeadError
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.runner.cuda.attention import DeviceAttention, LayerAttention
+from aioserve.runner.cuda.batch import OverlappedBatch
+from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
+from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
+from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
+from aioserve.scheduler.output import SchedulerOutput
+
+MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
+
+
+class DeviceModel(ABC):
+    """Weights on the device."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor, attention: LayerAttention
+    ) -> Tensor:
+        """Logits [S, V] of the tokens `logits_rows` [S]; all int64, of T tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way; `result` may be read after `event`."""
+
+    plan: StepPlan
+    sampling: SamplePlan
+    event: Event
+    result: HostBuffer
+
+
+class StepExecutor:
+    """Owns the batch and everything on the device but the weights."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: DeviceModel,
+        attention: DeviceAttention,
+        draw: Draw,
+        limits: Limits,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._attention = attention
+        self._batch = OverlappedBatch(limits.num_rows, max_model_len, limits.page_size, vocab_size)
+        self._layout = Layout(limits)
+        self._ring = StagingRing(device, self._layout.size)
+        self._sampler = DeviceSampler(device, limits.num_rows, vocab_size, draw)
+        self._arena = self._sampler.out.new_zeros(self._layout.size)
+        self._arrays = self._layout.split(self._arena)
+        results = (device.host_buffer(len(self._sampler.out)) for _ in range(MAX_IN_FLIGHT))
+        self._free_results = deque(results)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Pages that requests may use."""
+        return self._layout.limits.num_pages
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep | None:
+        """Start a step; None if it has no tokens. What raises here leaves its requests in an
+        unknown state, and all others as they were.
+        """
+        self._batch.apply(step)
+        if not step.total_num_scheduled_tokens:
+            return None
+        inputs = self._batch.prepare(step)
+        columns = self._batch.sampling_inputs(inputs)
+        buffer = self._ring.take()
+        plan = plan_step(inputs, columns, self._layout, buffer.array)
+        self._batch.append_unknown(inputs)
+        slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
+        sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
+        self._device.stage(self._arena[: plan.num_words], buffer)
+        attention = self._attention.begin(plan, self._arrays)
+        self._ring.guard()
+        self._device.launch(lambda: self._run(plan, sampling, attention))
+        result = self._free_results.popleft()
+        self._device.fetch(result, self._sampler.out[: sampling.num_words])
+        return LaunchedStep(plan, sampling, self._device.record(), result)
+
+    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """Wait for a step and read its tokens; may be called from another thread, in order."""
+        try:
+            step.event.wait()
+            words = step.result.array
+            token_ids, logprobs = read_result(words, step.sampling, self._sampler.vocab_size)
+        finally:
+            self._free_results.append(step.result)
+        return _make_output(step.plan, token_ids, logprobs)
+
+    def explain(self, error: Exception) -> Exception:
+        """What an error of `launch` or `finish` means: a failed step, or the end."""
+        if isinstance(error, torch.OutOfMemoryError):
+            hint = "out of device memory: lower gpu_memory_utilization or max_num_batched_tokens"
+            failed = AioserveError(hint)
+            failed.__cause__ = error
+            return failed
+        if self._device.is_lost():
+            dead = RunnerDeadError(f"the device can compute no more: {error}")
+            dead.__cause__ = error
+            return dead
+        return error
+
+    def _run(self, plan: StepPlan, sampling: SamplePlan, attention: LayerAttention) -> None:
+        arrays, num_tokens = self._arrays, plan.num_tokens
+        logits = self._model.forward(
+            self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
+            arrays.positions[:num_tokens].long(),
+            arrays.logits_rows[: plan.num_sampling].long(),
+            attention,
+        )
+        self._sampler.sample(logits, sampling, arrays)
+
+
+def _make_output(
+    plan: StepPlan, token_ids: list[int], logprobs: dict[int, TokenLogprobs]
+) -> ModelRunnerOutput:
+    req_ids, rows = plan.inputs.req_ids, plan.sampled.tolist()
+    sampled: list[list[int]] = [[] for _ in req_ids]
+    for row, token_id in zip(rows, token_ids, strict=True):
+        sampled[row] = [token_id]
+    by_request = {req_ids[rows[place]]: [entry] for place, entry in logprobs.items()}
+    return ModelRunnerOutput(req_ids, sampled, by_request)

@@ -1,0 +1,129 @@
+"""The overlapped runner: one thread launches steps, another reads their results.
+
+So the next step is on its way before the last one's tokens are read, and whoever waits for the
+device keeps nobody else waiting. Free of torch until `load`.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aioserve.errors import RunnerDeadError
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
+
+logger = logging.getLogger(__name__)
+
+_Launched: TypeAlias = "LaunchedStep | ModelRunnerOutput | Exception"
+
+
+class OverlappedRunner(RunnerInterface):
+    """Runs a `StepExecutor`. Each result reaches the loop by one call from the reading thread."""
+
+    def __init__(self, build: "Callable[[], StepExecutor]") -> None:
+        """`build` loads the model, on the launching thread; it may raise `ConfigError`."""
+        self._build = build
+        self._executor: StepExecutor | None = None
+        self._steps: queue.SimpleQueue[tuple[SchedulerOutput, _Reply] | None] = (
+            queue.SimpleQueue()
+        )
+        self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    async def load(self) -> None:
+        loaded = _Reply()
+        for name, target in (("launch", lambda: self._launch(loaded)), ("read", self._read)):
+            thread = threading.Thread(target=target, name=f"aioserve-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        await loaded.future
+
+    @property
+    def num_kv_blocks(self) -> int:
+        assert self._executor is not None, "load() first"
+        return self._executor.num_kv_blocks
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        reply = _Reply()
+        if self._is_closed:
+            reply.future.set_exception(RunnerDeadError("the model runner is closed"))
+        else:
+            self._steps.put((scheduler_output, reply))
+        return reply.future
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._steps.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    # On the launching thread.
+
+    def _launch(self, loaded: "_Reply") -> None:
+        import torch
+
+        with torch.inference_mode():
+            try:
+                self._executor = self._build()
+            except BaseException as error:
+                loaded.send(error)
+            else:
+                loaded.send(None)
+                while (handed := self._steps.get()) is not None:
+                    step, reply = handed
+                    self._launched.put((self._launch_step(self._executor, step), reply))
+        self._launched.put(None)
+
+    def _launch_step(self, executor: "StepExecutor", step: SchedulerOutput) -> "_Launched":
+        try:
+            return executor.launch(step) or EMPTY_RUNNER_OUTPUT
+        except Exception as error:
+            return executor.explain(error)
+
+    # On the reading thread.
+
+    def _read(self) -> None:
+        while (item := self._launched.get()) is not None:
+            launched, reply = item
+            if not isinstance(launched, (Exception, ModelRunnerOutput)):
+                assert self._executor is not None
+                try:
+                    launched = self._executor.finish(launched)
+                except Exception as error:
+                    launched = self._executor.explain(error)
+            reply.send(launched)
+
+
+class _Reply:
+    """A future of the loop that another thread completes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def send(self, result: object) -> None:
+        """Complete it with a result, or with an exception; from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._complete, result)
+        except RuntimeError:  # the loop is closed: nobody waits
+            logger.debug("a result came after the end of the event loop")
+
+    def _complete(self, result: object) -> None:
+        if self.future.cancelled():
+            return
+        if isinstance(result, BaseException):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)

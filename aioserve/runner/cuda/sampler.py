@@ -1,0 +1,262 @@
+"""Chooses the tokens of a step on the device, penalties and logprobs included.
+
+The host says beforehand what the rows ask for; nothing is read back before the step's one copy.
+The operations and their order are those of `runner.sampler`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.runner.cuda.device import Device, StagingRing
+from aioserve.runner.cuda.draw import DrawColumns
+from aioserve.runner.cuda.plan import Sections, StepPlan
+from aioserve.runner.sampling_columns import NO_LOGPROBS
+from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.scheduler.output import NewRequestData
+
+Draw = Callable[[Tensor, DrawColumns], Tensor]
+Words = npt.NDArray[np.int32]
+
+_IN_PROMPT = 1 << 24  # in `DeviceSampler._seen`; below: how often a token is in the output
+_OUT_COLUMNS = 3 + 2 * MAX_LOGPROBS  # words per row: token, logprob, rank, alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What the host says of the S rows of one step."""
+
+    num_rows: int  # S
+    is_greedy: bool  # all of them, and no edits
+    is_limited: bool
+    asked: list[int]  # rows that want logprobs
+    num_logprobs: list[int]  # how many alternatives each of those wants
+    has_penalties: bool
+    extras: dict[str, Tensor]  # on the device: what few steps need, by name
+
+    @property
+    def num_words(self) -> int:
+        """Of the result that the host reads: tokens, logprobs, ranks, alternatives."""
+        return self.num_rows + len(self.asked) * (2 + 2 * max(self.num_logprobs, default=0))
+
+
+class DeviceSampler:
+    """Keeps, per slot of the batch, the last token and which tokens were seen how often."""
+
+    def __init__(self, device: Device, num_slots: int, vocab_size: int, draw: Draw) -> None:
+        self._device = device
+        self.vocab_size = vocab_size
+        self._draw = draw
+        self._ring = StagingRing(device, 1)  # grows
+        self._ring_size = 1
+        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device.torch_device)
+        # made now, not when somebody asks: the memory may be gone then
+        self._seen = torch.zeros(
+            num_slots, vocab_size, dtype=torch.int32, device=device.torch_device
+        )
+        self.out = torch.zeros(
+            num_slots * _OUT_COLUMNS, dtype=torch.int32, device=device.torch_device
+        )
+
+    def resolve(self, input_ids: Tensor) -> Tensor:
+        """Put the last token of its slot in the place of each marker."""
+        slots = (-1 - input_ids).clamp(min=0)
+        return torch.where(input_ids < 0, self.last_token[slots], input_ids)
+
+    def prepare(
+        self, plan: StepPlan, new: Sequence[NewRequestData], slots: dict[str, int]
+    ) -> SamplePlan:
+        """The host's part of a step. `new` came with it, to `slots`; they need not sample yet."""
+        sampling = plan.sampling
+        asked = np.flatnonzero(sampling.num_logprobs != NO_LOGPROBS)
+        limited = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        edits = sampling.edits
+        extras: dict[str, Words] = {}
+        penalized = [data for data in new if has_penalties(data.sampling_params)]
+        if penalized:
+            extras |= _seen_tokens(penalized, slots, self.vocab_size)
+        has_any = any(has_penalties(edit.params) for edit in edits.values())
+        if has_any:
+            extras["penalties"] = _penalty_columns(
+                plan.num_sampling, {place: edit.params for place, edit in edits.items()}
+            )
+        if edits:
+            additions = [
+                (place * self.vocab_size + token_id, value)
+                for place, edit in edits.items()
+                for token_id, value in edit.additions(int(sampling.num_tokens[place]))
+            ]
+            if additions:
+                places, values = zip(*additions, strict=True)
+                extras["added_to"] = np.array(places, dtype=np.int64).view(np.int32)
+                extras["added"] = np.array(values, dtype=np.float32).view(np.int32)
+        if 0 < len(asked) < plan.num_sampling:
+            extras["asked"] = asked.astype(np.int32)
+        return SamplePlan(
+            num_rows=plan.num_sampling,
+            is_greedy=not edits and not (sampling.temperature > 0).any(),
+            is_limited=bool(limited.any()),
+            asked=asked.tolist(),
+            num_logprobs=sampling.num_logprobs[asked].tolist(),
+            has_penalties=has_any,
+            extras=self._stage(extras) if extras else {},
+        )
+
+    def _stage(self, extras: dict[str, Words]) -> dict[str, Tensor]:
+        """One copy for all of them; each begins where an int64 may."""
+        sizes = {name: len(words) + len(words) % 2 for name, words in extras.items()}
+        total = sum(sizes.values())
+        if total > self._ring_size:
+            self._ring_size = 2 * total
+            self._ring = StagingRing(self._device, self._ring_size)
+        buffer = self._ring.take()
+        target = torch.empty(total, dtype=torch.int32, device=self._device.torch_device)
+        staged, begin = {}, 0
+        for name, words in extras.items():
+            buffer.array[begin : begin + len(words)] = words
+            staged[name] = target[begin : begin + len(words)]
+            begin += sizes[name]
+        self._device.stage(target, buffer)
+        self._ring.guard()
+        return staged
+
+    # What follows runs when the device gets there.
+
+    def sample(self, logits: Tensor, plan: SamplePlan, arrays: Sections[Tensor]) -> None:
+        """Choose a token from each row of `logits` [S, V]; keep it, and write the result out."""
+        num_rows, extras = plan.num_rows, plan.extras
+        self._note_seen(extras)
+        slots = arrays.token_slots[:num_rows].long()
+        if plan.is_greedy:
+            token_ids = logits.argmax(dim=-1)
+        else:
+            edited = self._edit(logits, plan, slots)
+            columns = DrawColumns(
+                temperature=arrays.temperature[:num_rows].view(torch.float32),
+                top_k=arrays.top_k[:num_rows],
+                top_p=arrays.top_p[:num_rows].view(torch.float32),
+                min_p_floor=arrays.min_p_floor[:num_rows].view(torch.float32),
+                keys=arrays.keys[: 2 * num_rows].view(2, num_rows),
+                is_limited=plan.is_limited,
+            )
+            token_ids = self._draw(edited, columns)
+            if plan.has_penalties:
+                one = torch.ones_like(token_ids, dtype=torch.int32)
+                self._seen.index_put_((slots, token_ids), one, accumulate=True)
+        self.last_token.index_copy_(0, slots, token_ids)
+        self.out[:num_rows] = token_ids
+        if plan.asked:
+            self._write_logprobs(logits, token_ids, plan)
+
+    def _note_seen(self, extras: dict[str, Tensor]) -> None:
+        """The tokens of requests that are new and have penalties."""
+        if "fresh_slots" in extras:
+            self._seen.index_fill_(0, extras["fresh_slots"].long(), 0)
+            flat = self._seen.view(-1)
+            flat.index_fill_(0, extras["in_prompt"].view(torch.int64), _IN_PROMPT)
+            if "in_output" in extras:
+                places = extras["in_output"].view(torch.int64)
+                flat.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def _edit(self, logits: Tensor, plan: SamplePlan, slots: Tensor) -> Tensor:
+        """Penalties, bias and masked stop tokens, as `LogitsEdits.apply`."""
+        extras = plan.extras
+        if not ("penalties" in extras or "added" in extras):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        if "penalties" in extras:
+            columns = extras["penalties"].view(torch.float32).view(3, -1, 1)
+            repetition, frequency, presence = columns
+            seen = self._seen[slots]
+            penalized = torch.where(logits < 0, logits * repetition, logits / repetition)
+            logits = torch.where(seen > 0, penalized, logits)
+            counts = (seen & (_IN_PROMPT - 1)).float()
+            logits = logits - counts * frequency - (counts > 0).float() * presence
+        if "added" in extras:
+            places = extras["added_to"].view(torch.int64)
+            logits.view(-1).index_add_(0, places, extras["added"].view(torch.float32))
+        return logits
+
+    def _write_logprobs(self, logits: Tensor, token_ids: Tensor, plan: SamplePlan) -> None:
+        if "asked" in plan.extras:
+            asked = plan.extras["asked"].long()
+            logits, token_ids = logits[asked], token_ids[asked]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        own = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        values, ids = logprobs.topk(min(max(plan.num_logprobs), self.vocab_size))
+        begin = plan.num_rows
+        for part in (own.view(torch.int32), ranks, ids, values.contiguous().view(torch.int32)):
+            end = begin + part.numel()
+            self.out[begin:end] = part.reshape(-1)
+            begin = end
+
+
+def read_result(
+    words: Words, plan: SamplePlan, vocab_size: int
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """The tokens of the S rows, and logprobs by row, from what `sample` wrote out."""
+    num_rows, count = plan.num_rows, len(plan.asked)
+    token_ids = words[:num_rows].tolist()
+    if not count:
+        return token_ids, {}
+    width = min(max(plan.num_logprobs), vocab_size)
+    bounds = num_rows + np.cumsum([0, count, count, count * width, count * width])
+    own, ranks, ids, values = (words[a:b] for a, b in itertools.pairwise(bounds))
+    columns = zip(
+        plan.asked,
+        plan.num_logprobs,
+        own.view(np.float32).tolist(),
+        ranks.tolist(),
+        ids.reshape(count, width).tolist(),
+        values.view(np.float32).reshape(count, width).tolist(),
+        strict=True,
+    )
+    return token_ids, {
+        row: TokenLogprobs(logprob, rank, top_ids[:n], top_values[:n])
+        for row, n, logprob, rank, top_ids, top_values in columns
+    }
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether what was said before changes what is said next."""
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )
+
+
+def _seen_tokens(
+    new: Sequence[NewRequestData], slots: dict[str, int], vocab_size: int
+) -> dict[str, Words]:
+    rows = [slots[data.request_id] for data in new]
+    extras = {"fresh_slots": np.array(rows, dtype=np.int32)}
+    for name, has_prompt in (("in_prompt", True), ("in_output", False)):
+        places = [
+            row * vocab_size + token_id
+            for row, data in zip(rows, new, strict=True)
+            for token_id in _part(data, has_prompt)
+        ]
+        if places:
+            extras[name] = np.array(places, dtype=np.int64).view(np.int32)
+    return extras
+
+
+def _part(data: NewRequestData, is_prompt: bool) -> list[int]:
+    end = data.num_prompt_tokens
+    return data.token_ids[:end] if is_prompt else data.token_ids[end:]
+
+
+def _penalty_columns(num_rows: int, params: dict[int, SamplingParams]) -> Words:
+    columns = np.zeros((3, num_rows), dtype=np.float32)
+    columns[0] = 1
+    for place, p in params.items():
+        columns[:, place] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+    return columns.reshape(-1).view(np.int32)

@@ -1,0 +1,117 @@
+"""A device that computes on the CPU as late as a real one might, and notices who is too early.
+
+Work runs when somebody waits for an event after it, or by chance when something is queued. A host
+buffer that the device still has to read or write may not be touched.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aioserve.runner.cuda.device import Device, Event, HostBuffer
+
+
+class TooEarlyError(AssertionError):
+    """The host touched memory that the device has not finished with."""
+
+
+class FakeBuffer(HostBuffer):
+    def __init__(self, size: int) -> None:
+        self.words = torch.full((size,), 1 << 30, dtype=torch.int32)
+        self.num_pending = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        if self.num_pending:
+            raise TooEarlyError(f"{self.num_pending} copies of this buffer are still queued")
+        return self.words
+
+
+class FakeEvent(Event):
+    def __init__(self, device: "FakeDevice", number: int) -> None:
+        self._device = device
+        self._number = number
+
+    def wait(self) -> None:
+        self._device.advance(self._number)
+
+
+class FakeDevice(Device):
+    """`eagerness`: how likely the device gets a piece of work done whenever one is queued."""
+
+    def __init__(self, seed: int = 0, eagerness: float = 0.2) -> None:
+        self.torch_device = torch.device("cpu")
+        self.fail_with: Exception | None = None  # the next launch, when the device gets there
+        self.lost = False
+        self.num_behind = 0  # most launches that were ever queued and not done
+        self._random = random.Random(seed)
+        self._eagerness = eagerness
+        self._queue: deque[Callable[[], None]] = deque()
+        self._num_queued = self._num_done = self._num_launches = 0
+        self._errors: dict[int, Exception] = {}
+        self._lock = threading.RLock()
+
+    def host_buffer(self, size: int) -> FakeBuffer:
+        return FakeBuffer(size)
+
+    def stage(self, target: Tensor, source: HostBuffer) -> None:
+        assert isinstance(source, FakeBuffer)
+        self._copy(target, source.words[: len(target)], source)
+
+    def fetch(self, target: HostBuffer, source: Tensor) -> None:
+        assert isinstance(target, FakeBuffer)
+        self._copy(target.words[: len(source)], source, target)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        error, self.fail_with = self.fail_with, None
+
+        def run() -> None:
+            self._num_launches -= 1
+            if error is not None:
+                raise error
+            work()
+
+        self._num_launches += 1
+        self.num_behind = max(self.num_behind, self._num_launches)
+        self._put(run)
+
+    def record(self) -> FakeEvent:
+        return FakeEvent(self, self._num_queued)
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+    def advance(self, number: int) -> None:
+        """Do the first `number` pieces of work; raise what the last launch among them raised."""
+        with self._lock, torch.inference_mode():
+            while self._num_done < number:
+                self._do_one()
+            failed = [n for n in self._errors if n <= number]
+            if failed:
+                raise self._errors.pop(failed[-1])
+
+    def _copy(self, target: Tensor, source: Tensor, buffer: FakeBuffer) -> None:
+        def run() -> None:
+            target.copy_(source)
+            buffer.num_pending -= 1
+
+        buffer.num_pending += 1
+        self._put(run)
+
+    def _put(self, work: Callable[[], None]) -> None:
+        with self._lock, torch.inference_mode():
+            self._queue.append(work)
+            self._num_queued += 1
+            while self._queue and self._random.random() < self._eagerness:
+                self._do_one()
+
+    def _do_one(self) -> None:
+        self._num_done += 1
+        try:
+            self._queue.popleft()()
+        except Exception as error:
+            self._errors[self._num_done] = error
