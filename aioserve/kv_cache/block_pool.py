@@ -40,15 +40,15 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list, evicting cached ones last, oldest first."""
         assert num_blocks <= self.num_free_blocks, "callers check num_free_blocks first"
-        block_ids = []
-        for _ in range(num_blocks):
-            if self._unused:
-                block_id = self._unused.pop()
-            else:
-                block_id, _ = self._evictable.popitem(last=False)
-                self._forget(block_id)
-            self.ref_counts[block_id] = 1
+        num_unused = min(num_blocks, len(self._unused))
+        block_ids = self._unused[: -num_unused - 1 : -1]
+        del self._unused[len(self._unused) - num_unused :]
+        for _ in range(num_blocks - num_unused):
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(block_id)
             block_ids.append(block_id)
+        for block_id in block_ids:
+            self.ref_counts[block_id] = 1
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -60,11 +60,12 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""
+        ref_counts, hashes = self.ref_counts, self._hashes
         for block_id in block_ids:
-            self.ref_counts[block_id] -= 1
-            assert self.ref_counts[block_id] >= 0, f"block {block_id} freed twice"
-            if self.ref_counts[block_id] == 0:
-                if self._hashes[block_id] is None:
+            ref_counts[block_id] = count = ref_counts[block_id] - 1
+            assert count >= 0, f"block {block_id} freed twice"
+            if count == 0:
+                if hashes[block_id] is None:
                     self._unused.append(block_id)
                 else:
                     self._evictable[block_id] = None

@@ -74,9 +74,9 @@ class EncoderCacheManager:
         self._released.clear()
 
     @property
-    def num_held_slots(self) -> int:
-        """Room that live requests hold, in tokens."""
-        return sum(self._sizes[content_hash] for content_hash in self._holders)
+    def has_holders(self) -> bool:
+        """Whether live requests hold anything."""
+        return bool(self._holders)
 
     def take_evicted(self) -> list[str]:
         """Contents that the runner may drop, told once."""

@@ -152,14 +152,19 @@ class KVCacheManager:
 
         A cryptographic hash, since equal hashes share memory between strangers.
         """
-        hashes = request.block_hashes
-        for i in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else _root(request)
-            start, end = i * self.block_size, (i + 1) * self.block_size
-            tokens = array("q", request.token_ids[start:end]).tobytes()
+        hashes, size = request.block_hashes, self.block_size
+        first = len(hashes)
+        if first >= num_blocks:
+            return
+        parent = hashes[-1] if hashes else _root(request)
+        tokens = array("i", request.token_ids[first * size : num_blocks * size]).tobytes()
+        num_bytes = len(tokens) // (num_blocks - first)
+        for i in range(first, num_blocks):
+            data = parent + tokens[(i - first) * num_bytes : (i - first + 1) * num_bytes]
             if request.encoder_inputs:
-                tokens += _encoder_key(request, start, end)
-            hashes.append(_digest(parent + tokens))
+                data += _encoder_key(request, i * size, (i + 1) * size)
+            parent = blake2b(data, digest_size=16).digest()
+            hashes.append(parent)
 
     def _stored(self, request: Request, i: int) -> BlockStored:
         hashes = request.block_hashes

@@ -7,7 +7,11 @@ one is taken when it comes.
 
 import asyncio
 import selectors
-from typing import Any
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, TypeVarTuple, Unpack
+
+_Ts = TypeVarTuple("_Ts")
 
 
 class VirtualClockEventLoop(asyncio.SelectorEventLoop):
@@ -15,7 +19,8 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
-        super().__init__(_JumpingSelector(self))
+        self._jumping = _JumpingSelector(self)
+        super().__init__(self._jumping)
 
     def time(self) -> float:
         return self._now
@@ -24,18 +29,32 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
         """Move the clock forward."""
         self._now += seconds
 
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: Unpack[_Ts],
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        self._jumping.is_woken = True
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
 
 class _JumpingSelector(selectors.DefaultSelector):
     """Where a real selector would sleep until the next timer, the clock jumps there."""
 
     def __init__(self, loop: VirtualClockEventLoop) -> None:
         super().__init__()
+        self.is_woken = False  # a thread has written to the loop's own socket
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:  # no timer at all: only a thread or a socket can wake the loop
+            self.is_woken = False
             return super().select(None)
-        events: list[Any] = super().select(0)
+        events: list[Any] = []
+        if self.is_woken or len(self.get_map()) > 1:  # asking the system costs a tenth of a step
+            self.is_woken = False
+            events = super().select(0)
         if not events and timeout > 0:
             self._loop.jump(timeout)
         return events

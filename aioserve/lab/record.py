@@ -124,7 +124,9 @@ class RecordingRunner(RunnerInterface):
         future = self._runner.execute_model(scheduler_output)
         if total := scheduler_output.total_num_scheduled_tokens:
             steps = self._record.steps
-            num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
+            num_decodes = len(scheduler_output.num_scheduled_tokens)
+            if num_decodes != total:
+                num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
             steps.start.append(now)
             steps.seconds.append(0.0)
             steps.num_prefill_tokens.append(total - num_decodes)

@@ -6,6 +6,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 from zlib import crc32
 
 import msgspec
@@ -15,7 +16,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.step_time import StepTimeModel, load_profile, step_features
-from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
@@ -49,6 +50,8 @@ class SimulatedRunner(RunnerInterface):
         self._vocab_size = model_info.vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
         self._rows: dict[str, _Row] = {}
+        # Nobody has wanted more than one token a step so far.
+        self._is_plain = not config.runner.simulated_draft_tokens
         self._encoder_outputs: set[str] = set()  # by content
         self._busy_until = 0.0
         scheduler, cache = config.scheduler, config.cache
@@ -89,22 +92,57 @@ class SimulatedRunner(RunnerInterface):
 
     def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
         """Step time in seconds, and the tokens."""
+        computed = self._update_rows(scheduler_output)
+        num_encoder = 0
+        if scheduler_output.scheduled_encoder_inputs or scheduler_output.free_encoder_hashes:
+            num_encoder = self._encode(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        if self._is_plain and scheduler_output.total_num_scheduled_tokens == len(cached.req_ids):
+            output = ModelRunnerOutput(cached.req_ids, self._decode(cached))
+        else:
+            computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            output = self._run(scheduler_output, computed)
+        seconds = 0.0
+        if output.req_ids:
+            seconds = self._step_time.seconds(step_features(scheduler_output), num_encoder)
+        return seconds, output
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
+        """Forget who left, add who came; of these, the number of computed tokens."""
         for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             self._rows.pop(request_id, None)
+        config = self._config
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
-            config = self._config
-            self._rows[data.request_id] = _Row(data, config.simulated_output_tokens, config.seed)
+            row = _Row(data, config.simulated_output_tokens, config.seed)
+            self._rows[data.request_id] = row
             computed[data.request_id] = data.num_computed_tokens
-        cached = scheduler_output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        num_encoder = self._encode(scheduler_output)
+            if row.num_logprobs is not None or row.encoder_inputs:
+                self._is_plain = False
+        return computed
 
+    def _decode(self, cached: CachedRequestData) -> list[list[int]]:
+        """One token each. The lab's hot path: millions of rows go through here."""
+        rows = self._rows
+        sampled: list[list[int]] = []
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = rows[request_id]
+            if num_computed + 1 < row.num_tokens:  # a piece of a prompt
+                sampled.append([])
+            else:
+                sampled.append([self._sample(row)])
+        return sampled
+
+    def _run(
+        self, scheduler_output: SchedulerOutput, computed: dict[str, int]
+    ) -> ModelRunnerOutput:
+        """Tokens of a step of any kind."""
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
         drafted = scheduler_output.scheduled_spec_decode_tokens
-        # The lab's hot path: millions of decodes, each of them one row here.
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = computed[request_id] + num_tokens
@@ -113,11 +151,7 @@ class SimulatedRunner(RunnerInterface):
             if end < row.num_tokens:
                 sampled.append([])
                 continue
-            if drafted and request_id in drafted:
-                token_ids = self._sample_and_verify(row, drafted[request_id])
-            else:
-                token_ids = [self._sample(row)]
-                row.num_tokens += 1
+            token_ids = self._sample_and_verify(row, drafted.get(request_id, ()))
             sampled.append(token_ids)
             if row.num_logprobs is not None:  # all probability on the one token
                 top = min(row.num_logprobs, 1)
@@ -126,11 +160,8 @@ class SimulatedRunner(RunnerInterface):
                 ]
             if self._config.simulated_draft_tokens:
                 drafts[request_id] = self._draft(row)
-        seconds = 0.0
-        if sampled:
-            seconds = self._step_time.seconds(step_features(scheduler_output), num_encoder)
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        return seconds, ModelRunnerOutput(req_ids, sampled, logprobs, drafts)
+        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts)
 
     def _encode(self, scheduler_output: SchedulerOutput) -> int:
         """Run the encoder inputs of the step; their number of tokens."""
@@ -148,12 +179,11 @@ class SimulatedRunner(RunnerInterface):
             if item.position < end and item.end > start:
                 assert item.content_hash in self._encoder_outputs, "a token before its image"
 
-    def _sample_and_verify(self, row: _Row, drafts: list[int]) -> list[int]:
+    def _sample_and_verify(self, row: _Row, drafts: Sequence[int]) -> list[int]:
         """The drafts that are right, and one token more."""
         token_ids: list[int] = []
         for draft in [*drafts, None]:
             token_ids.append(self._sample(row))
-            row.num_tokens += 1
             if token_ids[-1] != draft:
                 break
         return token_ids
@@ -162,18 +192,20 @@ class SimulatedRunner(RunnerInterface):
         """Guesses of which the configured share is right, the same ones every time."""
         num_tokens, drafts = row.num_tokens, []
         for _ in range(self._config.simulated_draft_tokens):
-            token_id = self._sample(row)
             draw = crc32(b"%d,%d" % (row.hash, row.num_tokens)) / 2**32
+            token_id = self._sample(row)
             is_right = draw < self._config.simulated_draft_acceptance
             drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)
-            row.num_tokens += 1
         row.num_tokens = num_tokens
         return drafts
 
     def _sample(self, row: _Row) -> int:
-        if row.eos_token_id is not None and row.num_tokens + 1 > row.eos_position:
+        """The row's next token, which it then has."""
+        num_tokens = row.num_tokens
+        row.num_tokens = num_tokens + 1
+        if row.eos_token_id is not None and num_tokens >= row.eos_position:
             return row.eos_token_id
-        token_id = (row.hash + 2654435761 * row.num_tokens) % self._vocab_size
+        token_id = (row.hash + 2654435761 * num_tokens) % self._vocab_size
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id

@@ -29,11 +29,11 @@ class StepFeatures(NamedTuple):
 
 def step_features(output: SchedulerOutput) -> StepFeatures:
     """The features of a planned step."""
-    computed = {data.request_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
-    if not computed and output.total_num_scheduled_tokens == len(cached.req_ids):
-        num_decodes = len(cached.req_ids)  # nothing but decodes: most steps are
+    num_decodes = len(cached.req_ids)
+    if output.total_num_scheduled_tokens == num_decodes:  # nothing but decodes: most steps are
         return StepFeatures(0, num_decodes, sum(cached.num_computed_tokens) + num_decodes, 0)
+    computed = {data.request_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     prefill = decodes = context = attention = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():

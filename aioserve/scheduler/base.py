@@ -4,7 +4,7 @@ Knows requests, counts, blocks and steps. Knows nothing about text, tensors, tas
 """
 
 from abc import abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -182,6 +182,8 @@ class BaseScheduler(SchedulerInterface):
         self._num_added += 1
 
     def expire_requests(self) -> list[str]:
+        if not self._timers:
+            return []
         due = [request.request_id for request in self._timers.take_due(self.clock())]
         return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
@@ -208,20 +210,22 @@ class BaseScheduler(SchedulerInterface):
         while expected is not scheduler_output:
             self._settle(requests)  # a policy raised over its result; whom it carried has ended
             expected, requests = self._in_flight.popleft()
-        outputs: dict[int, list[EngineCoreOutput]] = {}
+        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         any_finished = False
         sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
         logprobs = model_runner_output.logprobs
         drafted = scheduler_output.scheduled_spec_decode_tokens
         for request, token_ids in sampled:
-            if not token_ids or request.status.is_finished:
+            status = request.status
+            if not token_ids or (status is not RequestStatus.RUNNING and status.is_finished):
                 continue
             new_logprobs = logprobs.get(request.request_id) if logprobs else None
             output = self._append_tokens(request, token_ids, new_logprobs)
             if drafted and request.request_id in drafted:
                 self._roll_back(request)
-            any_finished |= output.finish_reason is not None
-            outputs.setdefault(request.client_index, []).append(output)
+            if output.finish_reason is not None:
+                any_finished = True
+            outputs[request.client_index].append(output)
         if any_finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         if self._returning or self._ended:
@@ -308,17 +312,17 @@ class BaseScheduler(SchedulerInterface):
         if len(token_ids) > 1:
             token_ids = self._until_stop(request, token_ids)
         request.token_ids += token_ids
-        request.num_tokens += len(token_ids)
-        if request.num_target_tokens < request.num_tokens:
+        request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
+        if request.num_target_tokens < num_tokens:
             # It was preempted with this token in flight, or reached its limit.
-            request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
+            request.num_target_tokens = min(num_tokens, request.max_total_tokens - 1)
         status = None
         if token_ids[-1] in request.stop_token_ids:
             if request.num_output_tokens > request.sampling_params.min_tokens:
                 status = RequestStatus.FINISHED_STOPPED
                 if token_ids[-1] in request.sampling_params.stop_token_ids:  # not for EOS
                     request.stop_reason = token_ids[-1]
-        if status is None and request.num_tokens >= request.max_total_tokens:
+        if status is None and num_tokens >= request.max_total_tokens:
             status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is None:
             return EngineCoreOutput(request.request_id, token_ids, None, None, logprobs)
@@ -447,7 +451,7 @@ class BaseScheduler(SchedulerInterface):
         self._in_flight.append((output, requests))
         self._num_prefill_tokens += num_prefill_tokens
         self._num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
-        if self.encoder_cache.num_held_slots:
+        if self.encoder_cache.has_holders:
             for request in requests:  # steps run in order: who comes later cannot be too early
                 self._release_encoder_outputs(request, request.num_computed_tokens)
 

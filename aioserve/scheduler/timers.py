@@ -17,6 +17,9 @@ class Timers:
         self._heap: list[tuple[float, int, Request, bool]] = []
         self._num_added = 0  # keeps the heap from comparing requests
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def add(self, request: Request) -> None:
         """Watch the request's deadline, if it has one, and its time in the queue."""
         if request.deadline is not None:
