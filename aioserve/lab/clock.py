@@ -32,7 +32,7 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self,
         callback: Callable[[Unpack[_Ts]], object],
-        *args: Unpack[_Ts],
+        *args: *_Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
         self._jumping.is_woken = True
