@@ -53,12 +53,8 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
 
-class AttentionBackend(ABC):
-    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
-
-    @abstractmethod
-    def prepare(self, step: StepInputs) -> None:
-        """Derive what all layers of this step share."""
+class LayerAttention(ABC):
+    """Attention as the layers of a model call it."""
 
     @abstractmethod
     def forward(
@@ -80,3 +76,11 @@ class AttentionBackend(ABC):
         the w - 1 before it. `softcap` = c: scores become c * tanh(score / c) (Gemma 2). `sinks`
         [Hq]: a logit per head that takes part in the softmax and carries no value (gpt-oss).
         """
+
+
+class AttentionBackend(LayerAttention):
+    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
+
+    @abstractmethod
+    def prepare(self, step: StepInputs) -> None:
+        """Derive what all layers of this step share."""

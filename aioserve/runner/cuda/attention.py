@@ -9,30 +9,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from aioserve.runner.attention.backend import KVCacheSpec
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention
 from aioserve.runner.cuda.plan import Limits, Sections, StepPlan
 
 GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 128 MiB in bfloat16, a guess
 FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
-
-
-class LayerAttention(ABC):
-    """The attention of one step; used when the device gets there."""
-
-    @abstractmethod
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """As `AttentionBackend.forward`, over the T tokens of the plan, padding included."""
 
 
 class DeviceAttention(ABC):
@@ -40,7 +21,10 @@ class DeviceAttention(ABC):
 
     @abstractmethod
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
-        """What the host has to do for a step; `arrays` are staged, and not to be read here."""
+        """What the host has to do for a step; `arrays` are staged, and not to be read here.
+
+        The result is used when the device gets there, over all T tokens, padding included.
+        """
 
 
 class PagedCache:

@@ -4,33 +4,23 @@
 nothing about threads or event loops.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.runner.cuda.attention import DeviceAttention, LayerAttention
+from aioserve.runner.attention.backend import LayerAttention
+from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
+from aioserve.runner.cuda.models import DeviceModel
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
 from aioserve.scheduler.output import SchedulerOutput
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
-
-
-class DeviceModel(ABC):
-    """Weights on the device."""
-
-    @abstractmethod
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor, attention: LayerAttention
-    ) -> Tensor:
-        """Logits [S, V] of the tokens `logits_rows` [S]; all int64, of T tokens."""
 
 
 @dataclass(frozen=True, slots=True)

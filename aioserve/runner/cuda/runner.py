@@ -31,9 +31,7 @@ class OverlappedRunner(RunnerInterface):
         """`build` loads the model, on the launching thread; it may raise `ConfigError`."""
         self._build = build
         self._executor: StepExecutor | None = None
-        self._steps: queue.SimpleQueue[tuple[SchedulerOutput, _Reply] | None] = (
-            queue.SimpleQueue()
-        )
+        self._steps: queue.SimpleQueue[tuple[SchedulerOutput, _Reply] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, TooEarlyError
+from fake_device import FakeDevice
 from tiny import VOCAB_SIZE, make_executor
 
 from aioserve.config import SchedulerConfig
@@ -18,7 +18,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 48
-POLICIES = ("chunked_prefill", "fcfs", "priority")
+POLICIES = {name: load_policy(name) for name in ("chunked_prefill", "fcfs", "priority")}
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
-        policy = rng.choice(POLICIES)
+        policy = rng.choice(list(POLICIES))
         self.settings = {"policy": policy, "max_num_seqs": rng.randint(1, 6)}
         self.settings["max_num_batched_tokens"] = rng.choice([MAX_MODEL_LEN, 64])
         if policy == "chunked_prefill":
@@ -57,7 +57,7 @@ class Traffic:
         executor = make_executor(device, num_pages=self.num_blocks)
         config = SchedulerConfig(**self.settings)
         kv_cache = KVCacheManager(self.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
-        policy: Any = load_policy(config.policy)
+        policy: Any = POLICIES[config.policy]
         num_steps = 0
         scheduler: BaseScheduler = policy(
             config, kv_cache, max_model_len=MAX_MODEL_LEN, clock=lambda: float(num_steps)

@@ -6,10 +6,11 @@ import torch
 from fake_device import FakeDevice
 from torch import Tensor
 
-from aioserve.runner.attention import KVCacheSpec, LayerSpec
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, LayerSpec
 from aioserve.runner.cuda import draw
-from aioserve.runner.cuda.attention import LayerAttention, TorchDeviceAttention
-from aioserve.runner.cuda.executor import DeviceModel, StepExecutor
+from aioserve.runner.cuda.attention import TorchDeviceAttention
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.models import DeviceModel
 from aioserve.runner.cuda.plan import Limits
 
 VOCAB_SIZE, HIDDEN, NUM_HEADS, HEAD_DIM = 40, 16, 2, 8
