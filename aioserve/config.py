@@ -42,6 +42,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         PositiveInt | None,
         Meta(description="prompt and output together, in tokens (default: the model's own limit)"),
     ] = None
+    fused: Annotated[
+        bool,
+        Meta(description="run models with the structure of Llama on fused weights (faster)"),
+    ] = True
     trust_remote_code: Annotated[
         bool, Meta(description="run Python code that comes with the model directory")
     ] = False

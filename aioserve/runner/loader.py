@@ -1,4 +1,4 @@
-"""Reads a model directory into a module whose attention calls reach us, or says why it cannot.
+"""Reads a model directory into a model whose attention calls reach us, or says why it cannot.
 
 Knows `transformers` and file formats; knows nothing about blocks, batches or requests.
 """
@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +23,49 @@ from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.architecture import check_architecture
-from aioserve.runner.attention.backend import KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import AttentionBackend, StepInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
+    PagedAttentionHandler,
     UnsupportedModelError,
     serving,
 )
+from aioserve.runner.fused import NotFusedError, fuse
+from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 4  # more than one, so that a model that builds masks of its own shows them
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model in evaluation mode, and what its attention layers look like."""
+class AnyModel(ServedModel):
+    """Modules of `transformers`, unchanged; their attention calls reach the backend."""
 
-    module: nn.Module
-    kv_cache_spec: KVCacheSpec
-    attention_modules: list[nn.Module]  # in the order of the layers of `kv_cache_spec`
-    takes_logits_to_keep: bool = True  # else its head always runs on all tokens
+    def __init__(self, module: nn.Module, probe: AttentionProbe, dtype: torch.dtype) -> None:
+        self.module = module
+        self.name = type(module).__name__
+        self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.kv_cache_spec = probe.spec(dtype)
+        self._attention_modules = probe.modules
+        self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [S, V] of the rows that sample. Attention goes to whoever is `serving`."""
+    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
         keep = torch.from_numpy(inputs.logits_indices)
         arguments: dict[str, Any] = {
             "input_ids": torch.from_numpy(inputs.input_ids)[None],
             "position_ids": torch.from_numpy(inputs.positions)[None],
             "use_cache": False,
         }
-        if self.takes_logits_to_keep:
+        if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        logits: Tensor = self.module(**arguments).logits[0]
-        return logits if self.takes_logits_to_keep else logits[keep]
+        with serving(PagedAttentionHandler(self._attention_modules, backend)):
+            logits: Tensor = self.module(**arguments).logits[0]
+        return logits if self._takes_logits_to_keep else logits[keep]
 
 
-def load_model(config: ModelConfig, info: ModelInfo) -> LoadedModel:
-    """Load the weights of `info.path`.
+def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
+    """Load the weights of `info.path`, for the fast tier if `config` and the model allow it.
 
     Raises `ConfigError` in one line if a file is missing or damaged, or if the architecture needs
     more than causal attention over tokens.
@@ -80,7 +79,13 @@ def load_model(config: ModelConfig, info: ModelInfo) -> LoadedModel:
     except UnsupportedModelError as error:
         name = type(module).__name__
         raise ConfigError(f"unsupported architecture {name}: {error}") from error
-    return LoadedModel(module, probe.spec(dtype), probe.modules, _takes(module, "logits_to_keep"))
+    model = AnyModel(module, probe, dtype)
+    if config.fused:
+        try:
+            return fuse(model, module, probe, info.max_model_len)
+        except NotFusedError as error:
+            logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
+    return model
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -158,7 +163,7 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
         )
     if not all(map(torch.equal, probe.queries, default.queries)):
         raise UnsupportedModelError("its positions do not count from 0")
-    if not any(probe.sliding_windows) and _masks_a_window(module, info):
+    if not any(call.sliding_window for call in probe.calls) and _masks_a_window(module, info):
         raise UnsupportedModelError(
             "its sliding window is only in its mask: serve it with max_model_len of at most "
             f"{info.hf_config.sliding_window}"

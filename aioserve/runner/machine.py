@@ -55,6 +55,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 512 << 20)
 
 
+def give_back_freed_memory() -> None:
+    """Return to the system what was freed so far and kept; needs glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _cpu_quota() -> int:
     """Whole CPUs of the container's quota."""
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")

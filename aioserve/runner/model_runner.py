@@ -13,11 +13,11 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
-from aioserve.runner.attention.bridge import PagedAttentionHandler, serving
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.kv_pool import MIB, choose_num_kv_blocks
-from aioserve.runner.loader import LoadedModel, load_model
+from aioserve.runner.loader import load_model
 from aioserve.runner.sampler import SampledTokens, sample
+from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ class ModelRunner:
         torch.set_num_threads(threads)
         machine.keep_freed_memory()
         loaded = load_model(config.model, self._model_info)
+        machine.give_back_freed_memory()
         spec = loaded.kv_cache_spec
         self.num_kv_blocks = choose_num_kv_blocks(
             config, spec.bytes_per_token, self._model_info.max_model_len
         )
         self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
-        self._attention = PagedAttentionHandler(loaded.attention_modules, self._backend)
         self._model = loaded
         self._batch = InputBatch(
             config.scheduler.max_num_seqs,
@@ -66,15 +66,14 @@ class ModelRunner:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
         self._backend.prepare(inputs)
-        with serving(self._attention):
-            logits = self._model.forward(inputs)
+        logits = self._model.forward(inputs, self._backend)
         sampled = sample(logits, self._batch.sampling_inputs(inputs))
         self._batch.append(inputs, sampled.token_ids)
         return _make_output(inputs, sampled)
 
     def close(self) -> None:
         """Give back weights and KV cache. Idempotent."""
-        for name in ("_model", "_attention", "_backend", "_batch"):
+        for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
 
 
@@ -89,12 +88,12 @@ def _make_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutpu
     return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs)
 
 
-def _log_loaded(loaded: LoadedModel, num_kv_blocks: int, block_size: int, threads: int) -> None:
+def _log_loaded(loaded: ServedModel, num_kv_blocks: int, block_size: int, threads: int) -> None:
     spec = loaded.kv_cache_spec
     num_tokens = num_kv_blocks * block_size
     logger.info(
         "%s: %s, %.1fM parameters; KV pool: %d blocks, %d tokens, %.0f MiB; %d threads",
-        type(loaded.module).__name__,
+        loaded.name,
         str(spec.dtype).removeprefix("torch."),
         loaded.num_parameters / 1e6,
         num_kv_blocks,

@@ -1,7 +1,6 @@
 """A model directory that cannot be served is refused in one line that says what and where."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from driver import make_config
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
-from aioserve.runner.attention import StepInputs
-from aioserve.runner.attention.bridge import AttentionProbe, serving
-from aioserve.runner.loader import LoadedModel, load_model, resolve_dtype
+from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.loader import AnyModel, load_model, resolve_dtype
+from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 
 STEP = StepInputs(
@@ -32,7 +31,7 @@ STEP = StepInputs(
 )
 
 
-def load(path: Path, **model: Any) -> LoadedModel:
+def load(path: Path, **model: Any) -> ServedModel:
     config = make_config(path, **model).model
     return load_model(config, ModelInfo(config))
 
@@ -59,9 +58,7 @@ def edit_config(path: Path, **fields: Any) -> Path:
 
 def test_healthy_model_loads_without_a_word(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loaded = load(llama)
-    assert len(loaded.attention_modules) == 3
     assert loaded.kv_cache_spec.bytes_per_token == 3 * 2 * 2 * 16 * 4
-    assert not loaded.module.training
     assert capfd.readouterr() == ("", "")
 
 
@@ -221,11 +218,14 @@ def test_container_limits_are_respected(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None:
-    driver_logits = []
+    logits = []
     for takes_logits_to_keep in (True, False):
-        loaded = replace(load(llama), takes_logits_to_keep=takes_logits_to_keep)
-        probe = AttentionProbe()
-        with serving(probe):
-            driver_logits.append(loaded.forward(STEP))
-    assert driver_logits[0].shape == (2, VOCAB_SIZE)
-    torch.testing.assert_close(*driver_logits)
+        loaded = load(llama, fused=False)
+        assert isinstance(loaded, AnyModel)
+        loaded._takes_logits_to_keep = takes_logits_to_keep
+        backend = create_attention_backend(loaded.kv_cache_spec, 1, 8)
+        backend.prepare(STEP)
+        with torch.inference_mode():
+            logits.append(loaded.forward(STEP, backend))
+    assert logits[0].shape == (2, VOCAB_SIZE)
+    torch.testing.assert_close(*logits)

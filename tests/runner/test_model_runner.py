@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from driver import Driver, make_config
 
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -178,11 +179,12 @@ def test_non_finite_values_of_one_request_do_not_reach_the_next_owner_of_its_blo
 ) -> None:
     driver = make_driver()
     driver.add("broken", [0] * 30)
-    embedding = driver.runner._model.module.get_input_embeddings().weight
-    healthy = embedding[0].clone()
-    embedding.data[0] = float("nan")
-    driver.step()
-    embedding.data[0] = healthy
+    embedding = driver.runner._model.decoder.embedding
+    with torch.inference_mode():
+        healthy = embedding[0].clone()
+        embedding[0] = float("nan")
+        driver.step()
+        embedding[0] = healthy
     driver.finish("broken")
     driver.add("sound", random_prompt(17))
     driver.generate("sound", 6)
@@ -268,8 +270,8 @@ def test_load_says_in_one_line_what_it_chose(
     config = make_config(model_path("llama"))
     runner = ModelRunner(config, ModelInfo(config.model))
     runner.load()
-    (record,) = [r for r in caplog.records if r.name.startswith("aioserve")]
-    assert "LlamaForCausalLM: float32" in record.message
+    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.model_runner"]
+    assert "LlamaForCausalLM, fused: float32" in record.message
     assert "128 blocks, 1024 tokens" in record.message
     runner.close()
     runner.close()

@@ -7,13 +7,13 @@ Knows module conventions of `transformers`; knows nothing about blocks or schedu
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, LayerSpec
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, LayerSpec
 
 ATTN_IMPLEMENTATION = "aioserve"
 
@@ -68,7 +68,7 @@ AttentionInterface.register(ATTN_IMPLEMENTATION, _dispatch)
 class PagedAttentionHandler:
     """Hands every attention call to the backend, under the number of its layer."""
 
-    def __init__(self, modules: list[nn.Module], backend: AttentionBackend) -> None:
+    def __init__(self, modules: list[nn.Module], backend: LayerAttention) -> None:
         self._layers = {module: layer for layer, module in enumerate(modules)}
         self._backend = backend
 
@@ -97,13 +97,23 @@ class PagedAttentionHandler:
         return attended[None]
 
 
+class AttentionCall(NamedTuple):
+    """How one layer calls for attention; the words are those of `AttentionBackend.forward`."""
+
+    num_heads: int
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class AttentionProbe:
-    """Records who calls for attention and with what shapes, and refuses what we cannot compute."""
+    """Records who calls for attention and how, and refuses what we cannot compute."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.queries: list[Tensor] = []
-        self.sliding_windows: list[int | None] = []
+        self.calls: list[AttentionCall] = []
         self._layers: list[LayerSpec] = []
 
     def spec(self, dtype: torch.dtype) -> KVCacheSpec:
@@ -132,7 +142,15 @@ class AttentionProbe:
             raise UnsupportedModelError("its attention looks at something other than the tokens")
         self.modules.append(module)
         self.queries.append(query)
-        self.sliding_windows.append(kwargs.get("sliding_window"))
+        scaling = kwargs.get("scaling")
+        call = AttentionCall(
+            query.shape[1],
+            query.shape[3] ** -0.5 if scaling is None else scaling,
+            kwargs.get("sliding_window"),
+            kwargs.get("softcap"),
+            kwargs.get("s_aux"),
+        )
+        self.calls.append(call)
         self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3]))
         attended = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return attended.transpose(1, 2).contiguous()

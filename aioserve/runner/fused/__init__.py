@@ -1,0 +1,87 @@
+"""The fast tier: models with the structure of Llama, run through our own loop on fused weights.
+
+`fuse` turns a loaded model into a `FusedModel` if it can prove that both compute the same. Knows
+`transformers` modules and the attention seam; knows nothing about files or requests.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.attention.bridge import AttentionProbe
+from aioserve.runner.fused.compiled import create_ops
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
+from aioserve.runner.fused.ops import Linear, Ops
+from aioserve.runner.fused.proof import Proof
+from aioserve.runner.fused.recognize import LayerParts, NotFusedError, find_parts
+from aioserve.runner.served_model import ServedModel
+
+__all__ = ["FusedModel", "NotFusedError", "fuse"]
+
+
+class FusedModel(ServedModel):
+    """A model whose modules are gone; their weights are fused and laid out for this machine."""
+
+    def __init__(self, original: ServedModel, decoder: FusedDecoder) -> None:
+        self.name = f"{original.name}, fused"
+        self.num_parameters = original.num_parameters
+        self.kv_cache_spec = original.kv_cache_spec
+        self.decoder = decoder
+
+    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
+        return self.decoder.forward(inputs, backend)
+
+
+@torch.inference_mode()
+def fuse(
+    original: ServedModel, module: nn.Module, probe: AttentionProbe, max_model_len: int
+) -> FusedModel:
+    """The same model on fused weights; `module`, which `original` runs, is used up.
+
+    Raises `NotFusedError`, with `module` intact, unless every layer gives the same results.
+    """
+    parts = find_parts(module, probe, max_model_len)
+    ops = create_ops(original.kv_cache_spec, parts.row_sizes)
+    embedding = parts.embedding.weight.data.clone()  # the file that it may be mapped to can go
+    next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
+    proof = Proof(original, [layer.module for layer in parts.layers], len(embedding), max_model_len)
+    proof.check_embedding(embedding)
+    # one layer at a time, twice: there may not be memory for all layers beside the originals, and
+    # the originals are needed until the last one is proved
+    for index, (layer, next_norm) in enumerate(zip(parts.layers, next_norms, strict=True)):
+        proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
+    head = _fuse_linears((parts.head,), ops)
+    proof.check_head(parts.norm, head, ops)
+    layers = []
+    for layer in parts.layers:
+        layers.append(_fuse_layer(layer, ops))
+        for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
+            linear._parameters.clear()  # what is left of them is one fused copy
+    return FusedModel(original, FusedDecoder(embedding, layers, parts.norm, head, ops))
+
+
+def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:
+    return DecoderLayer(
+        input_norm=parts.input_norm,
+        qkv=_fuse_linears(parts.qkv, ops),
+        attention=parts.attention,
+        output=_fuse_linears((parts.output,), ops),
+        post_norm=parts.post_norm,
+        gate_up=_fuse_linears(parts.gate_up, ops),
+        activation=parts.activation,
+        intermediate_size=parts.down.in_features,
+        down=_fuse_linears((parts.down,), ops),
+    )
+
+
+def _fuse_linears(linears: tuple[nn.Linear, ...], ops: Ops) -> Linear:
+    """One product instead of several with the same input."""
+    weight, biases = torch.cat([linear.weight.data for linear in linears]), None
+    if any(linear.bias is not None for linear in linears):
+        biases = torch.cat(
+            [
+                weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data
+                for linear in linears
+            ]
+        )
+    return ops.linear(weight, biases)

@@ -1,0 +1,139 @@
+"""The operations of a fused decoder: the seam between its loop and a kind of machine.
+
+`TorchOps` runs wherever torch runs and is what others are compared with. Knows tensors and the
+attention backend; knows nothing about model classes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.fused.linear import pack_linear
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
+
+
+class RMSNorm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) in float32, rounded, times the weight: as Llama does."""
+
+    weight: Tensor  # [hidden], or [head_dim] for a norm of heads
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """All of one layer's attention that is not a product with a weight."""
+
+    index: int  # in the KV cache
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # float32 [max_model_len, head_dim]: for each position head_dim / 2 cosines, then as many
+    # sines, any scaling included; element i of a head turns with element i + head_dim / 2
+    cos_sin: Tensor
+    head_norms: tuple[RMSNorm, RMSNorm] | None  # of queries and of keys, before the turn; one eps
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+class Ops(ABC):
+    """One thread, one step at a time: `begin`, then the operations of all layers in order."""
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made."""
+
+    @abstractmethod
+    def begin(self, inputs: StepInputs, backend: AttentionBackend) -> None:
+        """Derive what all layers of a step share. `backend` was prepared for `inputs`."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
+        """Normalize each row of `x` [T, hidden] into `out`."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm, out: Tensor) -> None:
+        """Add `x` to `residual` in place, then normalize that into `out`; all [T, hidden]."""
+
+    @abstractmethod
+    def gate(self, x: Tensor, activation: Activation, out: Tensor) -> None:
+        """Write activation(x[:, :I]) * x[:, I:] into `out` [T, I]."""
+
+    @abstractmethod
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """Normalize and rotate heads, store K and V, attend: [T, (Hq + 2 Hkv) D] -> [T, Hq D].
+
+        `qkv` may be overwritten.
+        """
+
+
+class TorchOps(Ops):
+    """Plain torch operations, in the arithmetic of `transformers`."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return pack_linear(weight, bias)
+
+    def begin(self, inputs: StepInputs, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._positions = torch.from_numpy(inputs.positions)
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}  # by the table they come from
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
+        torch.mul(_normalize(x, norm.eps), norm.weight, out=out)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm, out: Tensor) -> None:
+        self.rms_norm(residual.add_(x), norm, out)
+
+    def gate(self, x: Tensor, activation: Activation, out: Tensor) -> None:
+        gate, up = x.chunk(2, dim=-1)
+        if activation == "silu":
+            activated = F.silu(gate)
+        else:
+            activated = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        torch.mul(activated, up, out=out)
+
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        first_value = layer.num_heads + layer.num_kv_heads
+        query, key = heads[:, : layer.num_heads], heads[:, layer.num_heads : first_value]
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            query = _normalize(query, query_norm.eps) * query_norm.weight
+            key = _normalize(key, key_norm.eps) * key_norm.weight
+        cos, sin = self._angles(layer.cos_sin, qkv.dtype)
+        attended = self._backend.forward(
+            layer.index,
+            _rotate(query, cos, sin),
+            _rotate(key, cos, sin),
+            heads[:, first_value:],
+            scaling=layer.scaling,
+            sliding_window=layer.sliding_window,
+            softcap=layer.softcap,
+        )
+        return attended.view(len(qkv), -1)
+
+    def _angles(self, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Angles [T, 1, D / 2] of the tokens of this step, gathered for the first layer only."""
+        angles = self._gathered.get(id(cos_sin))
+        if angles is None:
+            cos, sin = cos_sin.index_select(0, self._positions).to(dtype)[:, None].chunk(2, dim=-1)
+            angles = self._gathered[id(cos_sin)] = (cos, sin)
+        return angles
+
+
+def _normalize(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,115 @@
+"""Shows that fused layers compute what the modules they were made from compute.
+
+The modules run once on a few random tokens; what enters and leaves each layer is kept, and every
+fused layer must turn the one into the other. Knows modules and numbers; builds nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.fused.decoder import DecoderLayer
+from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.recognize import NotFusedError
+from aioserve.runner.served_model import ServedModel
+
+_LENGTHS = (21, 1, 9)  # tokens of the rows: a chunk, a decode, a shorter chunk
+_BLOCK_SIZE = 16
+_BLOCKS_PER_ROW = -(-max(_LENGTHS) // _BLOCK_SIZE)
+
+# How far a layer may be from the original: a share of what it adds to its input, and one rounding
+# of the sum. Sums in another order make 1e-6 of it in float32, roundings 0.01 in bfloat16
+# (measured); a forgotten factor, norm or bias 0.1 and more.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.04}
+
+
+class Proof:
+    """One run of the original on a step of random tokens, to compare with."""
+
+    def __init__(
+        self, original: ServedModel, layers: list[nn.Module], vocab_size: int, max_model_len: int
+    ) -> None:
+        self._inputs = _random_step(vocab_size, max_model_len)
+        self._backend = create_attention_backend(
+            original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE
+        )
+        self._backend.prepare(self._inputs)
+        with _states(layers) as self._states:
+            self._logits = original.forward(self._inputs, self._backend)
+
+    def check_embedding(self, embedding: Tensor) -> None:
+        """Raises `NotFusedError` if the first layer is given anything but rows of `embedding`."""
+        rows = F.embedding(torch.from_numpy(self._inputs.input_ids), embedding)
+        if not torch.equal(rows, self._states[0]):
+            raise NotFusedError("its embedding is not a plain one")
+
+    def check_layer(self, index: int, layer: DecoderLayer, next_norm: RMSNorm, ops: Ops) -> None:
+        """Raises `NotFusedError` if `layer` is not layer `index` of the original."""
+        before, after = self._states[index], self._states[index + 1]
+        ops.begin(self._inputs, self._backend)
+        state = layer.start(before.clone(), ops)
+        layer.feed_forward(layer.attend(state, ops), state, next_norm, ops)
+        error = _norm(state.residual - after) - torch.finfo(after.dtype).eps * _norm(after)
+        self._judge(f"layer {index}", error / _norm(after - before))
+
+    def check_head(self, norm: RMSNorm, head: Linear, ops: Ops) -> None:
+        """Raises `NotFusedError` if `norm` and `head` are not all that follows the layers."""
+        last = self._states[-1][torch.from_numpy(self._inputs.logits_indices)]
+        normed = torch.empty_like(last)
+        ops.rms_norm(last, norm, out=normed)
+        self._judge("the head", _norm(head(normed) - self._logits) / _norm(self._logits))
+
+    def _judge(self, what: str, error: float) -> None:
+        if not error < _TOLERANCE[self._logits.dtype]:  # NaN is an error, too
+            raise NotFusedError(f"{what} is not that of Llama: its results differ by {error:.1%}")
+
+
+def _norm(x: Tensor) -> float:
+    return float(x.float().norm())
+
+
+@contextmanager
+def _states(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """Hidden states [T, hidden] before the first of `layers` and after each of them."""
+    states: list[Tensor] = []
+
+    def note(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not states:
+            states.append((args[0] if args else kwargs["hidden_states"])[0])
+        states.append((output if isinstance(output, Tensor) else output[0])[0])
+
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _random_step(vocab_size: int, max_model_len: int) -> StepInputs:
+    """Positions are from the whole range, as rotary embeddings only look at differences."""
+    random = np.random.default_rng(0)
+    lengths = np.array(_LENGTHS)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    query_start_loc = np.concatenate(([0], np.cumsum(lengths)))
+    block, offset = np.divmod(np.arange(len(row)) - query_start_loc[row], _BLOCK_SIZE)
+    blocks = np.arange(len(lengths) * _BLOCKS_PER_ROW, dtype=np.int32)
+    block_table = blocks.reshape(len(lengths), _BLOCKS_PER_ROW)
+    return StepInputs(
+        req_ids=[str(number) for number in range(len(lengths))],
+        rows=np.arange(len(lengths)),
+        input_ids=random.integers(0, vocab_size, len(row)),
+        positions=random.integers(0, max_model_len, len(row)),
+        slot_mapping=block_table[row, block].astype(np.int64) * _BLOCK_SIZE + offset,
+        query_start_loc=query_start_loc,
+        seq_lens=lengths,
+        block_table=block_table,
+        sampling=np.arange(len(lengths)),
+        logits_indices=query_start_loc[1:] - 1,
+    )
