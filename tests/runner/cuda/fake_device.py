@@ -75,8 +75,9 @@ class FakeDevice(Device):
                 raise error
             work()
 
-        self._num_launches += 1
-        self.num_behind = max(self.num_behind, self._num_launches)
+        with self._lock:
+            self._num_launches += 1
+            self.num_behind = max(self.num_behind, self._num_launches)
         self._put(run)
 
     def record(self) -> FakeEvent:
@@ -99,7 +100,8 @@ class FakeDevice(Device):
             target.copy_(source)
             buffer.num_pending -= 1
 
-        buffer.num_pending += 1
+        with self._lock:
+            buffer.num_pending += 1
         self._put(run)
 
     def _put(self, work: Callable[[], None]) -> None:

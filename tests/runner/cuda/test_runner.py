@@ -1,0 +1,313 @@
+"""The overlapped runner in the real engine: what clients get is what the CPU runner gives them."""
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice, TooEarlyError
+from tiny import make_executor
+
+import aioserve
+from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine import AsyncEngine
+from aioserve.errors import (
+    AioserveError,
+    ConfigError,
+    EngineDeadError,
+    RequestFailedError,
+    RunnerDeadError,
+)
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import RequestOutput
+from aioserve.runner.cuda import draw
+from aioserve.runner.cuda.attention import TorchDeviceAttention
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.models import TransformersModel
+from aioserve.runner.cuda.plan import Limits
+from aioserve.runner.cuda.runner import OverlappedRunner
+from aioserve.runner.loader import AnyModel, load_model
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.models import VOCAB_SIZE
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 20, 8, 120
+
+
+def make_config(path: Path, depth: int) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            model=str(path), dtype="float32", max_model_len=MAX_MODEL_LEN, fused=False
+        ),
+        cache=CacheConfig(num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(
+            max_num_seqs=6,
+            pipeline_depth=depth,
+            options={"chunk_size": 40},
+            max_num_batched_tokens=64,
+        ),
+        runner=RunnerConfig(threads=1),
+    )
+
+
+@pytest.fixture
+def served_path(model_path: Callable[..., Path]) -> Callable[..., Path]:
+    """`served_path(kind)`: a tiny model with the tokenizer of the embedded one."""
+
+    def path_of(kind: str) -> Path:
+        path = model_path(kind)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+        return path
+
+    return path_of
+
+
+def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
+    """What the CUDA runner is, with another device."""
+
+    def build() -> StepExecutor:
+        info = ModelInfo(config.model)
+        loaded = load_model(config.model, info)
+        assert isinstance(loaded, AnyModel)
+        limits = Limits(
+            num_rows=config.scheduler.max_num_seqs,
+            num_tokens=64,
+            num_row_pages=-(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE),
+            page_size=BLOCK_SIZE,
+            num_pages=NUM_BLOCKS,
+        )
+        model = TransformersModel(loaded.module, loaded._attention_modules, True)
+        attention = TorchDeviceAttention(loaded.kv_cache_spec, limits, device.torch_device)
+        return StepExecutor(
+            device,
+            model,
+            attention,
+            draw.draw,
+            limits,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    return OverlappedRunner(build)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def sometimes(value: Any, default: Any) -> Any:
+        return value if rng.random() < 0.3 else default
+
+    return SamplingParams(
+        max_tokens=rng.randint(1, 25),
+        temperature=rng.choice([0, 0, 0.8, 2]),
+        seed=rng.randrange(1 << 60),
+        top_k=sometimes(rng.randint(1, 50), 0),
+        top_p=sometimes(0.8, 1.0),
+        min_p=sometimes(0.05, 0.0),
+        repetition_penalty=sometimes(1.3, 1.0),
+        presence_penalty=sometimes(0.5, 0.0),
+        frequency_penalty=sometimes(-0.5, 0.0),
+        logit_bias=sometimes({5: 4.0, 17: -100.0}, None),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), sometimes(60, 0))),
+        min_tokens=0,
+        logprobs=sometimes(rng.randint(0, 4), None),
+        detokenize=False,
+    )
+
+
+async def serve(engine: AsyncEngine, seed: int) -> list[list[RequestOutput]]:
+    """Thirty requests, some of which leave early."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
+
+    async def one(prompt: list[int], params: SamplingParams, delay: int) -> list[RequestOutput]:
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        return [output async for output in engine.generate(prompt, params)]
+
+    async def leave(prompt: list[int], after: int) -> None:
+        params = SamplingParams(max_tokens=30, temperature=0, detokenize=False)
+        async for _ in engine.generate(prompt, params):
+            after -= 1
+            if after == 0:
+                return
+
+    tasks = []
+    leaving = []
+    for _ in range(30):
+        prompt = prefix[: rng.choice([0, 30])]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+        tasks.append(asyncio.create_task(one(prompt, random_params(rng), rng.randint(0, 40))))
+        if rng.random() < 0.3:
+            leaving.append(asyncio.create_task(leave(prompt, rng.randint(1, 5))))
+    await asyncio.gather(*leaving)
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("eagerness", [0, 0.5])
+async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
+    kind: str, eagerness: float, served_path: Callable[..., Path]
+) -> None:
+    """Greedy, seeded, penalized, biased, with logprobs, aborts, and a pool that is too small."""
+    device = FakeDevice(1, eagerness)
+    config = make_config(served_path(kind), depth=2)
+    async with AsyncEngine(config, runner=make_runner(config, device)) as engine:
+        found = await serve(engine, seed=3)
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_used_kv_blocks == 0
+        assert stats.num_preemptions > 0
+    async with AsyncEngine(make_config(served_path(kind), depth=1)) as engine:
+        expected = await serve(engine, seed=3)
+    for a, b in zip(found, expected, strict=True):
+        tokens = [[t for output in outputs for t in output.token_ids] for outputs in (a, b)]
+        assert tokens[0] == tokens[1]
+        assert a[-1].finish_reason == b[-1].finish_reason
+        logprobs = [[p for output in outputs for p in output.logprobs or ()] for outputs in (a, b)]
+        for one, other in zip(*logprobs, strict=True):
+            assert (one.rank, one.top_token_ids) == (other.rank, other.top_token_ids)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+    assert device.num_behind == 2
+
+
+def make_tiny_runner(device: FakeDevice) -> OverlappedRunner:
+    return OverlappedRunner(lambda: make_executor(device))
+
+
+def make_step(step_id: int, name: str, *, is_new: bool = True) -> SchedulerOutput:
+    """Three tokens of a prompt, or one decode."""
+    data = NewRequestData(
+        request_id=name,
+        token_ids=[1, 2, 3],
+        num_prompt_tokens=3,
+        sampling_params=SamplingParams(temperature=0),
+        stop_token_ids=frozenset(),
+        block_ids=[step_id],
+        num_computed_tokens=0,
+    )
+    return SchedulerOutput(
+        step_id=step_id,
+        scheduled_new_reqs=[data] if is_new else [],
+        scheduled_cached_reqs=CachedRequestData(*(([], []) if is_new else ([name], [3])), {}),
+        num_scheduled_tokens={name: 3 if is_new else 1},
+        total_num_scheduled_tokens=3 if is_new else 1,
+        preempted_req_ids=[],
+        finished_req_ids=[],
+    )
+
+
+async def test_a_step_that_fails_on_the_device_fails_alone() -> None:
+    device = FakeDevice(eagerness=0)
+    runner = make_tiny_runner(device)
+    await runner.load()
+    first = await runner.execute_model(make_step(1, "a"))
+    device.fail_with = ValueError("a kernel was refused")
+    with pytest.raises(ValueError, match="a kernel was refused"):
+        await runner.execute_model(make_step(2, "b"))
+    assert (await runner.execute_model(make_step(3, "c"))).sampled_token_ids == (
+        first.sampled_token_ids
+    )
+    await runner.close()
+
+
+async def test_a_step_that_fails_before_its_launch_fails_alone() -> None:
+    runner = make_tiny_runner(FakeDevice())
+    await runner.load()
+    with pytest.raises(KeyError):
+        await runner.execute_model(make_step(1, "nobody", is_new=False))
+    assert (await runner.execute_model(make_step(2, "a"))).req_ids == ["a"]
+    await runner.close()
+
+
+async def test_running_out_of_device_memory_names_the_setting() -> None:
+    device = FakeDevice()
+    runner = make_tiny_runner(device)
+    await runner.load()
+    device.fail_with = torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+    with pytest.raises(AioserveError, match="lower gpu_memory_utilization"):
+        await runner.execute_model(make_step(1, "a"))
+    assert (await runner.execute_model(make_step(2, "b"))).req_ids == ["b"]
+    await runner.close()
+
+
+async def test_a_lost_device_says_that_no_step_can_run() -> None:
+    device = FakeDevice(eagerness=0)
+    runner = make_tiny_runner(device)
+    await runner.load()
+    device.lost, device.fail_with = True, RuntimeError("an illegal memory access")
+    steps = [runner.execute_model(make_step(i, name)) for i, name in enumerate("ab", start=1)]
+    results = await asyncio.gather(*steps, return_exceptions=True)
+    assert isinstance(results[0], RunnerDeadError)
+    assert "an illegal memory access" in str(results[0])
+    await runner.close()
+
+
+async def test_the_engine_ends_with_its_device_and_tells_every_client(
+    served_path: Callable[..., Path],
+) -> None:
+    device = FakeDevice()
+    config = make_config(served_path("llama"), depth=2)
+    params = SamplingParams(max_tokens=50, temperature=0, detokenize=False)
+    async with AsyncEngine(config, runner=make_runner(config, device)) as engine:
+        stream = await engine.add_request([1, 2, 3], params)
+        await anext(stream)
+        device.fail_with = RuntimeError("a kernel was refused")
+        with pytest.raises(RequestFailedError):
+            async for _ in stream:
+                pass
+        stream = await engine.add_request([1, 2, 3], params)
+        await anext(stream)
+        device.lost, device.fail_with = True, RuntimeError("an illegal memory access")
+        with pytest.raises(EngineDeadError, match="an illegal memory access"):
+            async for _ in stream:
+                pass
+        assert isinstance(engine.errored, RunnerDeadError)
+
+
+async def test_what_prevents_loading_is_raised_by_load_and_close_still_works() -> None:
+    def build() -> StepExecutor:
+        raise ConfigError("the model does not fit")
+
+    runner = OverlappedRunner(build)
+    with pytest.raises(ConfigError, match="does not fit"):
+        await runner.load()
+    await runner.close()
+    await runner.close()
+    with pytest.raises(RunnerDeadError, match="closed"):
+        await runner.execute_model(make_step(1, "a"))
+
+
+@torch.inference_mode()
+def test_the_fake_device_notices_who_is_too_early() -> None:
+    device = FakeDevice(eagerness=0)
+    buffer, target = device.host_buffer(4), torch.zeros(4, dtype=torch.int32)
+    buffer.array[:] = 7
+    device.stage(target, buffer)
+    arrived = device.record()
+    with pytest.raises(TooEarlyError):
+        buffer.array[0] = 8
+    assert target.tolist() == [0] * 4
+    arrived.wait()
+    assert target.tolist() == [7] * 4
+    buffer.array[:] = 0
+    device.fetch(buffer, target)
+    fetched = device.record()
+    with pytest.raises(TooEarlyError):
+        buffer.array.tolist()
+    fetched.wait()
+    assert buffer.array.tolist() == [7] * 4
+
+
+@torch.inference_mode()
+def test_a_result_is_not_there_before_its_event() -> None:
+    executor = make_executor(FakeDevice(eagerness=0))
+    step = executor.launch(make_step(1, "a"))
+    assert step is not None
+    with pytest.raises(TooEarlyError):
+        step.result.array.tolist()
+    assert executor.finish(step).req_ids == ["a"]
