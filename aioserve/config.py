@@ -210,6 +210,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         NonNegativeFloat,
         Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),
     ] = 5.0
+    request_log: Annotated[
+        str | None,
+        Meta(description="file to note arrival and lengths of every request in (default: none)"),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"

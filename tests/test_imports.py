@@ -59,6 +59,7 @@ ALLOWED = {
         "aioserve.engine.async_engine",
         "aioserve.engine.core",
         "aioserve.engine.decision_log",
+        "aioserve.engine.request_log",
         "aioserve.errors",
         "aioserve.kv_cache",
         "aioserve.model_info",

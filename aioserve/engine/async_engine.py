@@ -20,6 +20,7 @@ from aioserve.engine.decision_log import recorded
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import (
     ConfigError,
@@ -69,6 +70,7 @@ class AsyncEngine:
         self.metrics = EngineMetrics(self.get_stats, self._get_wait_reasons)
         self._runner = runner
         self._on_kv_event = on_kv_event
+        self._request_log: RequestLog | None = None
         self._core: EngineCore | None = None
         self._task: asyncio.Task[None] | None = None
         self._shadow: Shadow | None = None
@@ -96,6 +98,9 @@ class AsyncEngine:
             self._shadow_settings()
         if self._runner is None:
             self._runner = make_runner(self.config, self.model_info)
+        if self.config.server.request_log is not None:
+            now = asyncio.get_running_loop().time()
+            self._request_log = RequestLog(self.config.server.request_log, now)
         try:
             await self._runner.load()
             self._build(policy, self._runner)
@@ -129,7 +134,9 @@ class AsyncEngine:
         self._input_processor = InputProcessor(
             self.model_info, self.max_model_len, self.config.runner.seed
         )
-        self._output_processor = OutputProcessor(self.model_info.tokenizer, self.metrics)
+        self._output_processor = OutputProcessor(
+            self.model_info.tokenizer, self.metrics, self._request_log
+        )
         self._core = EngineCore(
             scheduler,
             runner,
@@ -339,6 +346,8 @@ class AsyncEngine:
             self._core.scheduler.shutdown()
             self._core = None
             self._input_processor.close()
+        if self._request_log is not None:
+            self._request_log.close()
         if self._runner is not None:
             await self._runner.close()
 

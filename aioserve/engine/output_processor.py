@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher, make_decode
 from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
@@ -83,8 +84,11 @@ class RequestState:
 class OutputProcessor:
     """All requests that have a reader, and the delivery to them."""
 
-    def __init__(self, tokenizer: object, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, tokenizer: object, metrics: EngineMetrics, request_log: RequestLog | None = None
+    ) -> None:
         self._metrics = metrics
+        self._request_log = request_log
         self._states: dict[str, RequestState] = {}
         self._decode = {
             skip: make_decode(tokenizer, skip_special_tokens=skip) for skip in (False, True)
@@ -156,3 +160,5 @@ class OutputProcessor:
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens
         self._metrics.on_finished(state.request, num_tokens, reason, now)
+        if self._request_log is not None:
+            self._request_log.write(state.request, num_tokens)

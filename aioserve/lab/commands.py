@@ -32,15 +32,23 @@ def run_compare(words: Sequence[str]) -> int:
     """`aioserve compare`; returns the exit code. Raises `AioserveError`."""
     parser = _parser("compare", "Run several configurations on the same requests.")
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="YAML files of settings")
-    _add_workload(parser)
+    _add_workload(parser).add_argument(
+        "--replay",
+        metavar="LOG",
+        help="a decision log: its requests, and the step times and memory of its server",
+    )
     _add_common(parser)
     parser.add_argument("--html", metavar="FILE", help="write a report with plots")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
     )
     arguments = parser.parse_args(words)
-    workloads = _workloads(arguments)
-    candidates = load_candidates(arguments.configs, arguments.set)
+    settings: list[tuple[str, Any]] = []
+    if arguments.replay is not None:
+        workloads, settings = _replayed(arguments)
+    else:
+        workloads = _workloads(arguments)
+    candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
     total = len(candidates) * sum(len(workload.requests) for workload in workloads)
     with _progress(total) as progress:
         document = compare(
@@ -151,11 +159,12 @@ def _parser(command: str, description: str) -> _Parser:
     return _Parser(prog=f"aioserve {command}", description=description, allow_abbrev=False)
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
+def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Returns the group in which exactly one says where requests come from."""
     group = parser.add_argument_group("workload")
-    group.add_argument(
+    sources = group.add_mutually_exclusive_group(required=True)
+    sources.add_argument(
         "--workload",
-        required=True,
         metavar="FILE",
         help=".yaml: a description; .csv: an Azure trace; .jsonl: a Mooncake trace or request log",
     )
@@ -169,6 +178,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
     )
+    return sources
 
 
 def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> None:
@@ -190,6 +200,7 @@ def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> 
         help="a setting of all configurations; repeatable",
     )
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
+    parser.set_defaults(live=False)
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -201,17 +212,41 @@ def _assignment(text: str) -> tuple[str, str]:
 
 def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
     """One per seed."""
-    source = WorkloadSource(
-        path=arguments.workload,
+    source = _source(arguments)
+    seeds = _num_seeds(arguments, default_seeds, is_recorded=source.is_recorded)
+    return [source.load(arguments.seed + i) for i in range(seeds)]
+
+
+def _source(arguments: argparse.Namespace) -> WorkloadSource:
+    return WorkloadSource(
+        path=arguments.workload or "",
         time_scale=arguments.time_scale,
         start=arguments.start,
         duration=arguments.duration,
         limit=arguments.limit,
     )
-    seeds = arguments.seeds or (1 if source.is_recorded and not arguments.live else default_seeds)
-    if seeds < 1:
+
+
+def _num_seeds(
+    arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_recorded: bool
+) -> int:
+    seeds: int | None = arguments.seeds
+    if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")
-    return [source.load(arguments.seed + i) for i in range(seeds)]
+    return seeds or (1 if is_recorded and not arguments.live else default)
+
+
+def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
+    """The requests of a decision log and the settings of its server."""
+    from aioserve.lab.decision_log import DecisionLog
+    from aioserve.lab.logged import logged_settings, logged_workload
+    from aioserve.lab.what_if import read_traffic
+
+    traffic = read_traffic(DecisionLog(arguments.replay))
+    print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
+    seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_recorded=True))
+    workloads = [logged_workload(traffic, arguments.replay, seed) for seed in seeds]
+    return [_source(arguments).cut(workload) for workload in workloads], logged_settings(traffic)
 
 
 @contextmanager

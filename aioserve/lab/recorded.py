@@ -12,13 +12,13 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from aioserve.engine.request_log import Count, RequestLogLine
 from aioserve.errors import ConfigError
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest, text_name
 
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
-Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 T = TypeVar("T")
 
@@ -38,17 +38,6 @@ class MooncakeLine(msgspec.Struct):
     input_length: Count
     output_length: Count
     hash_ids: list[int]
-
-
-class RequestLogLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of a request log: `{"arrival": 1.5, "prompt_tokens": 374, "output_tokens": 44}`."""
-
-    arrival: Seconds  # since whatever the log began with
-    prompt_tokens: Count
-    output_tokens: Count
-    priority: int = 0
-    user: str = ""
-    timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
 
 
 def read_trace(path: str | Path, seed: int = 0) -> Workload:

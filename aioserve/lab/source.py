@@ -39,6 +39,10 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
                 f"workload {self.path}: expected .yaml (a description), .csv (Azure) or .jsonl "
                 f"(Mooncake or a request log), got {suffix or 'no suffix'!r}"
             )
+        return self.cut(workload)
+
+    def cut(self, workload: Workload) -> Workload:
+        """The part that is wanted, at the speed that is wanted."""
         if self.start or self.duration is not None or self.limit is not None:
             workload = workload.cut(start=self.start, duration=self.duration, limit=self.limit)
         return workload if self.time_scale == 1 else workload.scaled(self.time_scale)
