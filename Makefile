@@ -3,11 +3,11 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install serve test check ab clean
+.PHONY: help install serve test check ab bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 install: .venv/runtime  ## create .venv with pinned dependencies
 serve: .venv/runtime  ## start the server on the embedded model (ARGS="--port 9000" adds flags)
@@ -24,6 +24,12 @@ check: .venv/test  ## ruff and mypy alone
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
 	@$(BIN)/python -m aioserve compare configs/fcfs.yaml configs/chunked_prefill.yaml \
 		configs/priority.yaml --workload configs/workloads/mixed.yaml $(ARGS)
+
+bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or a directory)
+	@$(BIN)/python benchmarks/cpu.py $(or $(MODEL),135m) $(ARGS)
+
+bench-peers: .venv/runtime  ## the same loads on servers (PEERS="ours=URL other=URL" LOADS="W1 W5")
+	@$(BIN)/python benchmarks/peers.py $(PEERS) $(if $(LOADS),--loads $(LOADS)) $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -120,6 +120,7 @@ def main() -> None:
     path = model_path(args.model)
     info = ModelInfo(ModelConfig(model=str(path)))
     dtype = resolve_dtype("auto")
+    shapes = Shapes.of(info.hf_config, dtype)
     names = args.cases and {name.strip() for name in args.cases.split(",")}
     if names and (unknown := names - {case.name for case in CASES}):
         parser.error(f"no case {unknown}; there are {', '.join(case.name for case in CASES)}")
@@ -129,14 +130,19 @@ def main() -> None:
     result: Row = {"model": args.model, "dtype": str(dtype), "threads": threads}
     floors = None
     if {"floors", "steps"} & set(args.only):
-        floors = Floors(Shapes.of(info.hf_config, dtype), dtype)
+        floors = Floors(shapes, dtype)
         result |= {"bandwidth_gb_s": floors.bandwidth / 1e9, "gflop_s": floors.rate / 1e9}
     if "floors" in args.only and floors:
         result["floors"] = show_floors(floors)
     if {"steps", "breakdown"} & set(args.only):
-        fitting = _fitting(cases, info, dtype)
+        fitting = _fitting(cases, info, shapes.kv_bytes_per_token)
         pool = max(case.num_kv_tokens for case in fitting)
-        bench = StepBench(path, threads=args.threads, num_kv_tokens=pool)
+        bench = StepBench(
+            path,
+            threads=args.threads,
+            num_kv_tokens=pool,
+            kv_bytes_per_token=shapes.kv_bytes_per_token,
+        )
         if "steps" in args.only and floors:
             result["steps"] = show_steps(bench, fitting, floors, args)
         if "breakdown" in args.only:
@@ -148,9 +154,8 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def _fitting(cases: list[Case], info: ModelInfo, dtype: torch.dtype) -> list[Case]:
+def _fitting(cases: list[Case], info: ModelInfo, bytes_per_token: int) -> list[Case]:
     """Those that the model's positions and this machine's memory allow; says which do not."""
-    bytes_per_token = Shapes.of(info.hf_config, dtype).kv_bytes_per_token
     room = POOL_SHARE * machine.available_memory() / bytes_per_token
     found = []
     for case in cases:
