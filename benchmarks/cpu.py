@@ -31,6 +31,7 @@ PARTS = ("floors", "steps", "breakdown", "engine")
 FLOOR_ROWS = (1, 4, 16, 64, 512, 2048)
 BROKEN_DOWN = (Case(1, 512), Case(16, 512), Case(64, 512), Case(0, 0, 512))
 POOL_SHARE = 0.6  # of the free memory: the largest case that does not fit is skipped
+MAX_DRIFT = 1.15  # more between a floor's first and last run: others used the machine. A guess.
 PURPOSES = [*dict.fromkeys(purpose for purpose, _ in RULES), PYTHON]
 
 Row = dict[str, Any]
@@ -145,6 +146,9 @@ def main() -> None:
         )
         if "steps" in args.only and floors:
             result["steps"] = show_steps(bench, fitting, floors, args)
+            result["drift"] = floors.drift()
+            if not 1 / MAX_DRIFT < result["drift"] < MAX_DRIFT:
+                print(f"Not to be trusted: a floor now takes {result['drift']:.2f} times as long.")
         if "breakdown" in args.only:
             broken_down = [case for case in BROKEN_DOWN if case in fitting]
             result["breakdown"] = show_breakdown(bench, broken_down, args)

@@ -111,6 +111,12 @@ class Floors:
         pairs = sum(n * context - n * (n - 1) // 2 for n, context in contexts)
         return max(read / self.bandwidth, pairs * self.shapes.attention_flops / self.rate)
 
+    def drift(self) -> float:
+        """How much longer than at first the products of one row take now: 1 if nothing changed."""
+        before = self._time(False, 1).median
+        del self._times[False, 1]
+        return self._time(False, 1).median / before
+
     def _time(self, is_head: bool, rows: int) -> Time:
         known = self._times.get((is_head, rows))
         if known is None:
