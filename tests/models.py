@@ -28,8 +28,9 @@ _COMMON: dict[str, Any] = {
 _KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
-    "qwen3": {},
+    "qwen3": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
     "gemma2": {
         "sliding_window": 24,
         "attn_logit_softcapping": 20.0,
@@ -50,7 +51,7 @@ MODEL_KINDS = tuple(_KINDS)
 
 
 def make_model(kind: str, path: Path, **overrides: Any) -> Path:
-    """Write a model of one of `MODEL_KINDS` to `path` and return `path`.
+    """Write a model of one of `MODEL_KINDS`, or of another kind, to `path` and return `path`.
 
     `overrides` are fields of its `transformers` configuration. There is no tokenizer.
     """
@@ -58,7 +59,7 @@ def make_model(kind: str, path: Path, **overrides: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **_KINDS[kind], **overrides})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **_KINDS.get(kind, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
     if kind == "gemma2":  # else its tied embedding makes every model repeat its input
         for name, parameter in model.named_parameters():

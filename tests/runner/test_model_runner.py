@@ -31,11 +31,12 @@ def assert_all_match(driver: Driver, kind: str, generate: Generate) -> None:
         assert sequence.output == generate(kind, prompt, len(sequence.output))
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_mixed_chunks_and_decodes_equal_generate(
-    kind: str, make_driver: MakeDriver, generate_reference: Generate
+    kind: str, fused: bool, make_driver: MakeDriver, generate_reference: Generate
 ) -> None:
-    driver = make_driver(kind)
+    driver = make_driver(kind, fused=fused)
     for name, length in {"a": 1, "b": 17, "c": 70, "d": 300}.items():
         driver.add(name, random_prompt(length))
     driver.step({"a": 1, "b": 5, "c": 70})

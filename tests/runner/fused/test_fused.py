@@ -1,0 +1,250 @@
+"""Who is fused, who is not and why, and that fused logits are those of the modules."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver import Driver, make_config
+from torch import Tensor
+
+from aioserve import kernels
+from aioserve.model_info import ModelInfo
+from aioserve.runner import fused
+from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.fused import FusedModel, NotFusedError
+from aioserve.runner.fused.ops import Linear, Ops
+from aioserve.runner.fused.recognize import _rms_norm
+from aioserve.runner.loader import AnyModel, load_model
+from aioserve.runner.served_model import ServedModel
+from tests.models import VOCAB_SIZE, make_model
+
+BLOCK_SIZE = 16
+MakeDriver = Callable[..., Driver]
+Generate = Callable[..., list[int]]
+Fields = dict[str, Any]
+
+
+def load(path: Path, **model: Any) -> ServedModel:
+    config = make_config(path, **model).model
+    return load_model(config, ModelInfo(config))
+
+
+def one_prompt(length: int, sampling: list[int]) -> StepInputs:
+    """A step of one request that wants logits at some of its tokens."""
+    positions = np.arange(length)
+    return StepInputs(
+        req_ids=["a"],
+        rows=np.arange(1),
+        input_ids=np.random.default_rng(0).integers(0, VOCAB_SIZE, length),
+        positions=positions,
+        slot_mapping=positions,
+        query_start_loc=np.array([0, length]),
+        seq_lens=np.array([length]),
+        block_table=np.arange(-(-length // BLOCK_SIZE), dtype=np.int32)[None],
+        sampling=np.arange(len(sampling)),
+        logits_indices=np.array(sampling, dtype=np.int64),
+    )
+
+
+@torch.inference_mode()
+def compute(model: ServedModel, step: StepInputs) -> Tensor:
+    backend = create_attention_backend(
+        model.kv_cache_spec, step.block_table.shape[1] + 1, BLOCK_SIZE
+    )
+    backend.prepare(step)
+    return model.forward(step, backend)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AIOSERVE_KERNELS", "off")
+    kernels.load_kernels.cache_clear()
+    yield
+    kernels.load_kernels.cache_clear()
+
+
+LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, gelu by tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, odd sizes": ("llama", {"hidden_size": 60, "intermediate_size": 70, "head_dim": 12}),
+    "llama 3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "yarn, which scales attention": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {}),
+}
+
+
+@pytest.mark.parametrize("case", LLAMA_LIKE)
+def test_fused_logits_are_those_of_the_modules(case: str, tmp_path: Path) -> None:
+    kind, fields = LLAMA_LIKE[case]
+    make_model(kind, tmp_path, **fields)
+    step = one_prompt(70, sampling=[0, 30, 69])
+    model = load(tmp_path)
+    assert isinstance(model, FusedModel)
+    expected = compute(load(tmp_path, fused=False), step)
+    # sums in another order, through three layers; logits are up to 10
+    torch.testing.assert_close(compute(model, step), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3"])
+def test_plain_torch_serves_where_there_are_no_kernels(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    make_model(kind, tmp_path)
+    step = one_prompt(70, sampling=[0, 30, 69])
+    model = load(tmp_path, dtype=dtype)
+    assert isinstance(model, FusedModel)
+    expected = compute(load(tmp_path, dtype=dtype, fused=False), step)
+    error = relative_error(compute(model, step), expected)
+    assert error < (1e-5 if dtype == "float32" else 0.05)
+
+
+NOT_LLAMA_LIKE: list[tuple[str, Fields, str]] = [
+    ("gemma2", {}, "Gemma2Model.embed_tokens is no Embedding"),
+    ("mixtral", {}, "MixtralSparseMoeBlock"),
+    ("phi", {}, "PhiModel has no norm"),
+    ("phi3", {}, "Phi3DecoderLayer has resid_attn_dropout"),
+    ("olmo", {}, "OlmoLayerNorm is no RMS norm"),
+    ("olmo2", {}, "Olmo2DecoderLayer has no input_layernorm"),
+    ("helium", {}, "layer 0 is not that of Llama"),  # turns neighbours, not halves
+    ("ernie4_5", {}, "layer 0 is not that of Llama"),  # likewise
+    ("granite", {"residual_multiplier": 0.9}, "layer 0 is not that of Llama"),
+    ("granite", {"embedding_multiplier": 2.0}, "its embedding is not a plain one"),
+    ("granite", {"logits_scaling": 2.0}, "the head is not that of Llama"),
+    ("llama", {"hidden_act": "relu"}, "its activation ReLU is not served"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "reason"), NOT_LLAMA_LIKE)
+def test_other_models_run_as_they_are_and_the_log_says_why(
+    kind: str, fields: Fields, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    make_model(kind, tmp_path, **fields)
+    model = load(tmp_path)
+    assert isinstance(model, AnyModel)
+    (message,) = [r.message for r in caplog.records if r.name == "aioserve.runner.loader"]
+    assert reason in message
+    step = one_prompt(30, sampling=[29])
+    assert torch.equal(compute(model, step), compute(load(tmp_path, fused=False), step))
+
+
+def test_norm_that_adds_one_to_its_weight_is_not_that_of_llama() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    with pytest.raises(NotFusedError, match="GemmaRMSNorm is not the RMS norm of Llama"):
+        _rms_norm(GemmaRMSNorm(32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", ["qkv", "output", "down", "norm"])
+def test_one_wrong_layer_is_found_and_nothing_is_lost(
+    wrong: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A tenth more in one of the products, or in one norm, of the last layer."""
+    make_model("llama", tmp_path, num_hidden_layers=3)
+    fuse_layer = fused._fuse_layer
+
+    def spoil(parts: Any, ops: Ops) -> Any:
+        from dataclasses import replace
+
+        layer = fuse_layer(parts, ops)
+        if parts.attention.index != 2:
+            return layer
+        if wrong == "norm":
+            norm = layer.post_norm
+            return replace(layer, post_norm=norm._replace(weight=norm.weight * 1.1))
+        linear: Linear = getattr(layer, wrong)
+        return replace(layer, **{wrong: lambda x: linear(x) * 1.1})
+
+    monkeypatch.setattr(fused, "_fuse_layer", spoil)
+    caplog.set_level("INFO")
+    model = load(tmp_path, dtype=dtype)
+    assert isinstance(model, AnyModel)
+    assert "layer 2 is not that of Llama" in caplog.text
+    step = one_prompt(30, sampling=[29])
+    expected = compute(load(tmp_path, fused=False, dtype=dtype), step)
+    assert torch.equal(compute(model, step), expected)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "smollm3"])
+def test_bfloat16_is_as_near_to_float32_as_the_modules_are(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path, num_hidden_layers=6, initializer_range=0.05)
+    step = one_prompt(200, sampling=list(range(200)))
+    exact = compute(load(tmp_path, fused=False), step)
+    theirs = relative_error(compute(load(tmp_path, dtype="bfloat16", fused=False), step), exact)
+    model = load(tmp_path, dtype="bfloat16")
+    assert isinstance(model, FusedModel)
+    ours = relative_error(compute(model, step), exact)
+    # both round some hundred times, at other places: a tenth is chance. 0.05 is a cosine of 0.999
+    assert ours < 1.1 * theirs
+    assert ours < 0.05
+
+
+def test_step_in_which_nobody_samples_only_fills_the_cache(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    model = load(tmp_path)
+    assert compute(model, one_prompt(40, sampling=[])).shape == (0, VOCAB_SIZE)
+
+
+def test_weights_are_not_kept_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    found: list[torch.nn.Module] = []
+    fuse = fused.fuse
+    monkeypatch.setattr(
+        "aioserve.runner.loader.fuse", lambda *args: (found.append(args[1]), fuse(*args))[1]
+    )
+    model = load(tmp_path)
+    left = sum(parameter.numel() for parameter in found[0].parameters())
+    # embedding, head and norms may be there until the module is dropped
+    assert left <= 2 * VOCAB_SIZE * 64 + 7 * 64 < model.num_parameters / 1.5
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_tokens_equal_generate_without_kernels(
+    kind: str, make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver(kind)
+    prompt = [(7 * i) % VOCAB_SIZE for i in range(50)]
+    driver.add("a", prompt)
+    driver.step({"a": 20})
+    assert driver.generate("a", 12) == generate_reference(kind, prompt, 12)
