@@ -116,6 +116,7 @@ async def serve(config: EngineConfig) -> None:
         for sock in sockets:
             sock.close()
         await engine.shutdown(drain_timeout=0)
+        gc.unfreeze()  # else some extension modules complain at exit about what is left of them
     logger.info("stopped")
 
 
