@@ -6,6 +6,7 @@ Knows `transformers` and file formats; knows nothing about blocks, batches or re
 import inspect
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
     more than causal attention over tokens.
     """
     check_architecture(info)
-    _check_weight_files(info.path)
+    num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
     dtype = resolve_dtype(config.dtype)
     module = _from_pretrained(config, info, dtype)
     try:
@@ -88,6 +89,17 @@ def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
     return model
 
 
+def num_weight_bytes(config: ModelConfig, info: ModelInfo) -> int:
+    """What the weights will take, by the headers of their files. Raises `ConfigError`.
+
+    Includes the copy of a tied embedding that the fast tier makes for its head.
+    """
+    num_elements = sum(_num_elements(file) for file in _weight_files(info.path))
+    if config.fused and getattr(info.hf_config, "tie_word_embeddings", False):
+        num_elements += info.vocab_size * info.hf_config.hidden_size
+    return num_elements * resolve_dtype(config.dtype).itemsize
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     """The compute type for a `--dtype` setting."""
     if name != "auto":
@@ -99,8 +111,8 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.bfloat16 if machine.has_native_bf16() else torch.float32
 
 
-def _check_weight_files(path: Path) -> None:
-    """Name the damaged file; `from_pretrained` would not."""
+def _weight_files(path: Path) -> list[Path]:
+    """The files that `from_pretrained` will read."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -112,12 +124,17 @@ def _check_weight_files(path: Path) -> None:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"no *.safetensors weights in model directory {path}")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass  # reads the header and compares it with the size of the file
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
+    return files
+
+
+def _num_elements(file: Path) -> int:
+    """Raises `ConfigError` that names a damaged file."""
+    try:
+        with safe_open(file, framework="pt") as weights:  # compares its header with its size
+            names = weights.keys()
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
 
 
 def _from_pretrained(config: ModelConfig, info: ModelInfo, dtype: torch.dtype) -> nn.Module:

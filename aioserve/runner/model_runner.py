@@ -14,8 +14,13 @@ from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
 from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.kv_pool import MIB, choose_num_kv_blocks
-from aioserve.runner.loader import load_model
+from aioserve.runner.kv_pool import (
+    MIB,
+    check_memory,
+    choose_num_kv_blocks,
+    expected_bytes_per_token,
+)
+from aioserve.runner.loader import load_model, num_weight_bytes, resolve_dtype
 from aioserve.runner.sampler import SampledTokens, sample
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
@@ -38,6 +43,7 @@ class ModelRunner:
         threads = config.runner.threads or machine.default_num_threads()
         torch.set_num_threads(threads)
         machine.keep_freed_memory()
+        self._check_memory()
         loaded = load_model(config.model, self._model_info)
         machine.give_back_freed_memory()
         spec = loaded.kv_cache_spec
@@ -53,6 +59,13 @@ class ModelRunner:
             self._model_info.vocab_size,
         )
         _log_loaded(loaded, self.num_kv_blocks, cache.block_size, threads)
+
+    def _check_memory(self) -> None:
+        config, info = self._config, self._model_info
+        itemsize = resolve_dtype(config.model.dtype).itemsize
+        per_token = expected_bytes_per_token(info.hf_config, itemsize)
+        weights = num_weight_bytes(config.model, info)
+        check_memory(config, weights, per_token, info.max_model_len)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

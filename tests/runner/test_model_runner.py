@@ -11,10 +11,11 @@ from driver import Driver, make_config
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.runner import machine, model_runner
 from aioserve.runner.kv_pool import choose_num_kv_blocks
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.sampling_params import SamplingParams
-from tests.models import MODEL_KINDS, VOCAB_SIZE
+from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
 
 MakeDriver = Callable[..., Driver]
 Generate = Callable[..., list[int]]
@@ -262,6 +263,19 @@ def test_kv_pool_that_holds_no_block_is_refused_with_numbers() -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_gib=0.001))
     with pytest.raises(ConfigError, match=r"16 tokens need 16.0 MiB.* 1.0 MiB"):
         choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096)
+
+
+def test_too_little_memory_is_said_with_numbers_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path, hidden_size=512)
+    config = make_config(tmp_path)  # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
+    monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
+    monkeypatch.setattr(model_runner, "load_model", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError) as caught:
+        ModelRunner(config, ModelInfo(config.model)).load()
+    assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
+    assert "5 MiB are available (cache.kv_cache_gib" in str(caught.value)
 
 
 def test_load_says_in_one_line_what_it_chose(
