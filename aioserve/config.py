@@ -68,6 +68,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="memory for the KV pool (default: a quarter of what is free, at most 4)"),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="type of K and V; auto: the compute type; fp8: half of it, CUDA only"),
+    ] = "auto"
     enable_prefix_caching: Annotated[
         bool, Meta(description="share the blocks of equal prompt prefixes")
     ] = True
@@ -124,12 +128,21 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, description="KV slots kept ahead of each request for draft tokens")
     ] = 0
     pipeline_depth: Annotated[
-        int, Meta(ge=1, le=2, description="steps handed to the runner before the first is back")
-    ] = 1
+        Annotated[int, Meta(ge=1, le=2)] | None,
+        Meta(
+            description="steps handed to the runner before the first is back "
+            "(default: 2 on a CUDA device, else 1)"
+        ),
+    ] = None
     decision_log: Annotated[
         str | None,
         Meta(description="file to record every decision and its input in (default: none)"),
     ] = None
+
+    @property
+    def depth(self) -> int:
+        """`pipeline_depth`, once the runner has been asked; 1 until then."""
+        return self.pipeline_depth or 1
 
 
 class ShadowConfig(Section, frozen=True, kw_only=True):
@@ -151,7 +164,16 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
         Literal["model", "simulated"],
         Meta(description="model: compute; simulated: invented tokens after a modelled step time"),
     ] = "model"
-    device: Annotated[Literal["cpu"], Meta(description="where the model runs")] = "cpu"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="where the model runs; auto: on a CUDA device if there is one"),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of a CUDA device's memory that may be used")
+    ] = 0.9
+    enforce_eager: Annotated[
+        bool, Meta(description="no CUDA graphs: less memory, a quicker start, slower decoding")
+    ] = False
     threads: Annotated[
         PositiveInt | None, Meta(description="compute threads (default: one per physical core)")
     ] = None

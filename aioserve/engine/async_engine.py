@@ -98,6 +98,11 @@ class AsyncEngine:
             self._shadow_settings()
         if self._runner is None:
             self._runner = make_runner(self.config, self.model_info)
+        if self.config.scheduler.pipeline_depth is None:
+            scheduler = msgspec.structs.replace(
+                self.config.scheduler, pipeline_depth=self._runner.pipeline_depth
+            )
+            self.config = msgspec.structs.replace(self.config, scheduler=scheduler)
         if self.config.server.request_log is not None:
             now = asyncio.get_running_loop().time()
             self._request_log = RequestLog(self.config.server.request_log, now)
@@ -140,7 +145,7 @@ class AsyncEngine:
         self._core = EngineCore(
             scheduler,
             runner,
-            pipeline_depth=self.config.scheduler.pipeline_depth,
+            pipeline_depth=self.config.scheduler.depth,
             stall_timeout=self.config.scheduler.stall_timeout,
             deliver=self._deliver,
             expire=self._expire,
@@ -430,6 +435,12 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
         from aioserve.runner.simulated import SimulatedRunner
 
         return SimulatedRunner(config, model_info)
+    from aioserve.runner.devices import choose_device
+
+    if choose_device(config) == "cuda":
+        from aioserve.runner.cuda.runner import OverlappedRunner
+
+        return OverlappedRunner.on_cuda(config, model_info)
     from aioserve.runner.threaded import ThreadedRunner
 
     return ThreadedRunner(config, model_info)

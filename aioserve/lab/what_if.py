@@ -176,7 +176,7 @@ class _Simulation:
         return EngineCore(
             recorder,
             PlaybackRunner(self._replies, self._traffic.step_time),
-            pipeline_depth=scheduler.pipeline_depth,
+            pipeline_depth=scheduler.depth,
             stall_timeout=scheduler.stall_timeout,
             deliver=self._deliver,
             expire=lambda request_ids: None,

@@ -1,6 +1,7 @@
 """What the engine needs from whatever computes tokens. Free of torch.
 
-Two implementations: `threaded.ThreadedRunner` (the model, on a thread of its own) and
+Three implementations: `threaded.ThreadedRunner` (the model on the CPU, on a thread of its own),
+`cuda.runner.OverlappedRunner` (the model on a device that computes behind our back) and
 `simulated.SimulatedRunner` (a step-time model on the loop's clock).
 """
 
@@ -13,6 +14,9 @@ from aioserve.scheduler.output import SchedulerOutput
 
 class RunnerInterface(ABC):
     """Runs steps in the order in which they are handed over. Used from one event loop."""
+
+    #: Steps that should be handed over before the first is back, if nobody has set it.
+    pipeline_depth: int = 1
 
     @abstractmethod
     async def load(self) -> None:

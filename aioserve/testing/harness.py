@@ -208,7 +208,7 @@ class SchedulerHarness:
     def step(self) -> SchedulerOutput | None:
         """What the engine task does: fill the pipeline, then take one result."""
         output = None
-        while len(self._in_flight) < self.config.pipeline_depth:
+        while len(self._in_flight) < self.config.depth:
             planned = self.plan()
             output = planned or output
             if planned is None or planned.total_num_scheduled_tokens == 0:

@@ -30,23 +30,28 @@ class DeviceAttention(ABC):
 class PagedCache:
     """K and V of every layer, [num_pages + 1, page_size, num_kv_heads, head_dim] each."""
 
-    def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, limits: Limits, device: torch.device, *, keep_finite: bool
+    ) -> None:
+        """`keep_finite`: who reads also multiplies, by 0, what stale pages hold."""
+
         def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
             shape = (limits.num_pages + 1, limits.page_size, num_kv_heads, head_dim)
             return torch.zeros(shape, dtype=spec.dtype, device=device)
 
-        self.dtype = spec.dtype
+        self._dtype = spec.dtype
+        self._keep_finite = keep_finite
         self.keys = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
         self.values = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to `slots` (int64 [T])."""
         for cache, states in ((self.keys[layer], key), (self.values[layer], value)):
-            # what is not finite becomes so: a page is reused, and masked weights are multiplied
-            states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
+            if self._keep_finite:
+                states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
             flat = cache.view(-1, *cache.shape[2:])
-            if self.dtype == torch.float8_e4m3fn:
-                states = states.clamp(-FP8_MAX, FP8_MAX).to(self.dtype).view(torch.uint8)
+            if self._dtype == torch.float8_e4m3fn:
+                states = states.clamp(-FP8_MAX, FP8_MAX).to(self._dtype).view(torch.uint8)
                 flat = flat.view(torch.uint8)
             flat.index_copy_(0, slots, states)
 
@@ -55,7 +60,7 @@ class TorchDeviceAttention(DeviceAttention):
     """Gathers the pages of a row and multiplies: right everywhere, fast nowhere."""
 
     def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
-        self.cache = PagedCache(spec, limits, device)
+        self.cache = PagedCache(spec, limits, device, keep_finite=True)
 
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
         return _GatheredStep(self.cache, plan, arrays)

@@ -56,6 +56,10 @@ class Device(ABC):
         """Queue `work`, which reads and writes tensors on the device and nothing else."""
 
     @abstractmethod
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do `work` now and return what does it again, on the same tensors, at less cost."""
+
+    @abstractmethod
     def fetch(self, target: HostBuffer, source: Tensor) -> None:
         """Queue a copy of `source` from the device into the beginning of `target`."""
 

@@ -5,9 +5,11 @@ nothing about threads or event loops.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
@@ -15,8 +17,9 @@ from aioserve.runner.attention.backend import LayerAttention
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
+from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.models import DeviceModel
-from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
+from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -42,20 +45,24 @@ class StepExecutor:
         model: DeviceModel,
         attention: DeviceAttention,
         draw: Draw,
-        limits: Limits,
+        layout: Layout,
+        arena: Tensor,
         *,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
+        """`arena` [layout.size], int32 on the device, is where steps are staged."""
+        limits = layout.limits
         self._device = device
         self._model = model
         self._attention = attention
         self._batch = OverlappedBatch(limits.num_rows, max_model_len, limits.page_size, vocab_size)
-        self._layout = Layout(limits)
+        self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
         self._sampler = DeviceSampler(device, limits.num_rows, vocab_size, draw)
-        self._arena = self._sampler.out.new_zeros(self._layout.size)
-        self._arrays = self._layout.split(self._arena)
+        self._arena = arena
+        self._arrays = layout.split(arena)
+        self._graphs = DecodeGraphs()
         results = (device.host_buffer(len(self._sampler.out)) for _ in range(MAX_IN_FLIGHT))
         self._free_results = deque(results)
 
@@ -63,6 +70,23 @@ class StepExecutor:
     def num_kv_blocks(self) -> int:
         """Pages that requests may use."""
         return self._layout.limits.num_pages
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture decode steps of up to so many rows, where the model allows it."""
+
+        def prepare(size: int) -> LayerAttention:
+            buffer = self._ring.take()
+            plan = plan_padding(self._layout, buffer.array, size)
+            self._device.stage(self._arena[: plan.num_words], buffer)
+            attention = self._attention.begin(plan, self._arrays)
+            self._ring.guard()
+            return attention
+
+        def forward(size: int, attention: LayerAttention) -> Tensor:
+            rows = torch.arange(size, device=self._arena.device)
+            return self._forward(size, rows, attention)
+
+        self._graphs.capture(sizes, prepare, forward, self._device.capture)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | None:
         """Start a step; None if it has no tokens. What raises here leaves its requests in an
@@ -74,7 +98,8 @@ class StepExecutor:
         inputs = self._batch.prepare(step)
         columns = self._batch.sampling_inputs(inputs)
         buffer = self._ring.take()
-        plan = plan_step(inputs, columns, self._layout, buffer.array)
+        sizes = self._graphs.sizes
+        plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         self._batch.append_unknown(inputs)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
@@ -109,15 +134,25 @@ class StepExecutor:
             return dead
         return error
 
+    # What follows runs when the device gets there.
+
     def _run(self, plan: StepPlan, sampling: SamplePlan, attention: LayerAttention) -> None:
-        arrays, num_tokens = self._arrays, plan.num_tokens
-        logits = self._model.forward(
-            self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
-            arrays.positions[:num_tokens].long(),
-            arrays.logits_rows[: plan.num_sampling].long(),
+        rows = self._arrays.logits_rows[: plan.num_sampling].long()
+        if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
+            logits = self._graphs.replay(plan.num_padded_rows)
+            if plan.num_sampling < plan.num_padded_rows:
+                logits = logits[rows]
+        else:
+            logits = self._forward(plan.num_tokens, rows, attention)
+        self._sampler.sample(logits, sampling, self._arrays)
+
+    def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
+        return self._model.forward(
+            self._sampler.resolve(self._arrays.input_ids[:num_tokens].long()),
+            self._arrays.positions[:num_tokens].long(),
+            rows,
             attention,
         )
-        self._sampler.sample(logits, sampling, arrays)
 
 
 def _make_output(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioserve.runner import noise
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.sampling_columns import SamplingInputs
+from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 
 Words = npt.NDArray[np.int32]
 A = TypeVar("A", Words, Tensor)
@@ -30,6 +30,8 @@ class Sections(Generic[A]):
     slots: A  # T, page * page_size + offset: where K and V of a token go
     qo_indptr: A  # B + 1, first token of each row
     kv_indptr: A  # B + 1, first entry of each row in kv_indices
+    prefill_qo_indptr: A  # P + 1, of the P rows that are no decodes, from 0
+    prefill_kv_indptr: A  # P + 1, likewise
     last_page_len: A  # B, tokens in the last page of a row: 1 to page_size
     seq_lens: A  # B, tokens whose K and V exist once this step has written its own
     logits_rows: A  # S, the token (of T) whose logits are sampled from
@@ -66,7 +68,7 @@ class Layout:
         self.limits = limits
         lengths = dict.fromkeys((field.name for field in fields(Sections)), rows)
         lengths |= dict.fromkeys(("input_ids", "positions", "slots"), tokens)
-        lengths |= dict.fromkeys(("qo_indptr", "kv_indptr"), rows + 1)
+        lengths |= {name: rows + 1 for name in lengths if name.endswith("indptr")}
         lengths |= {"keys": 2 * rows, "kv_indices": rows * limits.num_row_pages}
         self._bounds: dict[str, tuple[int, int]] = {}
         end = 0
@@ -92,10 +94,11 @@ class StepPlan:
     inputs: StepInputs  # in the scheduler's order
     host: Sections[Words]  # valid until the arena is used again
     num_rows: int  # B without padding
-    num_decodes: int  # leading rows with one token, padding not counted
+    num_decodes: int  # leading rows with one token, padding not counted; the others are prefills
     num_padded_rows: int  # B; more than num_rows only if all rows are decodes
     num_tokens: int  # T, padding included
     num_page_entries: int
+    num_decode_page_entries: int  # of the rows that are decodes; they come first
     num_words: int  # of the arena that are used
     sampled: IntArray  # S, rows of `inputs`
     sampling: SamplingInputs  # of the S
@@ -150,12 +153,19 @@ def plan_step(
     out.last_page_len[:num_rows] = seq_lens - (num_pages - 1) * limits.page_size
     out.seq_lens[:num_rows] = seq_lens
 
+    num_prefills, decode_entries = num_rows - num_decodes, int(out.kv_indptr[num_decodes])
+    for target, source in (
+        (out.prefill_qo_indptr, out.qo_indptr),
+        (out.prefill_kv_indptr, out.kv_indptr),
+    ):
+        target[: num_prefills + 1] = source[num_decodes : num_rows + 1] - source[num_decodes]
+
     num_padded = num_rows
     if num_decodes == num_rows:
         num_padded = next((size for size in padded_sizes if size >= num_rows), num_rows)
         _pad(out, limits, num_rows, num_padded, num_entries)
         num_entries += num_padded - num_rows
-        num_tokens = num_padded
+        num_tokens, decode_entries = num_padded, num_entries
 
     places = _in_row_order(order, inputs.sampling)
     sampled = inputs.sampling[places]
@@ -176,9 +186,33 @@ def plan_step(
         num_padded_rows=num_padded,
         num_tokens=num_tokens,
         num_page_entries=num_entries,
+        num_decode_page_entries=decode_entries,
         num_words=layout.used(num_entries),
         sampled=sampled,
         sampling=replace(sampling, edits=edits),
+    )
+
+
+def plan_padding(layout: Layout, arena: Words, size: int) -> StepPlan:
+    """A step of `size` padding rows: what a CUDA graph of that size is captured with."""
+    out, none = layout.split(arena), np.zeros(0, dtype=np.int64)
+    out.qo_indptr[0] = out.kv_indptr[0] = 0
+    _pad(out, layout.limits, 0, size, 0)
+    inputs = StepInputs(
+        [], none, none, none, none, none, none, np.zeros((0, 0), np.int32), *[none] * 2
+    )
+    return StepPlan(
+        inputs=inputs,
+        host=out,
+        num_rows=0,
+        num_decodes=0,
+        num_padded_rows=size,
+        num_tokens=size,
+        num_page_entries=size,
+        num_decode_page_entries=size,
+        num_words=layout.used(size),
+        sampled=none,
+        sampling=SamplingColumns(1, 1).select(none, none),
     )
 
 

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -27,6 +29,8 @@ _Launched: TypeAlias = "LaunchedStep | ModelRunnerOutput | Exception"
 class OverlappedRunner(RunnerInterface):
     """Runs a `StepExecutor`. Each result reaches the loop by one call from the reading thread."""
 
+    pipeline_depth = 2
+
     def __init__(self, build: "Callable[[], StepExecutor]") -> None:
         """`build` loads the model, on the launching thread; it may raise `ConfigError`."""
         self._build = build
@@ -35,6 +39,18 @@ class OverlappedRunner(RunnerInterface):
         self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+
+    @classmethod
+    def on_cuda(cls, config: EngineConfig, model_info: ModelInfo) -> "OverlappedRunner":
+        """Raises `ConfigError` if the model cannot be as long as the settings ask."""
+        model_info.check_positions()
+
+        def build() -> "StepExecutor":
+            from aioserve.runner.cuda.load import load_on_cuda
+
+            return load_on_cuda(config, model_info)
+
+        return cls(build)
 
     async def load(self) -> None:
         loaded = _Reply()

@@ -80,6 +80,11 @@ class FakeDevice(Device):
             self.num_behind = max(self.num_behind, self._num_launches)
         self._put(run)
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.advance(self._num_queued)
+        work()
+        return work
+
     def record(self) -> FakeEvent:
         return FakeEvent(self, self._num_queued)
 

@@ -52,9 +52,11 @@ class Traffic:
             if rng.random() < 0.3:
                 self.aborts.setdefault(rng.randint(1, 12), []).append(f"r{i}")
 
-    def serve(self, depth: int, device: FakeDevice) -> dict[str, tuple[list[int], str]]:
-        """Tokens and status of every request."""
-        executor = make_executor(device, num_pages=self.num_blocks)
+    def serve(
+        self, depth: int, device: FakeDevice, **settings: Any
+    ) -> dict[str, tuple[list[int], str]]:
+        """Tokens and status of every request; `settings` are those of `make_executor`."""
+        executor = make_executor(device, num_pages=self.num_blocks, **settings)
         config = SchedulerConfig(**self.settings)
         kv_cache = KVCacheManager(self.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
         policy: Any = POLICIES[config.policy]
@@ -97,16 +99,16 @@ class Traffic:
         }
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("hundred", range(20))
-def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
-    """Twenty times a hundred random schedules, with aborts, stops, preemptions and prefixes."""
+def compare(seeds: range, **settings: Any) -> None:
+    """Overlapped, with `settings`, against one step at a time without; aborts, stops,
+    preemptions and shared prefixes included.
+    """
     num_ends: dict[str, int] = {}
     num_behind = 0
-    for seed in range(100 * hundred, 100 * hundred + 100):
+    for seed in seeds:
         traffic = Traffic(seed)
         device = FakeDevice(seed, eagerness=random.Random(seed).choice([0, 0.3, 0.9]))
-        overlapped = traffic.serve(2, device)
+        overlapped = traffic.serve(2, device, **settings)
         one_by_one = traffic.serve(1, FakeDevice(seed))
         num_behind = max(num_behind, device.num_behind)
         assert overlapped.keys() == one_by_one.keys()
@@ -121,3 +123,16 @@ def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
     assert num_behind == 2
     for status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"):
         assert num_ends[status] > 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("hundred", range(20))
+def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
+    compare(range(100 * hundred, 100 * hundred + 100))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sizes", [(), (2, 3), (1, 2, 4, 8)])
+def test_flashinfer_plans_and_padded_graphs_change_no_token(sizes: tuple[int, ...]) -> None:
+    """Sizes that hold no step, some, all: eager and replayed steps follow each other."""
+    compare(range(5000, 5060), is_flashinfer=True, sizes=sizes)

@@ -151,6 +151,16 @@ def check(traffic: Traffic, output: SchedulerOutput, inputs: StepInputs, plan: S
     assert host.last_page_len[:size].tolist() == last_page_len
     assert host.seq_lens[:size].tolist() == seq_lens
 
+    first = plan.num_decodes if not plan.is_decode else size
+    assert plan.num_decode_page_entries == kv_indptr[first]
+    if not plan.is_decode:
+        for found, absolute in (
+            (host.prefill_qo_indptr, qo_indptr),
+            (host.prefill_kv_indptr, kv_indptr),
+        ):
+            expected = [entry - absolute[first] for entry in absolute[first:]]
+            assert found[: len(expected)].tolist() == expected
+
     count = len(samples)
     assert [inputs.req_ids[row] for row in plan.sampled] == [name for name, _ in samples]
     assert host.logits_rows[:count].tolist() == [row for _, row in samples]

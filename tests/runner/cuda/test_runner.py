@@ -28,7 +28,7 @@ from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.models import TransformersModel
-from aioserve.runner.cuda.plan import Limits
+from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.loader import AnyModel, load_model
 from aioserve.sampling_params import SamplingParams
@@ -81,6 +81,7 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             page_size=BLOCK_SIZE,
             num_pages=NUM_BLOCKS,
         )
+        layout = Layout(limits)
         model = TransformersModel(loaded.module, loaded._attention_modules, True)
         attention = TorchDeviceAttention(loaded.kv_cache_spec, limits, device.torch_device)
         return StepExecutor(
@@ -88,7 +89,8 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             model,
             attention,
             draw.draw,
-            limits,
+            layout,
+            torch.zeros(layout.size, dtype=torch.int32),
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
         )

@@ -1,20 +1,29 @@
-"""An executor on the fake device: one layer of attention with random weights."""
+"""An executor on the fake device: two kinds of attention with random weights."""
 
 from typing import Any
 
 import torch
 from fake_device import FakeDevice
+from fake_flashinfer import FakeFlashInfer
 from torch import Tensor
 
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, LayerSpec
+from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda import draw
-from aioserve.runner.cuda.attention import TorchDeviceAttention
+from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.models import DeviceModel
-from aioserve.runner.cuda.plan import Limits
+from aioserve.runner.cuda.plan import Layout, Limits
 
 VOCAB_SIZE, HIDDEN, NUM_HEADS, HEAD_DIM = 40, 16, 2, 8
-SPEC = KVCacheSpec((LayerSpec(1, HEAD_DIM, HEAD_DIM),), torch.float32)
+SPEC = KVCacheSpec(
+    (LayerSpec(1, HEAD_DIM, HEAD_DIM), LayerSpec(1, HEAD_DIM, HEAD_DIM)), torch.float32
+)
+CALLS = (
+    AttentionCall(NUM_HEADS, 0.3, None, None, None),
+    AttentionCall(NUM_HEADS, 0.5, 6, 4.0, None),
+)
 
 
 class TinyModel(DeviceModel):
@@ -22,33 +31,60 @@ class TinyModel(DeviceModel):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.embedding = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator)
-        self.places = torch.randn(128, HIDDEN, generator=generator)
-        self.qkv = torch.randn(HIDDEN, (NUM_HEADS + 2) * HEAD_DIM, generator=generator)
-        self.head = torch.randn(NUM_HEADS * HEAD_DIM + HIDDEN, VOCAB_SIZE, generator=generator)
+
+        def weight(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.embedding, self.places = weight(VOCAB_SIZE, HIDDEN), weight(128, HIDDEN)
+        self.qkv = weight(2, HIDDEN, (NUM_HEADS + 2) * HEAD_DIM)
+        self.head = weight(HIDDEN, VOCAB_SIZE)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor, attention: LayerAttention
     ) -> Tensor:
         x = self.embedding[input_ids] + self.places[positions]
-        qkv = (x @ self.qkv).view(len(x), -1, HEAD_DIM)
-        query, key, value = qkv.split((NUM_HEADS, 1, 1), dim=1)
-        attended = attention.forward(0, query, key, value, scaling=0.3)
-        state = torch.cat([attended.flatten(1), x], dim=1)[logits_rows]
-        return state @ self.head
+        for layer, (_, scaling, window, softcap, _) in enumerate(CALLS):
+            qkv = (x @ self.qkv[layer]).view(len(x), -1, HEAD_DIM)
+            query, key, value = qkv.split((NUM_HEADS, 1, 1), dim=1)
+            attended = attention.forward(
+                layer, query, key, value, scaling=scaling, sliding_window=window, softcap=softcap
+            )
+            x = x + attended.flatten(1)
+        return x[logits_rows] @ self.head
 
 
-def make_executor(device: FakeDevice, **limits: Any) -> StepExecutor:
-    sizes = Limits(
+def make_executor(
+    device: FakeDevice, *, is_flashinfer: bool = False, sizes: tuple[int, ...] = (), **changes: Any
+) -> StepExecutor:
+    """With the stand-in of flashinfer, and "graphs" of some sizes, if asked."""
+    limits = Limits(
         **{"num_rows": 8, "num_tokens": 64, "num_row_pages": 17, "page_size": 4, "num_pages": 64}
-        | limits
+        | changes
     )
-    return StepExecutor(
+    layout, max_model_len = Layout(limits), limits.num_row_pages * limits.page_size - 1
+    arena = torch.zeros(layout.size, dtype=torch.int32)
+    attention: DeviceAttention = TorchDeviceAttention(SPEC, limits, device.torch_device)
+    if is_flashinfer:
+        attention = FlashInferAttention(
+            FakeFlashInfer(device, arena),
+            SPEC,
+            CALLS,
+            limits,
+            device,
+            torch.float32,
+            max_model_len=max_model_len,
+            capture_sizes=sizes,
+            arrays=layout.split(arena),
+        )
+    executor = StepExecutor(
         device,
         TinyModel(),
-        TorchDeviceAttention(SPEC, sizes, device.torch_device),
+        attention,
         draw.draw,
-        sizes,
-        max_model_len=sizes.num_row_pages * sizes.page_size - 1,
+        layout,
+        arena,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
     )
+    executor.capture(sizes)
+    return executor

@@ -1,0 +1,81 @@
+"""CUDA behind the seam of `device`: pinned memory, one stream, events, graphs.
+
+Made on the thread that launches. The only module that calls `torch.cuda` in a step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioserve.runner.cuda.device import Device, Event, HostBuffer
+
+_WARM_UPS = 2  # before a capture: cuBLAS, Triton and lazily loaded modules allocate when first used
+
+
+class PinnedBuffer(HostBuffer):
+    """Page-locked memory."""
+
+    def __init__(self, size: int) -> None:
+        self._words = torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._words
+
+
+class CudaEvent(Event):
+    """Waits without the GIL."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice(Device):
+    """The current device, on a stream of its own that is current on this thread from now on."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._stream)
+        self._pool: Any = None
+
+    def host_buffer(self, size: int) -> PinnedBuffer:
+        return PinnedBuffer(size)
+
+    def stage(self, target: Tensor, source: HostBuffer) -> None:
+        target.copy_(source.tensor[: len(target)], non_blocking=True)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        for _ in range(_WARM_UPS):
+            work()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # thread_local: the reading thread may wait for an event meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def fetch(self, target: HostBuffer, source: Tensor) -> None:
+        target.tensor[: len(source)].copy_(source, non_blocking=True)
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._stream)
+
+    def is_lost(self) -> bool:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # an error of the context stays: every later call raises it, too
+            return True
+        return False

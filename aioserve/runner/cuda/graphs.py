@@ -1,0 +1,81 @@
+"""Forward passes of decode steps, captured once per padded size and replayed.
+
+At small batches a step is bound by the launches of its hundreds of kernels; a replay is one
+launch. Knows sizes and arrays; what a capture is, the device says.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aioserve.runner.attention.backend import LayerAttention
+
+logger = logging.getLogger(__name__)
+
+Prepare = Callable[[int], LayerAttention]  # fills the arena with so many rows
+Forward = Callable[[int, LayerAttention], Tensor]  # logits [B, V] of the first B tokens of it
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def capture_sizes(max_num_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then by 8 to 64, then by 16 to 256, as far as a step may have rows; ascending."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
+    fitting = [size for size in sizes if size < max_num_rows]
+    return (*fitting, min(max_num_rows, 256))
+
+
+@dataclass(slots=True)
+class _Captured:
+    replay: Callable[[], None] = lambda: None
+    logits: Tensor | None = None
+
+
+class DecodeGraphs:
+    """The captured sizes."""
+
+    def __init__(self) -> None:
+        self._captured: dict[int, _Captured] = {}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ascending; none if nothing is captured."""
+        return tuple(sorted(self._captured))
+
+    def capture(
+        self,
+        sizes: Iterable[int],
+        prepare: Prepare,
+        forward: Forward,
+        capture: Capture,
+    ) -> None:
+        """Capture `forward` for each size, on what `prepare` has filled the arena with.
+
+        Largest first: smaller ones then live in the memory of larger ones. What cannot be
+        captured runs without graphs, and a log line says why.
+        """
+        for size in sorted(sizes, reverse=True):
+            captured = _Captured()
+
+            def work(size: int, attention: LayerAttention, captured: _Captured = captured) -> None:
+                captured.logits = forward(size, attention)
+
+            try:
+                captured.replay = capture(partial(work, size, prepare(size)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model does that cannot be recorded
+                logger.warning("decode steps run without CUDA graphs: %s", error)
+                self._captured.clear()
+                return
+            self._captured[size] = captured
+
+    def replay(self, size: int) -> Tensor:
+        """Logits [size, V]; valid until the next replay."""
+        captured = self._captured[size]
+        captured.replay()
+        assert captured.logits is not None
+        return captured.logits

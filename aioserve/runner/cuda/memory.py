@@ -1,0 +1,111 @@
+"""How a card's memory is shared out: arithmetic, and how it is told. Asks no device.
+
+All sizes in bytes. "Outside" is what neither weights nor steps use: the CUDA context, libraries,
+other processes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+
+GIB = 1 << 30
+GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """A card before the weights are loaded."""
+
+    name: str
+    total: int
+    free: int
+
+    def budget(self, utilization: float) -> int:
+        """What weights, activations and KV cache may take together."""
+        return int(self.total * utilization) - (self.total - self.free)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What goes where."""
+
+    budget: int
+    weights: int
+    activations: int  # of the largest step, workspaces included
+    graphs: int
+    num_pages: int
+    page_bytes: int
+
+    def describe(self, page_size: int, max_model_len: int) -> str:
+        """One line with every number."""
+        num_tokens = self.num_pages * page_size
+        return (
+            f"device memory: {self.budget / GIB:.2f} GiB to use; weights {self.weights / GIB:.2f}, "
+            f"activations {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}, "
+            f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
+            f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
+        )
+
+
+def weight_bytes(path: Path, bytes_per_element: int) -> int:
+    """Size of the weights in a model directory once they are of that size each."""
+    from safetensors import safe_open
+
+    num_elements = 0
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a mapping
+                size = 1
+                for length in weights.get_slice(name).get_shape():
+                    size *= length
+                num_elements += size
+    return num_elements * bytes_per_element
+
+
+def check_weights_fit(card: CardMemory, config: EngineConfig, weights: int) -> None:
+    """Refuse, before loading, a model that cannot fit. Raises `ConfigError` with the numbers."""
+    utilization = config.runner.gpu_memory_utilization
+    budget = card.budget(utilization)
+    if weights >= budget:
+        raise ConfigError(
+            f"the weights need {weights / GIB:.2f} GiB; {card.name} has {card.free / GIB:.2f} of "
+            f"{card.total / GIB:.2f} GiB free, of which gpu_memory_utilization={utilization} "
+            f"leaves {max(budget, 0) / GIB:.2f}: take a smaller model or dtype, or a freer card"
+        )
+
+
+def plan_memory(
+    card: CardMemory,
+    config: EngineConfig,
+    *,
+    weights: int,
+    activations: int,
+    page_bytes: int,
+    max_model_len: int,
+) -> MemoryPlan:
+    """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
+
+    Never more than `max_num_seqs` requests of `max_model_len` tokens can use, unless set.
+    """
+    cache, runner = config.cache, config.runner
+    graphs = 0 if runner.enforce_eager else GRAPH_RESERVE
+    budget = card.budget(runner.gpu_memory_utilization)
+    left = budget - weights - activations - graphs
+    num_pages = left // page_bytes - 1  # the dummy page
+    wanted = cache.num_kv_blocks
+    if wanted is None and cache.kv_cache_gib is not None:
+        wanted = int(cache.kv_cache_gib * GIB) // page_bytes
+    if num_pages < max(wanted or 1, 1):
+        raise ConfigError(
+            f"the KV pool needs {max(wanted or 1, 1)} blocks of {page_bytes} bytes, "
+            f"{max(num_pages, 0)} fit: of {budget / GIB:.2f} GiB, weights take "
+            f"{weights / GIB:.2f}, activations {activations / GIB:.2f} and CUDA graphs "
+            f"{graphs / GIB:.2f} (raise gpu_memory_utilization, lower max_num_batched_tokens, "
+            "kv_cache_gib or num_kv_blocks, or set enforce_eager)"
+        )
+    if wanted is None:
+        most = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+        wanted = min(num_pages, most)
+    return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes)
