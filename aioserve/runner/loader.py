@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.architecture import check_architecture
-from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
@@ -32,7 +33,7 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
-from aioserve.runner.fused import NotFusedError, fuse
+from aioserve.runner.fused import CPU, NotFusedError, Place, fuse
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -48,24 +49,25 @@ class AnyModel(ServedModel):
         self.name = type(module).__name__
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.kv_cache_spec = probe.spec(dtype)
+        self.attention_calls = tuple(probe.calls)
         self._attention_modules = probe.modules
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
 
-    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
-        keep = torch.from_numpy(inputs.logits_indices)
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        keep = inputs.logits_rows
         arguments: dict[str, Any] = {
-            "input_ids": torch.from_numpy(inputs.input_ids)[None],
-            "position_ids": torch.from_numpy(inputs.positions)[None],
+            "input_ids": inputs.input_ids[None],
+            "position_ids": inputs.positions[None],
             "use_cache": False,
         }
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        with serving(PagedAttentionHandler(self._attention_modules, backend)):
+        with serving(PagedAttentionHandler(self._attention_modules, attention)):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
 
-def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
+def load_model(config: ModelConfig, info: ModelInfo, place: Place = CPU) -> ServedModel:
     """Load the weights of `info.path`, for the fast tier if `config` and the model allow it.
 
     Raises `ConfigError` in one line if a file is missing or damaged, or if the architecture needs
@@ -74,7 +76,7 @@ def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
     check_architecture(info)
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
     dtype = resolve_dtype(config.dtype)
-    module = _from_pretrained(config, info, dtype)
+    module = _from_pretrained(config, info, dtype, place.device)
     try:
         probe = _probe_attention(module, info)
     except UnsupportedModelError as error:
@@ -83,7 +85,7 @@ def load_model(config: ModelConfig, info: ModelInfo) -> ServedModel:
     model = AnyModel(module, probe, dtype)
     if config.fused:
         try:
-            return fuse(model, module, probe, info.max_model_len)
+            return fuse(model, module, probe, info.max_model_len, place)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
     return model
@@ -137,7 +139,11 @@ def _num_elements(file: Path) -> int:
         raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
 
 
-def _from_pretrained(config: ModelConfig, info: ModelInfo, dtype: torch.dtype) -> nn.Module:
+def _from_pretrained(
+    config: ModelConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    # With accelerate, files are read straight to a device; without, through the host's memory.
+    is_direct = device.type != "cpu" and find_spec("accelerate") is not None
     try:
         with _quiet_transformers():
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -148,6 +154,7 @@ def _from_pretrained(config: ModelConfig, info: ModelInfo, dtype: torch.dtype) -
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                device_map=device if is_direct else None,
             )
     except Exception as error:  # transformers raises whatever the files provoke
         reason = _one_line(error)
@@ -160,7 +167,7 @@ def _from_pretrained(config: ModelConfig, info: ModelInfo, dtype: torch.dtype) -
             f"{len(missing)} weights of {type(module).__name__} are not in the *.safetensors files "
             f"of {info.path}, first {missing[0]}"
         )
-    model: nn.Module = module.eval()
+    model: nn.Module = module.eval().to(device)
     return model
 
 
@@ -168,7 +175,8 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
     """Run a few tokens to see which attention layers there are; config fields differ by model."""
     if not _takes(module, "position_ids"):
         raise UnsupportedModelError("it does not take the positions of its tokens")
-    positions = torch.arange(_PROBE_TOKENS)[None]
+    device = next(module.parameters()).device
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     ids = (info.vocab_size // 2 + positions) % info.vocab_size  # small ids may mean padding
     with torch.inference_mode():
         probe = _record_attention(module, input_ids=ids, position_ids=positions)

@@ -13,6 +13,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.attention.backend import ModelInputs
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.kv_pool import (
     MIB,
@@ -79,7 +80,7 @@ class ModelRunner:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
         self._backend.prepare(inputs)
-        logits = self._model.forward(inputs, self._backend)
+        logits = self._model.forward(ModelInputs.of(inputs), self._backend)
         sampled = sample(logits, self._batch.sampling_inputs(inputs))
         self._batch.append(inputs, sampled.token_ids)
         return _make_output(inputs, sampled)

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
+from aioserve.runner.attention.bridge import AttentionCall
 
 
 class ServedModel(ABC):
@@ -17,7 +18,8 @@ class ServedModel(ABC):
     name: str  # of the architecture, with the tier that computes it
     num_parameters: int  # tied ones counted once
     kv_cache_spec: KVCacheSpec
+    attention_calls: tuple[AttentionCall, ...]  # as many
 
     @abstractmethod
-    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
-        """Logits [S, V] of the rows that sample. `backend` was prepared for `inputs`."""
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""

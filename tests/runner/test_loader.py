@@ -13,6 +13,7 @@ from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.attention.backend import ModelInputs
 from aioserve.runner.loader import AnyModel, load_model, resolve_dtype
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
@@ -226,6 +227,6 @@ def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None
         backend = create_attention_backend(loaded.kv_cache_spec, 1, 8)
         backend.prepare(STEP)
         with torch.inference_mode():
-            logits.append(loaded.forward(STEP, backend))
+            logits.append(loaded.forward(ModelInputs.of(STEP), backend))
     assert logits[0].shape == (2, VOCAB_SIZE)
     torch.testing.assert_close(*logits)

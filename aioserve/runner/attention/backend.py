@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,21 @@ class StepInputs:
     block_table: npt.NDArray[np.int32]  # [R, W] block ids; unused entries hold any valid id
     sampling: IntArray  # S, which of the R rows sample a token
     logits_indices: IntArray  # S, the packed token whose logits they sample from
+
+
+class ModelInputs(NamedTuple):
+    """What a model reads of a step: int64, on the device of its weights."""
+
+    input_ids: Tensor  # T
+    positions: Tensor  # T
+    slots: Tensor  # T, `slot_mapping`
+    logits_rows: Tensor  # S, the packed tokens whose logits are wanted
+
+    @classmethod
+    def of(cls, step: StepInputs) -> "ModelInputs":
+        """On the CPU, where numpy and torch share memory."""
+        arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
+        return cls(*map(torch.from_numpy, arrays))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.runner.attention.backend import LayerAttention
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
-from aioserve.runner.cuda.models import DeviceModel
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
+from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
@@ -42,7 +42,7 @@ class StepExecutor:
     def __init__(
         self,
         device: Device,
-        model: DeviceModel,
+        model: ServedModel,
         attention: DeviceAttention,
         draw: Draw,
         layout: Layout,
@@ -147,12 +147,14 @@ class StepExecutor:
         self._sampler.sample(logits, sampling, self._arrays)
 
     def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
-        return self._model.forward(
-            self._sampler.resolve(self._arrays.input_ids[:num_tokens].long()),
-            self._arrays.positions[:num_tokens].long(),
-            rows,
-            attention,
+        arrays = self._arrays
+        inputs = ModelInputs(
+            input_ids=self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
+            positions=arrays.positions[:num_tokens].long(),
+            slots=arrays.slots[:num_tokens].long(),
+            logits_rows=rows,
         )
+        return self._model.forward(inputs, attention)
 
 
 def _make_output(

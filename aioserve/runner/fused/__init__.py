@@ -7,16 +7,16 @@
 import torch
 from torch import Tensor, nn
 
-from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
-from aioserve.runner.fused.compiled import create_ops
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
+from aioserve.runner.fused.place import CPU, Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import LayerParts, NotFusedError, find_parts
 from aioserve.runner.served_model import ServedModel
 
-__all__ = ["FusedModel", "NotFusedError", "fuse"]
+__all__ = ["CPU", "FusedModel", "NotFusedError", "Place", "fuse"]
 
 
 class FusedModel(ServedModel):
@@ -26,25 +26,31 @@ class FusedModel(ServedModel):
         self.name = f"{original.name}, fused"
         self.num_parameters = original.num_parameters
         self.kv_cache_spec = original.kv_cache_spec
+        self.attention_calls = original.attention_calls
         self.decoder = decoder
 
-    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
-        return self.decoder.forward(inputs, backend)
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        return self.decoder.forward(inputs, attention)
 
 
 @torch.inference_mode()
 def fuse(
-    original: ServedModel, module: nn.Module, probe: AttentionProbe, max_model_len: int
+    original: ServedModel,
+    module: nn.Module,
+    probe: AttentionProbe,
+    max_model_len: int,
+    place: Place,
 ) -> FusedModel:
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results.
     """
     parts = find_parts(module, probe, max_model_len)
-    ops = create_ops(original.kv_cache_spec, parts.row_sizes)
+    ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
     embedding = parts.embedding.weight.data.clone()  # the file that it may be mapped to can go
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
-    proof = Proof(original, [layer.module for layer in parts.layers], len(embedding), max_model_len)
+    modules = [layer.module for layer in parts.layers]
+    proof = Proof(original, modules, len(embedding), max_model_len, place)
     proof.check_embedding(embedding)
     # one layer at a time, twice: there may not be memory for all layers beside the originals, and
     # the originals are needed until the last one is proved

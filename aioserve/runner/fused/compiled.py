@@ -3,11 +3,10 @@
 Knows which sizes they serve; knows nothing about model classes.
 """
 
-import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
-from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.compiled import CompiledAttention
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
 
@@ -20,11 +19,10 @@ class CompiledOps(TorchOps):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def begin(self, inputs: StepInputs, backend: AttentionBackend) -> None:
-        assert isinstance(backend, CompiledAttention)  # both are chosen by `why_not`
-        self._compiled = backend
-        self._positions = torch.from_numpy(inputs.positions)
-        self._slots = torch.from_numpy(inputs.slot_mapping)
+    def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
+        assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`
+        self._compiled = attention
+        self._positions, self._slots = inputs.positions, inputs.slots
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
         self._kernels.rms_norm(x, norm.weight, norm.eps, out)

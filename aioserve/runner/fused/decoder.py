@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Linear, Ops, RMSNorm
 
 
@@ -73,11 +73,11 @@ class FusedDecoder:
         self._head = head
         self._ops = ops
 
-    def forward(self, inputs: StepInputs, backend: AttentionBackend) -> Tensor:
-        """Logits [S, V] of the rows that sample. `backend` was prepared for `inputs`."""
-        ops, last, num_sampling = self._ops, self._layers[-1], len(inputs.logits_indices)
-        ops.begin(inputs, backend)
-        x = F.embedding(torch.from_numpy(inputs.input_ids), self.embedding)
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""
+        ops, last, num_sampling = self._ops, self._layers[-1], len(inputs.logits_rows)
+        ops.begin(inputs, attention)
+        x = F.embedding(inputs.input_ids, self.embedding)
         state = self._layers[0].start(x, ops)
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             attended = layer.attend(state, ops)
@@ -85,8 +85,8 @@ class FusedDecoder:
                 # nobody attends any more: only the tokens that sample matter from here on
                 if not num_sampling:
                     break
-                sampling = torch.from_numpy(inputs.logits_indices)
-                attended, state = attended[sampling], state.take(sampling)
+                attended = attended[inputs.logits_rows]
+                state = state.take(inputs.logits_rows)
             layer.feed_forward(attended, state, next_norm, ops)
         else:
             return self._head(state.normed)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import AttentionBackend, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.fused.linear import pack_linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -52,8 +52,8 @@ class Ops(ABC):
         """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made."""
 
     @abstractmethod
-    def begin(self, inputs: StepInputs, backend: AttentionBackend) -> None:
-        """Derive what all layers of a step share. `backend` was prepared for `inputs`."""
+    def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
+        """Derive what all layers of a step share. `attention` is that of the step of `inputs`."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
@@ -81,9 +81,9 @@ class TorchOps(Ops):
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return pack_linear(weight, bias)
 
-    def begin(self, inputs: StepInputs, backend: AttentionBackend) -> None:
-        self._backend = backend
-        self._positions = torch.from_numpy(inputs.positions)
+    def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
+        self._attention = attention
+        self._positions = inputs.positions
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}  # by the table they come from
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
@@ -109,7 +109,7 @@ class TorchOps(Ops):
             query = _normalize(query, query_norm.eps) * query_norm.weight
             key = _normalize(key, key_norm.eps) * key_norm.weight
         cos, sin = self._angles(layer.cos_sin, qkv.dtype)
-        attended = self._backend.forward(
+        attended = self._attention.forward(
             layer.index,
             _rotate(query, cos, sin),
             _rotate(key, cos, sin),

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer
 from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.recognize import NotFusedError
 from aioserve.runner.served_model import ServedModel
 
@@ -33,26 +34,30 @@ class Proof:
     """One run of the original on a step of random tokens, to compare with."""
 
     def __init__(
-        self, original: ServedModel, layers: list[nn.Module], vocab_size: int, max_model_len: int
+        self,
+        original: ServedModel,
+        layers: list[nn.Module],
+        vocab_size: int,
+        max_model_len: int,
+        place: Place,
     ) -> None:
-        self._inputs = _random_step(vocab_size, max_model_len)
-        self._backend = create_attention_backend(
-            original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE
+        step = _random_step(vocab_size, max_model_len)
+        self._inputs, self._attention = place.begin_alone(
+            original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE, step
         )
-        self._backend.prepare(self._inputs)
         with _states(layers) as self._states:
-            self._logits = original.forward(self._inputs, self._backend)
+            self._logits = original.forward(self._inputs, self._attention)
 
     def check_embedding(self, embedding: Tensor) -> None:
         """Raises `NotFusedError` if the first layer is given anything but rows of `embedding`."""
-        rows = F.embedding(torch.from_numpy(self._inputs.input_ids), embedding)
+        rows = F.embedding(self._inputs.input_ids, embedding)
         if not torch.equal(rows, self._states[0]):
             raise NotFusedError("its embedding is not a plain one")
 
     def check_layer(self, index: int, layer: DecoderLayer, next_norm: RMSNorm, ops: Ops) -> None:
         """Raises `NotFusedError` if `layer` is not layer `index` of the original."""
         before, after = self._states[index], self._states[index + 1]
-        ops.begin(self._inputs, self._backend)
+        ops.begin(self._inputs, self._attention)
         state = layer.start(before.clone(), ops)
         layer.feed_forward(layer.attend(state, ops), state, next_norm, ops)
         error = _norm(state.residual - after) - torch.finfo(after.dtype).eps * _norm(after)
@@ -60,7 +65,7 @@ class Proof:
 
     def check_head(self, norm: RMSNorm, head: Linear, ops: Ops) -> None:
         """Raises `NotFusedError` if `norm` and `head` are not all that follows the layers."""
-        last = self._states[-1][torch.from_numpy(self._inputs.logits_indices)]
+        last = self._states[-1][self._inputs.logits_rows]
         normed = torch.empty_like(last)
         ops.rms_norm(last, norm, out=normed)
         self._judge("the head", _norm(head(normed) - self._logits) / _norm(self._logits))

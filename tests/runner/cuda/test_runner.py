@@ -27,10 +27,9 @@ from aioserve.outputs import RequestOutput
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
-from aioserve.runner.cuda.models import TransformersModel
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.loader import AnyModel, load_model
+from aioserve.runner.loader import load_model
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.models import VOCAB_SIZE
@@ -73,7 +72,6 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
     def build() -> StepExecutor:
         info = ModelInfo(config.model)
         loaded = load_model(config.model, info)
-        assert isinstance(loaded, AnyModel)
         limits = Limits(
             num_rows=config.scheduler.max_num_seqs,
             num_tokens=64,
@@ -82,11 +80,10 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             num_pages=NUM_BLOCKS,
         )
         layout = Layout(limits)
-        model = TransformersModel(loaded.module, loaded._attention_modules, True)
         attention = TorchDeviceAttention(loaded.kv_cache_spec, limits, device.torch_device)
         return StepExecutor(
             device,
-            model,
+            loaded,
             attention,
             draw.draw,
             layout,

@@ -7,14 +7,19 @@ from fake_device import FakeDevice
 from fake_flashinfer import FakeFlashInfer
 from torch import Tensor
 
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, LayerSpec
+from aioserve.runner.attention.backend import (
+    KVCacheSpec,
+    LayerAttention,
+    LayerSpec,
+    ModelInputs,
+)
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
-from aioserve.runner.cuda.models import DeviceModel
 from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.served_model import ServedModel
 
 VOCAB_SIZE, HIDDEN, NUM_HEADS, HEAD_DIM = 40, 16, 2, 8
 SPEC = KVCacheSpec(
@@ -26,7 +31,7 @@ CALLS = (
 )
 
 
-class TinyModel(DeviceModel):
+class TinyModel(ServedModel):
     """Tokens depend on all that came before, in their order."""
 
     def __init__(self) -> None:
@@ -39,10 +44,8 @@ class TinyModel(DeviceModel):
         self.qkv = weight(2, HIDDEN, (NUM_HEADS + 2) * HEAD_DIM)
         self.head = weight(HIDDEN, VOCAB_SIZE)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor, attention: LayerAttention
-    ) -> Tensor:
-        x = self.embedding[input_ids] + self.places[positions]
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        x = self.embedding[inputs.input_ids] + self.places[inputs.positions]
         for layer, (_, scaling, window, softcap, _) in enumerate(CALLS):
             qkv = (x @ self.qkv[layer]).view(len(x), -1, HEAD_DIM)
             query, key, value = qkv.split((NUM_HEADS, 1, 1), dim=1)
@@ -50,7 +53,7 @@ class TinyModel(DeviceModel):
                 layer, query, key, value, scaling=scaling, sliding_window=window, softcap=softcap
             )
             x = x + attended.flatten(1)
-        return x[logits_rows] @ self.head
+        return x[inputs.logits_rows] @ self.head
 
 
 def make_executor(

@@ -14,6 +14,7 @@ from aioserve import kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
 from aioserve.runner.attention import StepInputs, create_attention_backend
+from aioserve.runner.attention.backend import ModelInputs
 from aioserve.runner.fused import FusedModel, NotFusedError
 from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.recognize import _rms_norm
@@ -55,7 +56,7 @@ def compute(model: ServedModel, step: StepInputs) -> Tensor:
         model.kv_cache_spec, step.block_table.shape[1] + 1, BLOCK_SIZE
     )
     backend.prepare(step)
-    return model.forward(step, backend)
+    return model.forward(ModelInputs.of(step), backend)
 
 
 @pytest.fixture
