@@ -16,15 +16,52 @@ GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 128 MiB in bfloat16, a 
 FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
 
 
+class DeviceStep(LayerAttention):
+    """The attention of one step, over its T tokens, padding included; used when the device gets
+    there.
+    """
+
+    def __init__(self, cache: "PagedCache", plan: StepPlan, arrays: Sections[Tensor]) -> None:
+        self.cache = cache
+        self.arrays = arrays
+        self.num_tokens = plan.num_tokens
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if layer == 0:  # runs first; the others use what it has made
+            self._slots = self.arrays.slots[: self.num_tokens].long()
+        self.cache.store(layer, self._slots, key, value)
+        return self.attend(layer, query, scaling, sliding_window, softcap, sinks)
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`forward`, once K and V of the step are stored."""
+
+
 class DeviceAttention(ABC):
     """Owns the KV cache."""
 
     @abstractmethod
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
-        """What the host has to do for a step; `arrays` are staged, and not to be read here.
-
-        The result is used when the device gets there, over all T tokens, padding included.
-        """
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
+        """What the host has to do for a step; `arrays` are staged, and not to be read here."""
 
 
 class PagedCache:
@@ -62,58 +99,53 @@ class TorchDeviceAttention(DeviceAttention):
     def __init__(self, spec: KVCacheSpec, limits: Limits, device: torch.device) -> None:
         self.cache = PagedCache(spec, limits, device, keep_finite=True)
 
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
         return _GatheredStep(self.cache, plan, arrays)
 
 
-class _GatheredStep(LayerAttention):
+class _GatheredStep(DeviceStep):
     def __init__(self, cache: PagedCache, plan: StepPlan, arrays: Sections[Tensor]) -> None:
-        self._cache = cache
-        self._arrays = arrays
-        self._num_tokens = plan.num_tokens
+        super().__init__(cache, plan, arrays)
         # lists, because the host's side of the arena changes before the device gets here
         rows = plan.num_padded_rows
         self._token_bounds: list[int] = plan.host.qo_indptr[: rows + 1].tolist()
         self._page_bounds: list[int] = plan.host.kv_indptr[: rows + 1].tolist()
+        self._seq_lens: list[int] = plan.host.seq_lens[:rows].tolist()
         self._num_decodes = rows if plan.is_decode else plan.num_decodes
 
-    def forward(
+    def attend(
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
         scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        self._cache.store(layer, self._arrays.slots[: self._num_tokens].long(), key, value)
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        for tokens, pages in self._pieces(query.shape[1], key.shape[1] * key.shape[2]):
+        caches = self.cache.keys[layer], self.cache.values[layer]
+        out = query.new_empty(*query.shape[:2], caches[1].shape[3])
+        kv_width = caches[0].shape[2] * caches[0].shape[3]
+        for tokens, pages, position in self._pieces(query.shape[1], kv_width):
             rows = len(pages)
             keys, values = (
-                cache[pages].view(rows, -1, *cache.shape[2:]).to(query.dtype)
-                for cache in (self._cache.keys[layer], self._cache.values[layer])
+                cache[pages].view(rows, -1, *cache.shape[2:]).to(query.dtype) for cache in caches
             )
-            position = self._arrays.positions[tokens].view(rows, -1, 1)
             key_position = torch.arange(keys.shape[1], device=query.device)
             hidden = key_position > position
             if sliding_window is not None:
                 hidden |= key_position <= position - sliding_window
             states = query[tokens].view(rows, -1, *query.shape[1:])
-            attended = attend(states, keys, values, hidden, scaling, softcap, sinks)
+            attended = multiply(states, keys, values, hidden, scaling, softcap, sinks)
             out[tokens] = attended.reshape(-1, *out.shape[1:])
         return out
 
-    def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor]]:
-        """Tokens, and the pages [rows, width] that they look at: some decodes, or some tokens of
-        one prompt.
+    def _pieces(self, num_heads: int, kv_width: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Tokens, the pages [rows, width] that they look at, and where they stand [rows, Q, 1]:
+        some decodes, or some tokens of one prompt.
         """
         pieces = []
-        bounds, indices = self._page_bounds, self._arrays.kv_indices
-        page_size = self._cache.keys[0].shape[1]
+        bounds, indices = self._page_bounds, self.arrays.kv_indices
+        page_size = self.cache.keys[0].shape[1]
         begin = 0
         while begin < self._num_decodes:
             width, end = 0, begin
@@ -124,22 +156,26 @@ class _GatheredStep(LayerAttention):
                 ):
                     break
                 width, end = widest, end + 1
-            starts = self._arrays.kv_indptr[begin:end, None]
+            starts = self.arrays.kv_indptr[begin:end, None]
             # what lies beyond a row's own pages is masked: any page will do there
             column = starts + torch.arange(width, device=indices.device)
             pages = indices[column.clamp(max=bounds[-1] - 1)]
-            pieces.append((slice(begin, end), pages))
+            position = self.arrays.seq_lens[begin:end, None, None] - 1
+            pieces.append((slice(begin, end), pages, position))
             begin = end
         for row in range(self._num_decodes, len(bounds) - 1):
             pages = indices[None, bounds[row] : bounds[row + 1]]
             size = max(1, GATHER_ELEMENTS // (num_heads * page_size * pages.shape[1]))
             first, last = self._token_bounds[row], self._token_bounds[row + 1]
+            position = torch.arange(last - first, device=indices.device)[None, :, None]
+            position = position + (self._seq_lens[row] - (last - first))
             for token in range(first, last, size):
-                pieces.append((slice(token, min(token + size, last)), pages))
+                tokens = slice(token, min(token + size, last))
+                pieces.append((tokens, pages, position[:, token - first : tokens.stop - first]))
         return pieces
 
 
-def attend(
+def multiply(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention
+from aioserve.runner.attention.backend import KVCacheSpec
 from aioserve.runner.attention.bridge import AttentionCall
-from aioserve.runner.cuda.attention import DeviceAttention, PagedCache
+from aioserve.runner.cuda.attention import DeviceAttention, DeviceStep, PagedCache
 from aioserve.runner.cuda.device import Device, Event
 from aioserve.runner.cuda.plan import Limits, Sections, StepPlan
 
@@ -114,7 +114,7 @@ class FlashInferAttention(DeviceAttention):
             **arguments,
         )
 
-    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> LayerAttention:
+    def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
         # A wrapper has one pinned buffer, and the copy from it may still wait behind the last step.
         if self._guard is not None:
             self._guard.wait()
@@ -127,7 +127,7 @@ class FlashInferAttention(DeviceAttention):
             if not plan.is_decode:
                 self._plan_prefill(self._prefill[kind], kind, plan)
         self._guard = self._device.record()
-        return _PlannedStep(self, decode, size, plan.num_tokens)
+        return _PlannedStep(self, decode, size, plan)
 
     def _plan_decode(self, wrapper: Any, kind: LayerKind, plan: StepPlan, size: int) -> None:
         # lengths from the host, page indices on the device: anything else would wait for the device
@@ -171,42 +171,37 @@ class FlashInferAttention(DeviceAttention):
         }
 
 
-class _PlannedStep(LayerAttention):
+class _PlannedStep(DeviceStep):
     def __init__(
         self,
         owner: FlashInferAttention,
         decode: dict[LayerKind, Any],
         num_decodes: int,
-        num_tokens: int,
+        plan: StepPlan,
     ) -> None:
-        self._owner = owner
-        self._decode = decode
+        super().__init__(owner.cache, plan, owner._arrays)
+        self._prefill, self._decode = owner._prefill, decode
+        self._kinds = owner._kinds
         self._num_decodes = num_decodes
-        self._num_tokens = num_tokens
 
-    def forward(
+    def attend(
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
         scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        owner, size = self._owner, self._num_decodes
-        if layer == 0:  # runs first; the others use what it has made
-            self._slots = owner._arrays.slots[: self._num_tokens].long()
-        owner.cache.store(layer, self._slots, key, value)
-        cache, kind = (owner.cache.keys[layer], owner.cache.values[layer]), owner._kinds[layer]
+        """As planned; the arguments were known then."""
+        size, kind = self._num_decodes, self._kinds[layer]
+        cache = self.cache.keys[layer], self.cache.values[layer]
         query = query.contiguous()
         out = torch.empty_like(query)
         if size:
             self._decode[kind].run(query[:size], cache, out=out[:size])
-        if size < self._num_tokens:
-            owner._prefill[kind].run(query[size:], cache, out=out[size:])
+        if size < self.num_tokens:
+            self._prefill[kind].run(query[size:], cache, out=out[size:])
         return out
 
 

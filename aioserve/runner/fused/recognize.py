@@ -156,6 +156,7 @@ def _rms_norm(module: nn.Module) -> RMSNorm:
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         raise NotFusedError(f"{name} is no RMS norm")
     x = torch.linspace(-3 * eps**0.5, 5 * eps**0.5, len(weight), dtype=weight.dtype)[None]
+    x = x.to(weight.device)
     expected = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     if not torch.allclose(module(x).float(), expected, rtol=2 * torch.finfo(x.dtype).eps, atol=0):
         raise NotFusedError(f"{name} is not the RMS norm of Llama")
@@ -183,10 +184,12 @@ def _activation(module: nn.Module) -> Activation:
 def _cos_sin(module: nn.Module, max_model_len: int) -> Tensor:
     """What the model's own module gives for every position, as `AttentionLayer.cos_sin`."""
     table: list[Tensor] = []
+    device = next((buffer.device for buffer in module.buffers()), None)
     for begin in range(0, max_model_len, _ROPE_CHUNK):
-        positions = torch.arange(begin, min(begin + _ROPE_CHUNK, max_model_len))[None]
+        end = min(begin + _ROPE_CHUNK, max_model_len)
+        positions = torch.arange(begin, end, device=device)[None]
         try:
-            cos, sin = module(torch.empty(1, dtype=torch.float32), positions)
+            cos, sin = module(positions.new_empty(1, dtype=torch.float32), positions)
         except Exception as error:  # code of any kind of model
             raise NotFusedError(f"{type(module).__name__} takes other arguments") from error
         half = cos.shape[-1] // 2

@@ -10,7 +10,7 @@ import torch
 from fake_device import FakeDevice
 from torch import Tensor
 
-from aioserve.runner.cuda.attention import attend
+from aioserve.runner.cuda.attention import multiply
 
 
 class FakeFlashInfer:
@@ -70,7 +70,7 @@ class _Wrapper:
             if state["window_left"] >= 0:
                 hidden |= torch.arange(length) < position - state["window_left"]
             cap = state["logits_soft_cap"] or None
-            out[tokens] = attend(
+            out[tokens] = multiply(
                 q[None, tokens], key[None], value[None], hidden[None], state["sm_scale"], cap, None
             )[0]
         return out
