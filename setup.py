@@ -10,7 +10,7 @@ import sys
 from setuptools import Extension, setup
 
 SOURCES = "aioserve/kernels/src/"
-HEADERS = ["vector.h", "elementwise.h", "plan.h", "attention.h"]
+HEADERS = ["vector.h", "elementwise.h", "plan.h", "attention.h", "linear.h", "decoder.h"]
 FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioserve.kernels.decoder import DecoderStruct, PackedWeight, StepStruct
 from aioserve.kernels.library import (
     KernelsUnavailableError,
     choose_variant,
@@ -58,8 +59,14 @@ class Kernels:
         self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
         self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
         self._paged_attention = by_dtype(
-            *("paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
+            "paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P
         )
+        #: Whether `linear` and `decode` are there: for bfloat16, with AVX512's products of pairs.
+        self.has_products = variant == "avx512"
+        if self.has_products:
+            self._linear, self._decode = library.linear_bf16, library.decode_bf16
+            self._linear.argtypes, self._linear.restype = (_P, _P, _P, _I), None
+            self._decode.argtypes, self._decode.restype = (_P, _P, _P, _P), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """`out` = `x` / rms(`x`) * `weight`, per row. `out` may be `x`."""
@@ -148,6 +155,21 @@ class Kernels:
         tokens, n = out.shape
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
 
+    def linear(self, weight: PackedWeight, x: Tensor, out: Tensor) -> None:
+        """`out` [T, outputs] = `x` [T, inputs] @ weight.T + bias, all bfloat16."""
+        self._linear(ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
+
+    def decode(
+        self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor
+    ) -> None:
+        """A whole forward pass: `logits` [S, V] of the tokens that sample. Fills the KV cache.
+
+        `scratch` has room for `tokens` times twice `hidden` and `wide` numbers.
+        """
+        self._decode(
+            ctypes.byref(decoder), ctypes.byref(step), scratch.data_ptr(), logits.data_ptr()
+        )
+
     def paged_attention(
         self,
         query: Tensor,
@@ -168,8 +190,8 @@ class Kernels:
         `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
         [num_blocks, Hkv, block_size, D], finite where a row has tokens and never read elsewhere.
         `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
-        float32 [Hq]. The options are those of `AttentionBackend.forward`. A token's result does
-        not depend on the other rows or on the number of threads.
+        float32 [Hq]. The options are those of `AttentionBackend.forward`, `scaling` > 0. A token's
+        result does not depend on the other rows or on the number of threads.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()

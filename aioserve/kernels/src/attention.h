@@ -80,29 +80,64 @@ static __attribute__((noinline)) void NAME(multiply)(int mr, const float *a, int
 #undef CASE
 }
 
+// Where K and V of a tile lie: zeros outside of what the item may see, which is never read, as other
+// requests may be writing there.
+static void NAME(find_rows)(const attention *args, const item *work, int64_t tile, const T *zeros,
+                            const T **keys, const T **values) {
+    int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
+    int64_t end = smaller(work->end_key - tile, TILE), i = 0;
+    while (i < begin) keys[i] = values[i] = zeros, i++;
+    while (i < end) {
+        int64_t position = tile + i, offset = position % args->block_size;
+        int64_t slot = work->blocks[position / args->block_size] * args->kv_heads + work->kv_head;
+        slot = slot * args->block_size + offset;
+        const T *key = (const T *)args->key_cache + slot * args->key_dim;
+        const T *value = (const T *)args->value_cache + slot * args->value_dim;
+        int64_t block_end = smaller(end, i + args->block_size - offset);
+        for (; i < block_end; i++, key += args->key_dim, value += args->value_dim)
+            keys[i] = key, values[i] = value;
+    }
+    while (i < TILE) keys[i] = values[i] = zeros, i++;
+}
+
+// The processor cannot guess where the next block lies.
+INLINE void NAME(prefetch)(const T *row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
+}
+
+// Up to W * STEP of the `n` numbers at x, the rest 0.
+INLINE vf NAME(load_lanes)(const T *x, int64_t n) {
+#ifdef PAIRS
+    if (n < W * STEP) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
+    return load_f32((const float *)x);
+#else
+    (void)n;
+    return LOAD(x);
+#endif
+}
+
 // `count` rows of one token each to lanes [key_dim / STEP][TILE]: queries meet keys lane by lane.
-static void NAME(pack_keys)(const T *const *keys, int64_t count, int64_t key_dim, float *packed) {
-    for (int64_t key = 0; key < count; key += W)
+// `next` are the rows of the tile after this one.
+static void NAME(pack_keys)(const T *const *keys, const T *const *next, int64_t count,
+                            int64_t key_dim, float *packed) {
+    for (int64_t key = 0; key < count; key += W) {
+        for (int i = 0; i < W; i++) NAME(prefetch)(next[key + i], key_dim);
         for (int64_t d = 0; d < key_dim; d += W * STEP) {
             vf lanes[W];
-            for (int i = 0; i < W; i++) {
-#ifdef PAIRS
-                memset(&lanes[i], 0, sizeof(vf));
-                if (d + W * STEP <= key_dim) memcpy(&lanes[i], keys[key + i] + d, sizeof(vf));
-                else memcpy(&lanes[i], keys[key + i] + d, sizeof(vf) / 2);
-#else
-                lanes[i] = LOAD(keys[key + i] + d);
-#endif
-            }
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) lanes[i] = NAME(load_lanes)(keys[key + i] + d, key_dim - d);
             transpose(lanes);
+#pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_f32(packed + (d / STEP + i) * TILE + key, lanes[i]);
         }
+    }
 }
 
 // `count` rows to lanes [count / STEP][value_dim].
-static void NAME(pack_values)(const T *const *values, int64_t count, int64_t value_dim,
-                              float *packed) {
-    for (int64_t key = 0; key < count; key += STEP)
+static void NAME(pack_values)(const T *const *values, const T *const *next, int64_t count,
+                              int64_t value_dim, float *packed) {
+    for (int64_t key = 0; key < count; key += STEP) {
+        for (int i = 0; i < STEP; i++) NAME(prefetch)(next[key + i], value_dim);
         for (int64_t d = 0; d < value_dim; d += W, packed += W) {
 #ifdef PAIRS
             vu low = (vu)LOAD(values[key] + d), high = (vu)LOAD(values[key + 1] + d);
@@ -111,35 +146,35 @@ static void NAME(pack_values)(const T *const *values, int64_t count, int64_t val
             store_f32(packed, LOAD(values[key] + d));
 #endif
         }
+    }
 }
 
 // One row of scores to weights relative to the highest so far; returns what scales earlier ones.
 // Keys [begin, end) of columns [first, last) are visible.
-INLINE float NAME(soften)(const attention *args, float *scores, float *weights,
-                          int64_t first, int64_t last, int64_t begin, int64_t end, float *max, float *total) {
-    vf unit = splat(args->scaling * LOG2E), top = splat(*max), sums = {0};
-    for (int64_t c = first; c < last; c += W) {
-        vf s = load_f32(scores + c);
-        if (args->softcap > 0) {
-            vf e = exp_(s * (2 * args->scaling / args->softcap));
-            s = args->softcap * LOG2E * (1.f - 2.f / (e + 1.f));  // tanh
-        } else
-            s *= unit;
-        if (begin > c || end < c + W) {
-            vi column = INDEXES + (int32_t)c;
-            s = pick((column >= (int32_t)begin) & (column < (int32_t)end), s, splat(-INFINITY));
+INLINE float NAME(soften)(const attention *args, float *scores, float *weights, int64_t first,
+                          int64_t last, int64_t begin, int64_t end, float *max, float *totals) {
+    if (args->softcap > 0)
+        for (int64_t c = first; c < last; c += W) {
+            vf e = exp_(load_f32(scores + c) * (2 * args->scaling / args->softcap));
+            vf tanh = 1.f - 2.f / (e + 1.f);
+            store_f32(scores + c, tanh * (args->softcap / args->scaling));
         }
-        store_f32(scores + c, s);
-        top = maximum(top, s);
-    }
-    float new_max = highest(top), scale = exp2_(splat(*max - new_max))[0];
+    if (begin > first || end < last)
+        for (int64_t c = first; c < last; c += W) {
+            vi column = INDEXES + (int32_t)c;
+            vi is_visible = (column >= (int32_t)begin) & (column < (int32_t)end);
+            store_f32(scores + c, pick(is_visible, load_f32(scores + c), splat(-INFINITY)));
+        }
+    vf top = splat(-INFINITY), sums = {0};
+    for (int64_t c = first; c < last; c += W) top = maximum(load_f32(scores + c), top);
+    float unit = args->scaling * LOG2E, scale = 1, new_max = highest(top) * unit;
+    if (new_max > *max) scale = exp2_(splat(*max - new_max))[0], *max = new_max;
     for (int64_t c = first; c < last; c += W) {
-        vf p = EXP2(load_f32(scores + c) - new_max);
+        vf p = EXP2(load_f32(scores + c) * unit - *max);
         sums += p;
         STORE_WEIGHT((WEIGHT *)weights + c, p);
     }
-    *total = *total * scale + sum(sums);
-    *max = new_max;
+    store_f32(totals, load_f32(totals) * scale + sums);
     return scale;
 }
 
@@ -149,12 +184,12 @@ static void NAME(attend_item)(const attention *args, const item *work) {
     const int64_t padded_lanes = (lanes + W - 1) / W * W, block_size = args->block_size;
     const int64_t position = work->position;
 
-    float scratch[rows * (lanes + value_dim + 2) + TILE * (padded_lanes + value_dim / STEP) +
+    float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / STEP) +
                   2 * MAX_ROWS * TILE] __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + TILE * padded_lanes;
     float *scores = values + TILE * value_dim / STEP, *weights = scores + MAX_ROWS * TILE;
     float *out = weights + MAX_ROWS * TILE, *queries = out + rows * value_dim;
-    float *maxima = queries + rows * lanes, *totals = maxima + rows;
+    float *maxima = queries + rows * lanes, *totals = maxima + rows;  // W parts of each
     T zeros[key_dim > value_dim ? key_dim : value_dim];
     memset(zeros, 0, sizeof zeros);
 
@@ -170,28 +205,25 @@ static void NAME(attend_item)(const attention *args, const item *work) {
 #endif
         int has_sink = args->sinks && work->piece == 0;
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
-        totals[r] = has_sink;
+        store_f32(totals + r * W, (vf){has_sink});
     }
     memset(out, 0, rows * value_dim * sizeof(float));
 
-    for (int64_t tile = work->first_key / TILE * TILE; tile < work->end_key; tile += TILE) {
+    const T *row_buffers[4][TILE], **key_rows = row_buffers[0], **value_rows = row_buffers[1];
+    const T **next_keys = row_buffers[2], **next_values = row_buffers[3];
+    int64_t tile = work->first_key / TILE * TILE;
+    NAME(find_rows)(args, work, tile, zeros, next_keys, next_values);
+    for (int64_t i = 0; i < TILE; i++) NAME(prefetch)(next_keys[i], key_dim);
+    for (int64_t i = 0; i < TILE; i++) NAME(prefetch)(next_values[i], value_dim);
+    for (; tile < work->end_key; tile += TILE) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = work->end_key - tile < TILE ? work->end_key - tile : TILE;
         int64_t first = begin / 16 * 16, last = (end + 15) / 16 * 16;
-        const T *key_rows[TILE], *value_rows[TILE];
-        int64_t column = (tile + first) / block_size, offset = (tile + first) % block_size;
-        for (int64_t i = first; i < last; i++) {
-            // what lies outside is never read: other requests may be writing there
-            int is_inside = i >= begin && i < end;
-            int64_t slot = 0;
-            if (is_inside)
-                slot = (work->blocks[column] * args->kv_heads + work->kv_head) * block_size + offset;
-            key_rows[i] = is_inside ? (const T *)args->key_cache + slot * key_dim : zeros;
-            value_rows[i] = is_inside ? (const T *)args->value_cache + slot * value_dim : zeros;
-            if (++offset == block_size) offset = 0, column++;
-        }
-        NAME(pack_keys)(key_rows + first, last - first, key_dim, keys + first);
-        NAME(pack_values)(value_rows + first, last - first, value_dim,
+        SWAP(key_rows, next_keys);
+        SWAP(value_rows, next_values);
+        NAME(find_rows)(args, work, tile + TILE, zeros, next_keys, next_values);
+        NAME(pack_keys)(key_rows + first, next_keys + first, last - first, key_dim, keys + first);
+        NAME(pack_values)(value_rows + first, next_values + first, last - first, value_dim,
                           values + first / STEP * value_dim);
 
         for (int64_t r = 0; r < rows; r += MAX_ROWS) {
@@ -213,7 +245,7 @@ static void NAME(attend_item)(const attention *args, const item *work) {
                                                                             : begin;
                 scales[i] = NAME(soften)(args, scores + i * TILE,
                                          weights + i * (TILE / STEP), from, to, start,
-                                         own < end ? own : end, &maxima[r + i], &totals[r + i]);
+                                         own < end ? own : end, &maxima[r + i], totals + (r + i) * W);
             }
             NAME(multiply)(mr, weights + from / STEP, TILE / STEP,
                            values + from / STEP * value_dim, value_dim, (to - from) / STEP,
@@ -221,17 +253,18 @@ static void NAME(attend_item)(const attention *args, const item *work) {
         }
     }
 
-    if (work->partial) {  // other pieces of this context are elsewhere
-        memcpy(work->partial, out, rows * value_dim * sizeof(float));
-        memcpy(work->partial + rows * value_dim, maxima, 2 * rows * sizeof(float));
-        return;
-    }
     for (int64_t r = 0; r < rows; r++) {
+        float total = sum(load_f32(totals + r * W));
+        if (work->partial) {  // other pieces of this context are elsewhere
+            memcpy(work->partial + r * value_dim, out + r * value_dim, value_dim * sizeof(float));
+            work->partial[rows * value_dim + r] = maxima[r];
+            work->partial[rows * (value_dim + 1) + r] = total;
+            continue;
+        }
         T *result = (T *)args->out + ((work->first_token + r / group) * args->q_heads +
                                       work->kv_head * group + r % group) * value_dim;
-        float share = 1.f / totals[r];
         for (int64_t d = 0; d < value_dim; d += W)
-            STORE(result + d, load_f32(out + r * value_dim + d) * share);
+            STORE(result + d, load_f32(out + r * value_dim + d) * (1.f / total));
     }
 }
 

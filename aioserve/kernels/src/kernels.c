@@ -26,3 +26,6 @@
 #endif
 #include "elementwise.h"
 #include "attention.h"
+#ifdef PAIRS
+#include "decoder.h"
+#endif

@@ -41,6 +41,7 @@ typedef struct {
     int64_t size;  // products of all items, about
 } plan;
 
+#define SWAP(a, b) do { __typeof__(a) was_a = a; a = b; b = was_a; } while (0)
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Fill in the items of one row, if `items` is not null. Returns their number.

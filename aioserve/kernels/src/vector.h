@@ -30,7 +30,13 @@ INLINE vf splat_bits(const float *p) {  // whatever the 32 bits mean
     return (vf)(bits - (vi){0});
 }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf maximum(vf a, vf b) { return pick(a > b, a, b); }
+INLINE vf maximum(vf a, vf b) {  // b where a is NaN
+#ifdef __AVX512BF16__
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 INLINE vf load_f32(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
@@ -38,7 +44,11 @@ INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf load_bf16(const bf16 *p) {
     vh h;
     memcpy(&h, p, sizeof h);
+#ifdef __AVX512BF16__  // gcc 12 would convert two halves
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 
 INLINE void store_bf16(bf16 *p, vf v) {  // to nearest, ties to even; NaN stays NaN
@@ -54,17 +64,23 @@ INLINE void store_bf16(bf16 *p, vf v) {  // to nearest, ties to even; NaN stays 
 }
 
 INLINE float sum(vf v) {
+#ifdef __AVX512BF16__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float total = 0;
-    for (int step = W / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) v[i] += v[i + step];
-    total = v[0];
+    for (int i = 0; i < W; i++) total += v[i];
     return total;
+#endif
 }
 
 INLINE float highest(vf v) {
-    for (int step = W / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
-    return v[0];
+#ifdef __AVX512BF16__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float top = v[0];
+    for (int i = 1; i < W; i++) top = v[i] > top ? v[i] : top;
+    return top;
+#endif
 }
 
 #define LOG2E 1.44269504f
@@ -92,20 +108,24 @@ INLINE vf exp_(vf x) {
 
 // 2^x, 0 below 2^-126, also for -inf; x <= 127.
 INLINE vf exp2_(vf x) {
-    x = pick(x > -150.f, x, splat(-150.f));
+    x = maximum(x, splat(-150.f));
     vf n = x + ROUNDER - ROUNDER;
     return (vf)((x >= -126.f) & (vi)scaled_exp(n, (x - n) * 0.693147181f));
 }
 
 // The same to 3e-6 relative, for what is rounded to bfloat16 next.
 INLINE vf exp2_rough(vf x) {
-    x = pick(x > -150.f, x, splat(-150.f));
+    x = maximum(x, splat(-150.f));
     vf n = x + ROUNDER - ROUNDER, r = x - n, p = splat(9.570097e-3f);  // minimax
     p = p * r + 5.591786e-2f;
     p = p * r + 2.402474e-1f;
     p = p * r + 6.931218e-1f;
     p = p * r + 9.999993e-1f;
+#ifdef __AVX512BF16__
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     return (vf)((x >= -126.f) & ((vi)p + ((vi)(n + ROUNDER) << 23)));
+#endif
 }
 
 #if W == 16

@@ -40,9 +40,9 @@ class CompiledAttention(AttentionBackend):
 
     def prepare(self, step: StepInputs) -> None:
         self._slot_mapping = torch.from_numpy(step.slot_mapping)
-        self._block_table = torch.from_numpy(np.ascontiguousarray(step.block_table))
-        self._query_start_loc = torch.from_numpy(step.query_start_loc)
-        self._seq_lens = torch.from_numpy(step.seq_lens)
+        self.block_table = torch.from_numpy(np.ascontiguousarray(step.block_table))
+        self.query_start_loc = torch.from_numpy(step.query_start_loc)
+        self.seq_lens = torch.from_numpy(step.seq_lens)
 
     def forward(
         self,
@@ -87,9 +87,9 @@ class CompiledAttention(AttentionBackend):
             query,
             key_cache,
             value_cache,
-            self._block_table,
-            self._query_start_loc,
-            self._seq_lens,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
             out,
             scaling=scaling,
             sliding_window=sliding_window,

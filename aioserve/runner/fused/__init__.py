@@ -14,6 +14,7 @@ from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.place import CPU, Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import LayerParts, NotFusedError, find_parts
+from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.served_model import ServedModel
 
 __all__ = ["CPU", "FusedModel", "NotFusedError", "Place", "fuse"]
@@ -63,7 +64,8 @@ def fuse(
         layers.append(_fuse_layer(layer, ops))
         for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
             linear._parameters.clear()  # what is left of them is one fused copy
-    return FusedModel(original, FusedDecoder(embedding, layers, parts.norm, head, ops))
+    decoder = WholeDecoder if WholeDecoder.serves(layers, head) else FusedDecoder
+    return FusedModel(original, decoder(embedding, layers, parts.norm, head, ops))
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:

@@ -8,16 +8,29 @@ from torch import Tensor
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.compiled import CompiledAttention
-from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
+from aioserve.runner.fused.ops import (
+    Activation,
+    AttentionLayer,
+    Linear,
+    Ops,
+    RMSNorm,
+    TorchOps,
+)
+from aioserve.runner.fused.panels import PanelLinear
 
 _MULTIPLE = 16  # numbers in a row
 
 
 class CompiledOps(TorchOps):
-    """Kernels for all but the products; one call per operation, nothing checked."""
+    """Kernels, also for the products if there are some; one call per operation, nothing checked."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if PanelLinear.serves(self._kernels, weight):
+            return PanelLinear(self._kernels, weight, bias)
+        return super().linear(weight, bias)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`

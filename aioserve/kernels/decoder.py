@@ -1,0 +1,65 @@
+"""The structs that the compiled decoder reads, field for field as in src/decoder.h.
+
+Knows layouts and addresses; whoever fills them in keeps what they point to alive.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+PANEL = 64  # outputs that lie side by side in a packed weight
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class PackedWeight(ctypes.Structure):
+    """`linear` in C."""
+
+    _fields_ = (("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I))
+
+
+class LayerStruct(ctypes.Structure):
+    """`decoder_layer` in C."""
+
+    _fields_ = (
+        *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("cos_sin", "key_cache", "value_cache")),
+        *((name, _I) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
+        *((name, _I) for name in ("window", "is_gelu")),
+        *((name, _F) for name in ("input_eps", "post_eps", "head_eps", "scaling", "softcap")),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    """`decoder` in C."""
+
+    _fields_ = (
+        ("embedding", _P),
+        ("layers", ctypes.POINTER(LayerStruct)),
+        ("norm", _P),
+        ("head", PackedWeight),
+        *((name, _I) for name in ("num_layers", "hidden", "intermediate", "wide")),
+        ("eps", _F),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """`decoder_step` in C."""
+
+    _fields_ = (
+        *((name, _P) for name in ("input_ids", "positions", "slots")),
+        *((name, _P) for name in ("query_start_loc", "seq_lens", "sampling", "block_table")),
+        *((name, _I) for name in ("tokens", "rows", "table_width", "num_sampling")),
+    )
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """`weight` [out, in] as `linear.h` wants it: [out / 64, in / 2, 64, 2], zeros at the end."""
+    num_outputs, num_inputs = weight.shape
+    num_panels = -(-num_outputs // PANEL)
+    padding = num_panels * PANEL - num_outputs
+    if padding:
+        weight = torch.cat([weight, weight.new_zeros(padding, num_inputs)])
+    return weight.view(num_panels, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()

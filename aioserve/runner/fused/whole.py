@@ -1,0 +1,132 @@
+"""A decoder whose forward pass is one call into the compiled kernels.
+
+What Python does between the operations of a small model takes longer than they do, and needs the
+GIL, which the event loop holds whenever it has work. Knows which addresses go where.
+"""
+
+import ctypes
+import itertools
+
+from torch import Tensor
+
+from aioserve.kernels import load_kernels
+from aioserve.kernels.decoder import DecoderStruct, LayerStruct, PackedWeight, StepStruct
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.attention.compiled import CompiledAttention
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
+from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.panels import PanelLinear
+
+
+class WholeDecoder(FusedDecoder):
+    """`FusedDecoder` in one call."""
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
+    ) -> None:
+        """`serves` must be true of the arguments."""
+        super().__init__(embedding, layers, norm, head, ops)
+        self._norm = norm
+        self._kernels = load_kernels()
+        self._attention: CompiledAttention | None = None  # whose caches are in the structs
+        self._scratch = embedding.new_empty(0)
+
+    @staticmethod
+    def serves(layers: list[DecoderLayer], head: Linear) -> bool:
+        """Whether all that these layers do is compiled."""
+        linears = [head]
+        for layer in layers:
+            linears += (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return all(isinstance(linear, PanelLinear) for linear in linears) and all(
+            layer.activation in ("silu", "gelu_tanh") for layer in layers
+        )
+
+    def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        assert isinstance(attention, CompiledAttention)
+        if self._attention is not attention:
+            self._fill_in(attention)
+        num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
+        size = num_tokens * self._numbers_per_token
+        if self._scratch.numel() < size:
+            self._scratch = self.embedding.new_empty(size)
+        logits = self.embedding.new_empty(num_sampling, len(self.embedding))
+        step = StepStruct(
+            inputs.input_ids.data_ptr(),
+            inputs.positions.data_ptr(),
+            inputs.slots.data_ptr(),
+            attention.query_start_loc.data_ptr(),
+            attention.seq_lens.data_ptr(),
+            inputs.logits_rows.data_ptr(),
+            attention.block_table.data_ptr(),
+            num_tokens,
+            len(attention.seq_lens),
+            attention.block_table.shape[1],
+            num_sampling,
+        )
+        self._kernels.decode(self._struct, step, self._scratch, logits)
+        return logits
+
+    def _fill_in(self, attention: CompiledAttention) -> None:
+        """The structs, with the caches of this attention."""
+        hidden, layers = self.embedding.shape[1], self._layers
+        wide = max(
+            itertools.chain.from_iterable(
+                (_packed(layer.qkv).outputs, _packed(layer.gate_up).outputs) for layer in layers
+            )
+        )
+        self._structs = (LayerStruct * len(layers))(
+            *(_layer_struct(layer, attention) for layer in layers)
+        )
+        self._struct = DecoderStruct(
+            embedding=self.embedding.data_ptr(),
+            layers=ctypes.cast(self._structs, ctypes.POINTER(LayerStruct)),
+            norm=self._norm.weight.data_ptr(),
+            head=_packed(self._head),
+            num_layers=len(layers),
+            hidden=hidden,
+            intermediate=layers[0].intermediate_size,
+            wide=wide,
+            eps=self._norm.eps,
+        )
+        self._numbers_per_token = 2 * (hidden + wide)
+        self._attention = attention
+
+
+def _packed(linear: Linear) -> PackedWeight:
+    assert isinstance(linear, PanelLinear)
+    return linear.packed
+
+
+def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:
+    attention = layer.attention
+    query_norm, key_norm = attention.head_norms or (None, None)
+    key_cache = caches.key_caches[attention.index]
+    return LayerStruct(
+        qkv=_packed(layer.qkv),
+        output=_packed(layer.output),
+        gate_up=_packed(layer.gate_up),
+        down=_packed(layer.down),
+        input_norm=layer.input_norm.weight.data_ptr(),
+        post_norm=layer.post_norm.weight.data_ptr(),
+        q_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+        k_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+        cos_sin=attention.cos_sin.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=caches.value_caches[attention.index].data_ptr(),
+        q_heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        block_size=key_cache.shape[2],
+        window=attention.sliding_window or 0,
+        is_gelu=layer.activation == "gelu_tanh",
+        input_eps=layer.input_norm.eps,
+        post_eps=layer.post_norm.eps,
+        head_eps=0.0 if query_norm is None else query_norm.eps,
+        scaling=attention.scaling,
+        softcap=attention.softcap or 0.0,
+    )
