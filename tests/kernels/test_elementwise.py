@@ -1,7 +1,7 @@
 """Every variant that this CPU runs, against torch in float64.
 
 Tolerances: float32 sums in another order than torch differ by a few units in the last place, 1e-6
-relative; bfloat16 results are rounded once, to 8 bits: half a unit is 2^-9 = 0.2 % relative.
+relative; bfloat16 results are rounded once, to 8 bits, by at most 2^-8.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,53 @@
+"""Which variant is taken, and that only one OpenMP runtime is loaded."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from aioserve.errors import ConfigError
+from aioserve.kernels import KernelsUnavailableError, library, usable_variants
+
+if not usable_variants():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+
+def test_the_best_variant_is_taken_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AIOSERVE_KERNELS", raising=False)
+    assert library.choose_variant() == usable_variants()[0]
+    monkeypatch.setenv("AIOSERVE_KERNELS", "baseline")
+    assert library.choose_variant() == "baseline"
+
+
+def test_off_leaves_the_work_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSERVE_KERNELS", "off")
+    with pytest.raises(KernelsUnavailableError, match="AIOSERVE_KERNELS=off"):
+        library.choose_variant()
+
+
+def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSERVE_KERNELS", "mmx")
+    with pytest.raises(ConfigError, match=r"must be one of off, .*baseline here, not 'mmx'"):
+        library.choose_variant()
+
+
+def test_a_cpu_gets_no_instructions_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    assert "avx512" not in usable_variants()
+    monkeypatch.setattr(library, "_cpu_flags", set[str])
+    assert usable_variants() == ["baseline"]
+
+
+def test_the_kernels_share_torchs_openmp_runtime() -> None:
+    code = (
+        "import torch; from aioserve.kernels import load_kernels; k = load_kernels();"
+        "k.rms_norm(torch.ones(99, 512), torch.ones(512), 1e-5, torch.ones(99, 512));"
+        "print(open('/proc/self/maps').read())"
+    )
+    maps = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert len(set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", maps))) == 1

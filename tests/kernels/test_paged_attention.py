@@ -1,0 +1,157 @@
+"""Paged attention of every variant that this CPU runs, against torch in float64.
+
+In bfloat16 the weights of the keys and the result are each rounded to 8 bits, by at most 2^-8: no
+output may be further off than 2^-7 of the weighted mean of |V|.
+The options are tested where backends are: tests/runner/attention.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.kernels import Kernels, usable_variants
+
+if not usable_variants():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["f32", "bf16"])
+
+
+@pytest.fixture(scope="module", params=usable_variants())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(request.param)
+
+
+class Step(NamedTuple):
+    """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+
+    def run(self, kernels: Kernels, rows: slice = slice(None), **options: Any) -> Tensor:
+        """Attention of some of the rows."""
+        starts = self.query_start_loc[:-1][rows].tolist()
+        ends = self.query_start_loc[1:][rows].tolist()
+        query = self.query[starts[0] : ends[-1]]
+        out = query.new_empty(*query.shape[:2], self.value_cache.shape[3])
+        kernels.paged_attention(
+            query,
+            self.key_cache,
+            self.value_cache,
+            self.block_table[rows].contiguous(),
+            torch.tensor([*starts, ends[-1]]) - starts[0],
+            self.seq_lens[rows].contiguous(),
+            out,
+            **({"scaling": self.query.shape[2] ** -0.5} | options),
+        )
+        return out
+
+
+def make_step(
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (6, 2),
+    dims: tuple[int, int] = (64, 64),
+    block_size: int = 16,
+) -> Step:
+    generator = torch.Generator().manual_seed(len(rows))
+    width = max(-(-length // block_size) for _, length in rows)
+    num_blocks = width * len(rows)
+    table = torch.randperm(num_blocks, generator=generator).int().view(len(rows), width)
+    caches = []
+    for dim in dims:
+        cache = torch.randn(num_blocks, heads[1], block_size, dim, generator=generator)
+        for blocks, (_, length) in zip(table.tolist(), rows, strict=True):
+            for column, block in enumerate(blocks):
+                cache[block, :, max(0, length - column * block_size) :] = float("nan")
+        caches.append(cache.to(dtype))
+    new = [tokens for tokens, _ in rows]
+    query = torch.randn(sum(new), heads[0], dims[0], generator=generator).to(dtype)
+    return Step(
+        query,
+        caches[0],
+        caches[1],
+        table,
+        torch.from_numpy(np.cumsum([0, *new])),
+        torch.tensor([length for _, length in rows]),
+    )
+
+
+def assert_close_to_reference(step: Step, out: Tensor) -> None:
+    starts = step.query_start_loc.tolist()
+    for row, length in enumerate(step.seq_lens.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        query = step.query[tokens].double().transpose(0, 1)
+        group = query.shape[0] // step.key_cache.shape[1]
+        key, value = (
+            cache[step.block_table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+            for cache in (step.key_cache.double(), step.value_cache.double())
+        )
+        key, value = (x.repeat_interleave(group, dim=0) for x in (key, value))
+        positions = torch.arange(length - query.shape[1], length)
+        scores = query @ key.transpose(1, 2) * step.query.shape[2] ** -0.5
+        scores.masked_fill_(torch.arange(length) > positions[:, None], float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        error = (out[tokens].double().transpose(0, 1) - weights @ value).abs()
+        assert bool((error <= TOLERANCE[out.dtype] * (weights @ value.abs())).all())
+
+
+MIXED = [(1, 1), (1, 300), (40, 40), (3, 1100), (17, 129), (130, 700)]
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [1, 5, 16, 200])
+def test_chunks_and_decodes_are_close_to_float64(
+    kernels: Kernels, dtype: torch.dtype, block_size: int
+) -> None:
+    step = make_step(MIXED, dtype, block_size=block_size)
+    assert_close_to_reference(step, step.run(kernels))
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (8, 8), (200, 1)])
+@pytest.mark.parametrize("dims", [(16, 16), (80, 96), (256, 128)])
+def test_any_multiple_of_16_and_any_group_is_served(
+    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    step = make_step([(1, 140), (20, 33)], dtype, heads, dims)
+    assert_close_to_reference(step, step.run(kernels))
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_gets_the_same_bits_alone_and_with_any_number_of_threads(
+    kernels: Kernels, dtype: torch.dtype, window: int | None
+) -> None:
+    step = make_step(MIXED, dtype)
+    together = step.run(kernels, sliding_window=window)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(step.run(kernels, sliding_window=window), together)
+    finally:
+        torch.set_num_threads(threads)
+    alone = [step.run(kernels, slice(row, row + 1), sliding_window=window) for row in range(6)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_queries_may_lie_in_a_wider_row(kernels: Kernels) -> None:
+    step = make_step(MIXED, torch.bfloat16)
+    wide = torch.cat([step.query, torch.zeros_like(step.query)], dim=1)[:, :6]
+    assert torch.equal(step._replace(query=wide).run(kernels), step.run(kernels))
+
+
+def test_a_query_that_is_not_a_number_gives_none(kernels: Kernels) -> None:
+    step = make_step([(1, 40), (1, 50)], torch.float32)
+    step.query[0] = float("nan")
+    out = step.run(kernels)
+    assert bool(out[0].isnan().all())
+    assert bool(out[1].isfinite().all())
