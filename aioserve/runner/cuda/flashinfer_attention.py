@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 << 20  # what vLLM gives it
+INT_WORKSPACE_BYTES = 8 << 20  # of each wrapper, by its source
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which mini-sglang decodes on tensor cores
 
 
@@ -49,6 +50,12 @@ def why_not(
     if query_dtype not in (torch.bfloat16, torch.float16):
         return f"{str(query_dtype).removeprefix('torch.')} queries"
     return None
+
+
+def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
+    """Device memory of the wrappers for so many captured sizes."""
+    num_kinds = len({call[:4] for call in calls})
+    return WORKSPACE_BYTES + num_kinds * (num_sizes + 2) * INT_WORKSPACE_BYTES
 
 
 class FlashInferAttention(DeviceAttention):

@@ -5,7 +5,6 @@ other processes.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
@@ -47,21 +46,6 @@ class MemoryPlan:
             f"KV pool {self.num_pages * self.page_bytes / GIB:.2f}: {num_tokens} tokens, "
             f"{num_tokens / max_model_len:.1f} requests of {max_model_len}"
         )
-
-
-def weight_bytes(path: Path, bytes_per_element: int) -> int:
-    """Size of the weights in a model directory once they are of that size each."""
-    from safetensors import safe_open
-
-    num_elements = 0
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a mapping
-                size = 1
-                for length in weights.get_slice(name).get_shape():
-                    size *= length
-                num_elements += size
-    return num_elements * bytes_per_element
 
 
 def check_weights_fit(card: CardMemory, config: EngineConfig, weights: int) -> None:

@@ -64,6 +64,11 @@ class DeviceSampler:
             num_slots * _OUT_COLUMNS, dtype=torch.int32, device=device.torch_device
         )
 
+    @staticmethod
+    def num_bytes(num_slots: int, vocab_size: int) -> int:
+        """What it keeps on the device, but for what is small."""
+        return 4 * num_slots * vocab_size
+
     def resolve(self, input_ids: Tensor) -> Tensor:
         """Put the last token of its slot in the place of each marker."""
         slots = (-1 - input_ids).clamp(min=0)

@@ -1,0 +1,235 @@
+"""From settings to a `StepExecutor` on a CUDA device: what fits, what is loaded, what is captured.
+
+Runs on the thread that launches. The choices are made, and told, here; how a step is done is
+known elsewhere.
+"""
+
+import logging
+from importlib.util import find_spec
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioserve.config import EngineConfig, ModelConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
+from aioserve.runner.cuda import draw
+from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
+from aioserve.runner.cuda.cuda_device import CudaDevice
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
+from aioserve.runner.cuda.fused import CudaPlace
+from aioserve.runner.cuda.graphs import capture_sizes
+from aioserve.runner.cuda.memory import GIB, CardMemory, check_weights_fit, plan_memory
+from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.cuda.sampler import DeviceSampler, Draw
+from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048  # as the scheduler's, or one whole request if that is longer
+INSTALL_LINE = "pip install 'aioserve[gpu]'"
+
+
+@torch.inference_mode()
+def load_on_cuda(config: EngineConfig, info: ModelInfo) -> StepExecutor:
+    """Load the model, share out the memory, capture graphs. Raises `ConfigError`."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use the CUDA device of this machine: install a "
+            "build of torch with CUDA, or set runner.device to cpu"
+        )
+    device = CudaDevice()
+    card = read_card(device.torch_device)
+    model_config = with_dtype(config.model)
+    check_weights_fit(card, config, num_weight_bytes(model_config, info))
+    place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
+    model = load_model(model_config, info, place)
+    return make_executor(config, info, model, device, card)
+
+
+def make_executor(
+    config: EngineConfig,
+    info: ModelInfo,
+    model: ServedModel,
+    device: CudaDevice,
+    card: CardMemory,
+) -> StepExecutor:
+    """All but the weights, which are loaded. `card` is as it was before that."""
+    weights = torch.cuda.memory_allocated(device.torch_device)
+    query_dtype, max_model_len = model.kv_cache_spec.dtype, info.max_model_len
+    spec = with_kv_dtype(model.kv_cache_spec, config)
+    num_rows = config.scheduler.max_num_seqs
+    num_tokens = config.scheduler.max_num_batched_tokens or max(
+        DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len
+    )
+    choose_token = _choose_draw()
+    sizes = () if config.runner.enforce_eager else capture_sizes(num_rows)
+    activations = (
+        measure_step(
+            model, device.torch_device, num_tokens, num_rows, info.vocab_size, choose_token
+        )
+        + workspace_bytes(model.attention_calls, len(sizes))
+        + DeviceSampler.num_bytes(num_rows, info.vocab_size)
+    )
+    memory = plan_memory(
+        card,
+        config,
+        weights=weights,
+        activations=activations,
+        page_bytes=spec.bytes_per_token * config.cache.block_size,
+        max_model_len=max_model_len,
+    )
+    limits = Limits(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_row_pages=-(-(max_model_len + 1) // config.cache.block_size),
+        page_size=config.cache.block_size,
+        num_pages=memory.num_pages,
+    )
+    layout = Layout(limits)
+    arena = torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
+    attention, sizes = _create_attention(
+        model, spec, query_dtype, limits, device, max_model_len, layout, arena, sizes
+    )
+    executor = StepExecutor(
+        device,
+        model,
+        attention,
+        choose_token,
+        layout,
+        arena,
+        max_model_len=max_model_len,
+        vocab_size=info.vocab_size,
+    )
+    before = torch.cuda.mem_get_info(device.torch_device)[0]
+    executor.capture(sizes)
+    graphs = before - torch.cuda.mem_get_info(device.torch_device)[0]
+    logger.info(
+        "%s on %s: %s, %.1fM parameters; %s",
+        model.name,
+        card.name,
+        str(query_dtype).removeprefix("torch."),
+        model.num_parameters / 1e6,
+        memory.describe(limits.page_size, max_model_len),
+    )
+    if sizes:
+        logger.info("CUDA graphs took %.2f GiB", graphs / GIB)
+    return executor
+
+
+def read_card(device: torch.device) -> CardMemory:
+    """The card as it is now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return CardMemory(torch.cuda.get_device_name(device), total, free)
+
+
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """The model's settings with "auto" resolved for this device."""
+    if config.dtype != "auto":
+        return config
+    has_bfloat16 = torch.cuda.get_device_capability()[0] >= 8
+    return msgspec.structs.replace(config, dtype="bfloat16" if has_bfloat16 else "float16")
+
+
+def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
+    """The type in which K and V are kept."""
+    if config.cache.kv_cache_dtype == "auto":
+        return spec
+    return KVCacheSpec(spec.layers, torch.float8_e4m3fn)
+
+
+class NoAttention(LayerAttention):
+    """Takes the memory of attention's result and nothing else: for measuring."""
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def measure_step(
+    model: ServedModel,
+    device: torch.device,
+    num_tokens: int,
+    num_rows: int,
+    vocab_size: int,
+    choose_token: Draw,
+) -> int:
+    """Bytes that the largest step takes beside weights and KV cache, sampling included."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    rows = torch.arange(min(num_rows, num_tokens), device=device)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention())
+    ones = torch.ones(len(rows), device=device)
+    columns = draw.DrawColumns(
+        temperature=ones,
+        top_k=ones.int(),
+        top_p=ones * 0.9,
+        min_p_floor=ones * -10,
+        keys=torch.zeros(2, len(rows), dtype=torch.int32, device=device),
+        is_limited=True,
+    )
+    choose_token(logits.float() - 1, columns)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _choose_draw() -> Draw:
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: plain torch draws tokens, which is slower")
+        return draw.draw
+    from aioserve.runner.cuda import triton_kernels
+
+    return triton_kernels.draw
+
+
+def _create_attention(
+    model: ServedModel,
+    spec: KVCacheSpec,
+    query_dtype: torch.dtype,
+    limits: Limits,
+    device: CudaDevice,
+    max_model_len: int,
+    layout: Layout,
+    arena: Tensor,
+    sizes: tuple[int, ...],
+) -> tuple[DeviceAttention, tuple[int, ...]]:
+    """The fastest attention that serves this model, and the sizes that it can capture."""
+    reason = why_not(spec, model.attention_calls, query_dtype)
+    if reason is None:
+        try:
+            import flashinfer
+        except ImportError as error:
+            reason = f"flashinfer is not installed ({error}): {INSTALL_LINE}"
+        else:
+            attention = FlashInferAttention(
+                flashinfer,
+                spec,
+                model.attention_calls,
+                limits,
+                device,
+                query_dtype,
+                max_model_len=max_model_len,
+                capture_sizes=sizes,
+                arrays=layout.split(arena),
+            )
+            logger.info("attention by flashinfer %s", flashinfer.__version__)
+            return attention, sizes
+    else:
+        reason = f"flashinfer does not serve {reason}"
+    logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
+    return TorchDeviceAttention(spec, limits, device.torch_device), ()

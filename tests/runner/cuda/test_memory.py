@@ -1,0 +1,90 @@
+"""How a card's memory is shared out, and what is refused with the numbers."""
+
+from typing import Any
+
+import pytest
+
+from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.errors import ConfigError
+from aioserve.runner.cuda.memory import GIB, CardMemory, MemoryPlan, check_weights_fit, plan_memory
+
+CARD = CardMemory("a card", total=24 * GIB, free=23 * GIB)
+PAGE_BYTES = 2 << 20
+
+
+def make_config(**settings: Any) -> EngineConfig:
+    cache = {
+        name: settings.pop(name) for name in ("num_kv_blocks", "kv_cache_gib") if name in settings
+    }
+    return EngineConfig(
+        cache=CacheConfig(**cache),
+        runner=RunnerConfig(**settings),
+        scheduler=SchedulerConfig(max_num_seqs=64),
+    )
+
+
+def plan(config: EngineConfig, weights: int = 15 * GIB) -> MemoryPlan:
+    return plan_memory(
+        CARD,
+        config,
+        weights=weights,
+        activations=GIB,
+        page_bytes=PAGE_BYTES,
+        max_model_len=8192,
+    )
+
+
+def test_everything_together_stays_within_the_share_of_the_card() -> None:
+    found = plan(make_config(gpu_memory_utilization=0.9))
+    used_by_others = CARD.total - CARD.free
+    pool = (found.num_pages + 1) * PAGE_BYTES  # and the dummy page
+    total = used_by_others + found.weights + found.activations + found.graphs + pool
+    assert 0.9 * CARD.total - PAGE_BYTES <= total <= 0.9 * CARD.total
+
+
+def test_a_larger_share_and_no_graphs_leave_more_for_the_pool() -> None:
+    base = plan(make_config()).num_pages
+    assert plan(make_config(gpu_memory_utilization=0.95)).num_pages > base
+    eager = plan(make_config(enforce_eager=True))
+    assert eager.num_pages - base == GIB // PAGE_BYTES
+    assert eager.graphs == 0
+
+
+def test_the_pool_is_never_larger_than_all_requests_can_use() -> None:
+    assert plan(make_config(), weights=GIB).num_pages < 64 * 8192 // 16
+    short = plan_memory(
+        CARD, make_config(), weights=GIB, activations=GIB, page_bytes=PAGE_BYTES, max_model_len=100
+    )
+    assert short.num_pages == 64 * 7
+
+
+@pytest.mark.parametrize("settings", [{"num_kv_blocks": 500}, {"kv_cache_gib": 1000 / 1024}])
+def test_a_pool_that_is_set_is_taken_as_it_is(settings: dict[str, Any]) -> None:
+    assert plan(make_config(**settings)).num_pages == 500
+
+
+@pytest.mark.parametrize("settings", [{"num_kv_blocks": 100_000}, {"kv_cache_gib": 20}])
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"weights take 15\.00, activations 1\.00 .*raise gpu_mem"
+    ):
+        plan(make_config(**settings))
+
+
+def test_activations_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs 1 blocks of 2097152 bytes, 0 fit"):
+        plan(make_config(), weights=19 * GIB)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded() -> None:
+    check_weights_fit(CARD, make_config(), 20 * GIB)
+    with pytest.raises(ConfigError, match=r"weights need 30\.00 GiB; a card has 23\.00 of 24\.00"):
+        check_weights_fit(CARD, make_config(), 30 * GIB)
+
+
+def test_the_line_that_is_said_at_start_has_every_number() -> None:
+    line = plan(make_config()).describe(page_size=16, max_model_len=8192)
+    assert line == (
+        "device memory: 20.60 GiB to use; weights 15.00, activations 1.00, CUDA graphs 1.00, "
+        "KV pool 3.60: 29472 tokens, 3.6 requests of 8192"
+    )
