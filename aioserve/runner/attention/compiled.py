@@ -20,7 +20,7 @@ class CompiledAttention(AttentionBackend):
         self, kernels: Kernels, spec: KVCacheSpec, num_kv_blocks: int, block_size: int
     ) -> None:
         def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
-            # zeros: memory is committed on first touch
+            # zeros commit the memory now; in steps, each new page would be a fault of some us
             return torch.zeros(num_kv_blocks, num_kv_heads, block_size, head_dim, dtype=spec.dtype)
 
         self.key_caches = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]

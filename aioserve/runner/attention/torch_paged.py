@@ -27,7 +27,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self, spec: KVCacheSpec, num_kv_blocks: int, block_size: int) -> None:
         def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
-            # zeros: memory is committed on first touch, and what was never written is finite
+            # zeros: what was never written is finite, and no step pays for page faults
             return torch.zeros(num_kv_blocks, num_kv_heads, block_size, head_dim, dtype=spec.dtype)
 
         self.key_caches = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
