@@ -16,7 +16,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def default_num_threads() -> int:
-    """Physical cores that this process may use: affinity and CPU quota respected, at least 1."""
+    """Physical cores that this process may use: affinity and CPU quota respected, at least 1.
+
+    None is kept free for the event loop: on 2 cores, server and client included, 2 threads gave
+    1.2 times the tokens/s of 1 to 256 streams of a 3M model, 1.6 times to 16 of a 135M model.
+    """
     if hasattr(os, "sched_getaffinity"):
         cpus = sorted(os.sched_getaffinity(0))
     else:
