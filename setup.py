@@ -6,11 +6,11 @@ start that it runs on plain torch.
 
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = "aioserve/kernels/src/"
-HEADERS = ["vector.h", "elementwise.h", "plan.h", "attention.h", "linear.h", "decoder.h"]
+SOURCES = Path("aioserve/kernels/src")
 FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma"]
@@ -23,8 +23,8 @@ setup(
     ext_modules=[
         Extension(
             f"aioserve.kernels._{variant}",
-            sources=[SOURCES + "kernels.c"],
-            depends=[SOURCES + header for header in HEADERS],
+            sources=[str(SOURCES / "kernels.c")],
+            depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
             # -fopenmp only here, not for the linker: the runtime is the one that torch brings
             extra_compile_args=[
                 *("-O3", "-std=gnu11", "-fopenmp", "-fvisibility=default", "-Wno-psabi"),

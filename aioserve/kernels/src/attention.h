@@ -85,7 +85,7 @@ static __attribute__((noinline)) void NAME(multiply)(int mr, const float *a, int
 static void NAME(find_rows)(const attention *args, const item *work, int64_t tile, const T *zeros,
                             const T **keys, const T **values) {
     int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
-    int64_t end = smaller(work->end_key - tile, TILE), i = 0;
+    int64_t end = smaller(work->end_key - tile, work->tile), i = 0;
     while (i < begin) keys[i] = values[i] = zeros, i++;
     while (i < end) {
         int64_t position = tile + i, offset = position % args->block_size;
@@ -97,7 +97,7 @@ static void NAME(find_rows)(const attention *args, const item *work, int64_t til
         for (; i < block_end; i++, key += args->key_dim, value += args->value_dim)
             keys[i] = key, values[i] = value;
     }
-    while (i < TILE) keys[i] = values[i] = zeros, i++;
+    while (i < work->tile) keys[i] = values[i] = zeros, i++;
 }
 
 // The processor cannot guess where the next block lies.
@@ -178,7 +178,8 @@ INLINE float NAME(soften)(const attention *args, float *scores, float *weights, 
     return scale;
 }
 
-static void NAME(attend_item)(const attention *args, const item *work) {
+// `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile.
+static void NAME(attend_item)(const attention *args, const item *work, const item *after) {
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
     const int64_t padded_lanes = (lanes + W - 1) / W * W, block_size = args->block_size;
@@ -211,17 +212,20 @@ static void NAME(attend_item)(const attention *args, const item *work) {
 
     const T *row_buffers[4][TILE], **key_rows = row_buffers[0], **value_rows = row_buffers[1];
     const T **next_keys = row_buffers[2], **next_values = row_buffers[3];
-    int64_t tile = work->first_key / TILE * TILE;
+    int64_t tile = work->first_key / work->tile * work->tile;
     NAME(find_rows)(args, work, tile, zeros, next_keys, next_values);
-    for (int64_t i = 0; i < TILE; i++) NAME(prefetch)(next_keys[i], key_dim);
-    for (int64_t i = 0; i < TILE; i++) NAME(prefetch)(next_values[i], value_dim);
-    for (; tile < work->end_key; tile += TILE) {
+    for (int64_t i = 0; i < work->tile; i++) NAME(prefetch)(next_keys[i], key_dim);
+    for (int64_t i = 0; i < work->tile; i++) NAME(prefetch)(next_values[i], value_dim);
+    for (; tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
-        int64_t end = work->end_key - tile < TILE ? work->end_key - tile : TILE;
+        int64_t end = smaller(work->end_key - tile, work->tile);
         int64_t first = begin / 16 * 16, last = (end + 15) / 16 * 16;
         SWAP(key_rows, next_keys);
         SWAP(value_rows, next_values);
-        NAME(find_rows)(args, work, tile + TILE, zeros, next_keys, next_values);
+        int is_last = tile + work->tile >= work->end_key && after && after->tile == work->tile;
+        NAME(find_rows)(args, is_last ? after : work,
+                        is_last ? after->first_key / work->tile * work->tile : tile + work->tile,
+                        zeros, next_keys, next_values);
         NAME(pack_keys)(key_rows + first, next_keys + first, last - first, key_dim, keys + first);
         NAME(pack_values)(value_rows + first, next_values + first, last - first, value_dim,
                           values + first / STEP * value_dim);
@@ -305,7 +309,10 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
 #pragma omp parallel if (work.size >= PARALLEL_ATTENTION_FROM)
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < work.count; i++) NAME(attend_item)(&args, work.items + i);
+        for (int64_t i = 0; i < work.count; i++) {
+            int64_t after = i + omp_get_num_threads();
+            NAME(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < work.count; i++)
             if (work.items[i].partial && work.items[i].piece == 0)
