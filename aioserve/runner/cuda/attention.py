@@ -38,10 +38,14 @@ class DeviceStep(LayerAttention):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        self.store(layer, key, value)
+        return self.attend(layer, query, scaling, sliding_window, softcap, sinks)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write K and V of the step, [T, Hkv, D], into the cache."""
         if layer == 0:  # runs first; the others use what it has made
             self._slots = self.arrays.slots[: self.num_tokens].long()
         self.cache.store(layer, self._slots, key, value)
-        return self.attend(layer, query, scaling, sliding_window, softcap, sinks)
 
     @abstractmethod
     def attend(

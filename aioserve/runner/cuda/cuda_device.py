@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.runner.cuda.device import Device, Event, HostBuffer
+from aioserve.runner.cuda.device import CardMemory, Device, Event, HostBuffer
 
 _WARM_UPS = 2  # before a capture: cuBLAS, Triton and lazily loaded modules allocate when first used
 
@@ -72,6 +72,20 @@ class CudaDevice(Device):
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._stream)
+
+    def card(self) -> CardMemory:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return CardMemory(torch.cuda.get_device_name(self.torch_device), total, free)
+
+    def num_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def measure(self, work: Callable[[], None]) -> int:
+        before = self.num_allocated()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        work()
+        self._stream.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def is_lost(self) -> bool:
         try:

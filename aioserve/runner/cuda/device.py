@@ -6,11 +6,25 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """A device's memory, in bytes."""
+
+    name: str
+    total: int
+    free: int
+
+    def budget(self, utilization: float) -> int:
+        """What may still be taken, if that share of all of it may be in use."""
+        return int(self.total * utilization) - (self.total - self.free)
 
 
 class HostBuffer(ABC):
@@ -66,6 +80,18 @@ class Device(ABC):
     @abstractmethod
     def record(self) -> Event:
         """The point after everything that is queued now."""
+
+    @abstractmethod
+    def card(self) -> CardMemory:
+        """The memory as it is now."""
+
+    @abstractmethod
+    def num_allocated(self) -> int:
+        """Bytes in tensors."""
+
+    @abstractmethod
+    def measure(self, work: Callable[[], None]) -> int:
+        """Do `work`; return the most bytes in tensors while it ran, beyond those before it."""
 
     @abstractmethod
     def is_lost(self) -> bool:

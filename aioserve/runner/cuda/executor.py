@@ -21,7 +21,8 @@ from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
 from aioserve.runner.served_model import ServedModel
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
 
@@ -87,6 +88,22 @@ class StepExecutor:
             return self._forward(size, rows, attention)
 
         self._graphs.capture(sizes, prepare, forward, self._device.capture)
+
+    def warm_up(self) -> None:
+        """A prompt, a decode and a farewell: what is compiled or loaded on first use is, then."""
+        params = SamplingParams(top_p=0.9, temperature=0.5, logprobs=1, presence_penalty=0.1)
+        tokens = [0] * min(32, self._layout.limits.num_tokens)
+        blocks = list(range(-(-(len(tokens) + 1) // self._layout.limits.page_size)))
+        new = NewRequestData("warm-up", tokens, len(tokens), params, frozenset(), blocks, 0)
+        none = CachedRequestData([], [], {})
+        known = CachedRequestData(["warm-up"], [len(tokens)], {})
+        for step in (
+            SchedulerOutput(0, [new], none, {"warm-up": len(tokens)}, len(tokens), [], []),
+            SchedulerOutput(0, [], known, {"warm-up": 1}, 1, [], []),
+            SchedulerOutput(0, [], none, {}, 0, [], ["warm-up"]),
+        ):
+            if (launched := self.launch(step)) is not None:
+                self.finish(launched)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | None:
         """Start a step; None if it has no tokens. What raises here leaves its requests in an

@@ -6,6 +6,7 @@ known elsewhere.
 
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 import msgspec
 import torch
@@ -14,15 +15,21 @@ from torch import Tensor
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
+from aioserve.runner.attention.backend import KVCacheSpec, ModelInputs
 from aioserve.runner.cuda import draw
-from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
+from aioserve.runner.cuda.attention import (
+    DeviceAttention,
+    DeviceStep,
+    PagedCache,
+    TorchDeviceAttention,
+)
 from aioserve.runner.cuda.cuda_device import CudaDevice
+from aioserve.runner.cuda.device import CardMemory, Device
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.graphs import capture_sizes
-from aioserve.runner.cuda.memory import GIB, CardMemory, check_weights_fit, plan_memory
+from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw
 from aioserve.runner.loader import load_model, num_weight_bytes
@@ -43,7 +50,7 @@ def load_on_cuda(config: EngineConfig, info: ModelInfo) -> StepExecutor:
             "build of torch with CUDA, or set runner.device to cpu"
         )
     device = CudaDevice()
-    card = read_card(device.torch_device)
+    card = device.card()
     model_config = with_dtype(config.model)
     check_weights_fit(card, config, num_weight_bytes(model_config, info))
     place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
@@ -55,23 +62,24 @@ def make_executor(
     config: EngineConfig,
     info: ModelInfo,
     model: ServedModel,
-    device: CudaDevice,
+    device: Device,
     card: CardMemory,
 ) -> StepExecutor:
     """All but the weights, which are loaded. `card` is as it was before that."""
-    weights = torch.cuda.memory_allocated(device.torch_device)
+    weights = device.num_allocated()
     query_dtype, max_model_len = model.kv_cache_spec.dtype, info.max_model_len
     spec = with_kv_dtype(model.kv_cache_spec, config)
     num_rows = config.scheduler.max_num_seqs
     num_tokens = config.scheduler.max_num_batched_tokens or max(
         DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len
     )
-    choose_token = _choose_draw()
-    sizes = () if config.runner.enforce_eager else capture_sizes(num_rows)
+    choose_token = choose_draw(device)
+    flashinfer = find_flashinfer(model, spec, query_dtype)
+    sizes: tuple[int, ...] = ()
+    if flashinfer is not None and not config.runner.enforce_eager:
+        sizes = capture_sizes(num_rows)
     activations = (
-        measure_step(
-            model, device.torch_device, num_tokens, num_rows, info.vocab_size, choose_token
-        )
+        device.measure(lambda: run_largest(model, spec, device, num_tokens, num_rows, choose_token))
         + workspace_bytes(model.attention_calls, len(sizes))
         + DeviceSampler.num_bytes(num_rows, info.vocab_size)
     )
@@ -80,6 +88,7 @@ def make_executor(
         config,
         weights=weights,
         activations=activations,
+        graphs=GRAPH_RESERVE if sizes else 0,
         page_bytes=spec.bytes_per_token * config.cache.block_size,
         max_model_len=max_model_len,
     )
@@ -92,9 +101,21 @@ def make_executor(
     )
     layout = Layout(limits)
     arena = torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
-    attention, sizes = _create_attention(
-        model, spec, query_dtype, limits, device, max_model_len, layout, arena, sizes
-    )
+    attention: DeviceAttention
+    if flashinfer is None:
+        attention = TorchDeviceAttention(spec, limits, device.torch_device)
+    else:
+        attention = FlashInferAttention(
+            flashinfer,
+            spec,
+            model.attention_calls,
+            limits,
+            device,
+            query_dtype,
+            max_model_len=max_model_len,
+            capture_sizes=sizes,
+            arrays=layout.split(arena),
+        )
     executor = StepExecutor(
         device,
         model,
@@ -105,9 +126,13 @@ def make_executor(
         max_model_len=max_model_len,
         vocab_size=info.vocab_size,
     )
-    before = torch.cuda.mem_get_info(device.torch_device)[0]
+    try:
+        executor.warm_up()
+    except Exception as error:
+        raise ConfigError(f"the first step on {card.name} failed: {error}") from error
+    before = device.card().free
     executor.capture(sizes)
-    graphs = before - torch.cuda.mem_get_info(device.torch_device)[0]
+    graphs = before - device.card().free
     logger.info(
         "%s on %s: %s, %.1fM parameters; %s",
         model.name,
@@ -119,12 +144,6 @@ def make_executor(
     if sizes:
         logger.info("CUDA graphs took %.2f GiB", graphs / GIB)
     return executor
-
-
-def read_card(device: torch.device) -> CardMemory:
-    """The card as it is now."""
-    free, total = torch.cuda.mem_get_info(device)
-    return CardMemory(torch.cuda.get_device_name(device), total, free)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
@@ -142,53 +161,58 @@ def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
     return KVCacheSpec(spec.layers, torch.float8_e4m3fn)
 
 
-class NoAttention(LayerAttention):
-    """Takes the memory of attention's result and nothing else: for measuring."""
+class NoAttention(DeviceStep):
+    """Takes the memory of attention's result and of one page: for measuring."""
 
-    def forward(
+    def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
+        one_page = Limits(num_rows=1, num_tokens=1, num_row_pages=1, page_size=1, num_pages=0)
+        self.cache = PagedCache(spec, one_page, device, keep_finite=False)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        pass
+
+    def attend(
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
         scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], self.cache.values[layer].shape[3])
 
 
-def measure_step(
+def run_largest(
     model: ServedModel,
-    device: torch.device,
+    spec: KVCacheSpec,
+    device: Device,
     num_tokens: int,
     num_rows: int,
-    vocab_size: int,
     choose_token: Draw,
-) -> int:
-    """Bytes that the largest step takes beside weights and KV cache, sampling included."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    rows = torch.arange(min(num_rows, num_tokens), device=device)
-    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention())
-    ones = torch.ones(len(rows), device=device)
+) -> None:
+    """The step that takes most memory, sampling included, but for attention."""
+    place = device.torch_device
+    rows = torch.arange(min(num_rows, num_tokens), device=place)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
+    attention = NoAttention(spec, place)
+    logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), attention)
+    ones = torch.ones(len(rows), device=place)
     columns = draw.DrawColumns(
         temperature=ones,
         top_k=ones.int(),
         top_p=ones * 0.9,
         min_p_floor=ones * -10,
-        keys=torch.zeros(2, len(rows), dtype=torch.int32, device=device),
+        keys=torch.zeros(2, len(rows), dtype=torch.int32, device=place),
         is_limited=True,
     )
     choose_token(logits.float() - 1, columns)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
-def _choose_draw() -> Draw:
+def choose_draw(device: Device) -> Draw:
+    """By Triton where there is a card and Triton."""
+    if device.torch_device.type != "cuda":
+        return draw.draw
     if find_spec("triton") is None:
         logger.warning("Triton is not installed: plain torch draws tokens, which is slower")
         return draw.draw
@@ -197,39 +221,18 @@ def _choose_draw() -> Draw:
     return triton_kernels.draw
 
 
-def _create_attention(
-    model: ServedModel,
-    spec: KVCacheSpec,
-    query_dtype: torch.dtype,
-    limits: Limits,
-    device: CudaDevice,
-    max_model_len: int,
-    layout: Layout,
-    arena: Tensor,
-    sizes: tuple[int, ...],
-) -> tuple[DeviceAttention, tuple[int, ...]]:
-    """The fastest attention that serves this model, and the sizes that it can capture."""
+def find_flashinfer(model: ServedModel, spec: KVCacheSpec, query_dtype: torch.dtype) -> Any:
+    """The module, if it is there and serves this model; else None, and a log line says why."""
     reason = why_not(spec, model.attention_calls, query_dtype)
     if reason is None:
         try:
             import flashinfer
-        except ImportError as error:
-            reason = f"flashinfer is not installed ({error}): {INSTALL_LINE}"
+        except (ImportError, OSError) as error:  # it writes into its cache when imported
+            reason = f"flashinfer cannot be imported ({error}): {INSTALL_LINE}"
         else:
-            attention = FlashInferAttention(
-                flashinfer,
-                spec,
-                model.attention_calls,
-                limits,
-                device,
-                query_dtype,
-                max_model_len=max_model_len,
-                capture_sizes=sizes,
-                arrays=layout.split(arena),
-            )
             logger.info("attention by flashinfer %s", flashinfer.__version__)
-            return attention, sizes
+            return flashinfer
     else:
         reason = f"flashinfer does not serve {reason}"
     logger.warning("attention in plain torch, without CUDA graphs, which is slow: %s", reason)
-    return TorchDeviceAttention(spec, limits, device.torch_device), ()
+    return None

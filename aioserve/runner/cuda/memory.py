@@ -1,29 +1,16 @@
 """How a card's memory is shared out: arithmetic, and how it is told. Asks no device.
 
-All sizes in bytes. "Outside" is what neither weights nor steps use: the CUDA context, libraries,
-other processes.
+All sizes in bytes.
 """
 
 from dataclasses import dataclass
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.runner.cuda.device import CardMemory
 
 GIB = 1 << 30
 GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
-
-
-@dataclass(frozen=True, slots=True)
-class CardMemory:
-    """A card before the weights are loaded."""
-
-    name: str
-    total: int
-    free: int
-
-    def budget(self, utilization: float) -> int:
-        """What weights, activations and KV cache may take together."""
-        return int(self.total * utilization) - (self.total - self.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +20,7 @@ class MemoryPlan:
     budget: int
     weights: int
     activations: int  # of the largest step, workspaces included
-    graphs: int
+    graphs: int  # a reserve; what they take is only known when the pool is there
     num_pages: int
     page_bytes: int
 
@@ -66,6 +53,7 @@ def plan_memory(
     *,
     weights: int,
     activations: int,
+    graphs: int,
     page_bytes: int,
     max_model_len: int,
 ) -> MemoryPlan:
@@ -73,9 +61,8 @@ def plan_memory(
 
     Never more than `max_num_seqs` requests of `max_model_len` tokens can use, unless set.
     """
-    cache, runner = config.cache, config.runner
-    graphs = 0 if runner.enforce_eager else GRAPH_RESERVE
-    budget = card.budget(runner.gpu_memory_utilization)
+    cache = config.cache
+    budget = card.budget(config.runner.gpu_memory_utilization)
     left = budget - weights - activations - graphs
     num_pages = left // page_bytes - 1  # the dummy page
     wanted = cache.num_kv_blocks

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aioserve.runner.cuda.device import Device, Event, HostBuffer
+from aioserve.runner.cuda.device import CardMemory, Device, Event, HostBuffer
 
 
 class TooEarlyError(AssertionError):
@@ -87,6 +87,16 @@ class FakeDevice(Device):
 
     def record(self) -> FakeEvent:
         return FakeEvent(self, self._num_queued)
+
+    def card(self) -> CardMemory:
+        return CardMemory("a fake device", total=4 << 30, free=4 << 30)
+
+    def num_allocated(self) -> int:
+        return 1 << 20
+
+    def measure(self, work: Callable[[], None]) -> int:
+        work()
+        return 2 << 20
 
     def is_lost(self) -> bool:
         return self.lost

@@ -14,11 +14,11 @@ from aioserve.runner.cuda.attention import multiply
 
 
 class FakeFlashInfer:
-    """Stands for the module. `device_memory` is what page indices must lie in."""
+    """Stands for the module. `device_memory` is what page indices must lie in, if given."""
 
-    def __init__(self, device: FakeDevice, device_memory: Tensor) -> None:
+    def __init__(self, device: FakeDevice, device_memory: Tensor | None) -> None:
         self.device = device
-        self.storage = device_memory.untyped_storage().data_ptr()
+        self.storage = None if device_memory is None else _storage(device_memory)
         self.num_plans = 0
         self.num_captured_plans = 0
 
@@ -27,6 +27,10 @@ class FakeFlashInfer:
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> "_Prefill":
         return _Prefill(self, *args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Wrapper:
@@ -42,8 +46,9 @@ class _Wrapper:
         module, device = self._module, self._module.device
         module.num_plans += 1
         assert all(tensor.dtype == torch.int32 for tensor in host.values())
-        assert all(t.untyped_storage().data_ptr() != module.storage for t in host.values())
-        assert indices.untyped_storage().data_ptr() == module.storage
+        if module.storage is not None:
+            assert all(_storage(tensor) != module.storage for tensor in host.values())
+            assert _storage(indices) == module.storage
         assert int(host["kv_indptr"][0]) == 0
         assert len(indices) == int(host["kv_indptr"][-1])
         assert int(host["last_page_len"].min()) >= 1

@@ -6,7 +6,8 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.runner.cuda.memory import GIB, CardMemory, MemoryPlan, check_weights_fit, plan_memory
+from aioserve.runner.cuda.device import CardMemory
+from aioserve.runner.cuda.memory import GIB, MemoryPlan, check_weights_fit, plan_memory
 
 CARD = CardMemory("a card", total=24 * GIB, free=23 * GIB)
 PAGE_BYTES = 2 << 20
@@ -23,12 +24,13 @@ def make_config(**settings: Any) -> EngineConfig:
     )
 
 
-def plan(config: EngineConfig, weights: int = 15 * GIB) -> MemoryPlan:
+def plan(config: EngineConfig, weights: int = 15 * GIB, graphs: int = GIB) -> MemoryPlan:
     return plan_memory(
         CARD,
         config,
         weights=weights,
         activations=GIB,
+        graphs=graphs,
         page_bytes=PAGE_BYTES,
         max_model_len=8192,
     )
@@ -45,16 +47,13 @@ def test_everything_together_stays_within_the_share_of_the_card() -> None:
 def test_a_larger_share_and_no_graphs_leave_more_for_the_pool() -> None:
     base = plan(make_config()).num_pages
     assert plan(make_config(gpu_memory_utilization=0.95)).num_pages > base
-    eager = plan(make_config(enforce_eager=True))
-    assert eager.num_pages - base == GIB // PAGE_BYTES
-    assert eager.graphs == 0
+    assert plan(make_config(), graphs=0).num_pages - base == GIB // PAGE_BYTES
 
 
 def test_the_pool_is_never_larger_than_all_requests_can_use() -> None:
     assert plan(make_config(), weights=GIB).num_pages < 64 * 8192 // 16
-    short = plan_memory(
-        CARD, make_config(), weights=GIB, activations=GIB, page_bytes=PAGE_BYTES, max_model_len=100
-    )
+    sizes = {"weights": GIB, "activations": GIB, "graphs": 0, "page_bytes": PAGE_BYTES}
+    short = plan_memory(CARD, make_config(), max_model_len=100, **sizes)
     assert short.num_pages == 64 * 7
 
 

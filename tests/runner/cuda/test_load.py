@@ -1,0 +1,167 @@
+"""What is built, chosen and told when a model goes to a device."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, make_config
+from fake_device import FakeDevice
+from fake_flashinfer import FakeFlashInfer
+
+from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
+from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.cuda import load as loading
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.flashinfer_attention import why_not
+from aioserve.runner.cuda.graphs import capture_sizes
+from aioserve.runner.loader import load_model
+from aioserve.scheduler.output import SchedulerOutput
+
+
+def settings(path: Path, **runner: Any) -> EngineConfig:
+    cache = {"kv_cache_dtype": runner.pop("kv_cache_dtype", "auto")}
+    return EngineConfig(
+        model=make_config(path, max_model_len=200, fused=False).model,
+        cache=CacheConfig(block_size=8, num_kv_blocks=128, **cache),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256),
+        runner=RunnerConfig(**runner),
+    )
+
+
+@torch.inference_mode()
+def build(config: EngineConfig, device: FakeDevice) -> StepExecutor:
+    info = ModelInfo(config.model)
+    model = load_model(config.model, info)
+    return loading.make_executor(config, info, model, device, device.card())
+
+
+def generate(executor: StepExecutor, prompt: list[int], num_tokens: int) -> list[int]:
+    class Runner:
+        @torch.inference_mode()
+        def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+            launched = executor.launch(step)
+            assert launched is not None
+            return executor.finish(launched)
+
+    driver = Driver(Runner(), 128, 8)  # type: ignore[arg-type]
+    driver.add("a", prompt)
+    driver.step({"a": 20})
+    return driver.generate("a", num_tokens)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_what_is_built_serves_and_the_numbers_are_told(
+    kv_cache_dtype: str,
+    model_path: Callable[..., Path],
+    generate_reference: Callable[..., list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = settings(model_path("llama"), kv_cache_dtype=kv_cache_dtype)
+    executor = build(config, FakeDevice())
+    assert executor.num_kv_blocks == 128
+    prompt = list(range(30, 70))
+    tokens, expected = generate(executor, prompt, 8), generate_reference("llama", prompt, 8)
+    if kv_cache_dtype == "auto":
+        assert tokens == expected
+    else:  # four bits of K and V are enough for the first token of this model, not for all
+        assert tokens[0] == expected[0]
+    bytes_per_token = 3 * 2 * 2 * 16 * (4 if kv_cache_dtype == "auto" else 1)
+    assert (
+        f"KV pool {1024 * bytes_per_token / (1 << 30):.2f}: 1024 tokens, 5.1 requests of 200"
+        in (caplog.text)
+    )
+    assert "on a fake device: float32" in caplog.text
+
+
+def test_attention_falls_back_and_says_why(
+    model_path: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    build(settings(model_path("llama")), FakeDevice())
+    assert "plain torch, without CUDA graphs" in caplog.text
+    assert "flashinfer does not serve head sizes 16 and 16 of keys and values" in caplog.text
+
+
+def test_a_missing_flashinfer_names_the_line_that_installs_it(
+    model_path: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "why_not", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    build(settings(model_path("llama")), FakeDevice())
+    assert "pip install 'aioserve[gpu]'" in caplog.text
+
+
+def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
+    model_path: Callable[..., Path],
+    generate_reference: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "why_not", lambda *_: None)
+    prompt = list(range(30, 70))
+    for enforce_eager in (False, True):
+        device = FakeDevice()
+        module = ModuleType("flashinfer")
+        fake = FakeFlashInfer(device, None)
+        module.BatchDecodeWithPagedKVCacheWrapper = fake.BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+        module.BatchPrefillWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+        module.__version__ = "0.7.2"  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flashinfer", module)
+        executor = build(settings(model_path("llama"), enforce_eager=enforce_eager), device)
+        assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
+        assert (fake.num_captured_plans > 4) is not enforce_eager
+
+
+def test_a_torch_without_cuda_is_refused_with_what_to_do(model_path: Callable[..., Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    config = settings(model_path("llama"))
+    with pytest.raises(
+        ConfigError, match=r"cannot use the CUDA device .* set runner.device to cpu"
+    ):
+        loading.load_on_cuda(config, ModelInfo(config.model))
+
+
+def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
+    def ask(key: int, value: int, dtype: torch.dtype, sinks: Any = None) -> str | None:
+        spec = KVCacheSpec((LayerSpec(2, key, value),), dtype)
+        return why_not(spec, [AttentionCall(4, 0.1, None, None, sinks)], dtype)
+
+    for head_dim in (64, 128, 256):
+        assert ask(head_dim, head_dim, torch.bfloat16) is None
+    assert (
+        ask(96, 96, torch.bfloat16)
+        == "head sizes 96 and 96 of keys and values (it has (64, 128, 256))"
+    )
+    assert ask(128, 64, torch.bfloat16) is not None
+    assert ask(128, 128, torch.float32) == "float32 queries"
+    assert ask(128, 128, torch.float16, torch.zeros(4)) == "attention sinks"
+
+
+def test_captured_sizes_end_with_the_most_rows_that_there_can_be() -> None:
+    assert capture_sizes(256)[:6] == (1, 2, 4, 8, 16, 24)
+    assert len(capture_sizes(256)) == 23
+    assert capture_sizes(256)[-3:] == (224, 240, 256)
+    assert capture_sizes(1000)[-1] == 256
+    assert capture_sizes(6) == (1, 2, 4, 6)
+    assert capture_sizes(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(p.stem for p in (Path(loading.__file__).parent).glob("*.py"))
+)
+def test_every_module_can_be_imported_without_a_card(name: str) -> None:
+    if name.startswith("triton"):
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    importlib.import_module(f"aioserve.runner.cuda.{name}".removesuffix(".__init__"))
