@@ -4,6 +4,8 @@
 `transformers` modules and the attention seam; knows nothing about files or requests.
 """
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,8 @@ from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import LayerParts, NotFusedError, find_parts
 from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CPU", "FusedModel", "NotFusedError", "Place", "fuse"]
 
@@ -64,8 +68,14 @@ def fuse(
         layers.append(_fuse_layer(layer, ops))
         for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
             linear._parameters.clear()  # what is left of them is one fused copy
-    decoder = WholeDecoder if WholeDecoder.serves(layers, head) else FusedDecoder
-    return FusedModel(original, decoder(embedding, layers, parts.norm, head, ops))
+    decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
+    if WholeDecoder.serves(layers, head):
+        whole = WholeDecoder(embedding, layers, parts.norm, head, ops)
+        if proof.agree(whole, decoder):
+            decoder = whole
+        else:
+            logger.warning("%s: the compiled loop over layers is wrong and not used", original.name)
+    return FusedModel(original, decoder)
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:

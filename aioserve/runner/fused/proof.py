@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aioserve.runner.attention import StepInputs
-from aioserve.runner.fused.decoder import DecoderLayer
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.recognize import NotFusedError
@@ -69,6 +69,11 @@ class Proof:
         normed = torch.empty_like(last)
         ops.rms_norm(last, norm, out=normed)
         self._judge("the head", _norm(head(normed) - self._logits) / _norm(self._logits))
+
+    def agree(self, one: FusedDecoder, other: FusedDecoder) -> bool:
+        """Whether two loops over the same layers give the same logits, to the bit."""
+        first, second = (decoder.forward(self._inputs, self._attention) for decoder in (one, other))
+        return torch.equal(first, second)
 
     def _judge(self, what: str, error: float) -> None:
         if not error < _TOLERANCE[self._logits.dtype]:  # NaN is an error, too

@@ -16,8 +16,10 @@ from aioserve.runner import fused
 from aioserve.runner.attention import StepInputs, create_attention_backend
 from aioserve.runner.attention.backend import ModelInputs
 from aioserve.runner.fused import FusedModel, NotFusedError
+from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.recognize import _rms_norm
+from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.loader import AnyModel, load_model
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
@@ -57,6 +59,11 @@ def compute(model: ServedModel, step: StepInputs) -> Tensor:
     )
     backend.prepare(step)
     return model.forward(ModelInputs.of(step), backend)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # two would mostly wait for each other on tiny tensors
 
 
 @pytest.fixture
@@ -200,6 +207,21 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
     step = one_prompt(30, sampling=[29])
     expected = compute(load(tmp_path, fused=False, dtype=dtype), step)
     assert torch.equal(compute(model, step), expected)
+
+
+def test_compiled_loop_that_differs_from_its_operations_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path)
+    model = load(tmp_path, dtype="bfloat16")
+    assert isinstance(model, FusedModel)
+    if not isinstance(model.decoder, WholeDecoder):
+        pytest.skip("the kernels of this CPU have no compiled loop")
+    monkeypatch.setattr(WholeDecoder, "forward", lambda *args: FusedDecoder.forward(*args) * 1.01)
+    model = load(tmp_path, dtype="bfloat16")
+    assert isinstance(model, FusedModel)
+    assert type(model.decoder) is FusedDecoder
+    assert "compiled loop" in caplog.text
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
