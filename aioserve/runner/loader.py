@@ -75,8 +75,17 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place = CPU) -> Serv
     """
     check_architecture(info)
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
-    dtype = resolve_dtype(config.dtype)
-    module = _from_pretrained(config, info, dtype, place.device)
+    module = _from_pretrained(config, info, resolve_dtype(config.dtype), place.device)
+    return prepare_model(module, config, info, place)
+
+
+def prepare_model(
+    module: nn.Module, config: ModelConfig, info: ModelInfo, place: Place
+) -> ServedModel:
+    """What serves a causal language model of `transformers` that lies at `place`, and whose
+    attention is `ATTN_IMPLEMENTATION`. Raises `ConfigError` if nothing can.
+    """
+    dtype = next(module.parameters()).dtype
     try:
         probe = _probe_attention(module, info)
     except UnsupportedModelError as error:

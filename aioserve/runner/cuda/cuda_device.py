@@ -37,13 +37,17 @@ class CudaEvent(Event):
 
 
 class CudaDevice(Device):
-    """The current device, on a stream of its own that is current on this thread from now on."""
+    """The current device, on a stream of its own."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._stream)
         self._pool: Any = None
+        self.attach()
+
+    def attach(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_stream(self._stream)
 
     def host_buffer(self, size: int) -> PinnedBuffer:
         return PinnedBuffer(size)

@@ -57,6 +57,9 @@ class Device(ABC):
 
     torch_device: torch.device
 
+    def attach(self) -> None:
+        """Let this thread be the one that launches; by default any thread may."""
+
     @abstractmethod
     def host_buffer(self, size: int) -> HostBuffer:
         """`size` int32 that copies to and from the device need not wait for."""

@@ -89,6 +89,14 @@ class StepExecutor:
 
         self._graphs.capture(sizes, prepare, forward, self._device.capture)
 
+    def forget_graphs(self) -> None:
+        """Run every step eagerly from now on: for comparing."""
+        self._graphs = DecodeGraphs()
+
+    def attach(self) -> None:
+        """Let this thread be the one that launches."""
+        self._device.attach()
+
     def warm_up(self) -> None:
         """A prompt, a decode and a farewell: what is compiled or loaded on first use is, then."""
         params = SamplingParams(top_p=0.9, temperature=0.5, logprobs=1, presence_penalty=0.1)

@@ -91,6 +91,7 @@ class OverlappedRunner(RunnerInterface):
         with torch.inference_mode():
             try:
                 self._executor = self._build()
+                self._executor.attach()  # it may have been built elsewhere
             except BaseException as error:
                 loaded.send(error)
             else:
