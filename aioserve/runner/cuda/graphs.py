@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from aioserve.runner.attention.backend import LayerAttention
 
@@ -57,7 +58,8 @@ class DecodeGraphs:
         Largest first: smaller ones then live in the memory of larger ones. What cannot be
         captured runs without graphs, and a log line says why.
         """
-        for size in sorted(sizes, reverse=True):
+        # None: a bar for people, nothing in a log file
+        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs", unit="size", disable=None):
             captured = _Captured()
 
             def work(size: int, attention: LayerAttention, captured: _Captured = captured) -> None:

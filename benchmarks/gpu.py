@@ -1,0 +1,455 @@
+"""What a CUDA card gives, against what it could: steps, overlap, graphs, the server, a peer.
+
+    python benchmarks/gpu.py                  # both shapes, about 10 minutes, no network needed
+    python benchmarks/gpu.py --shapes 0.6b    # one of them
+    python benchmarks/gpu.py --rehearse       # tiny, on the CPU: shows that the script runs
+
+Weights are random and made on the card. A floor is the bytes that a step must move at the copy
+rate measured here, or its arithmetic at the rate of a large product, whichever takes longer. The
+last line is JSON. docs/gpu.md says what the columns mean.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from floors import Shapes
+from make_model import SHAPES, _write_tokenizer
+
+from aioserve import AsyncEngine
+from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.model_info import ModelInfo
+from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.cuda.device import Device
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.fused import CudaPlace
+from aioserve.runner.cuda.load import make_executor
+from aioserve.runner.cuda.runner import OverlappedRunner
+from aioserve.runner.loader import prepare_model
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+GPU_SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {  # Llama-3.1-8B
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    },
+    "0.6b": {**SHAPES["0.6b"], "tie_word_embeddings": True},  # Qwen3-0.6B
+    "2m": {**SHAPES["2m"], "tie_word_embeddings": True},  # of a rehearsal
+}
+BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class Size(NamedTuple):
+    """How much is measured."""
+
+    batches: tuple[int, ...] = (1, 32, 128, 256)
+    context: int = 1024
+    prefill: int = 8192
+    mixed: tuple[int, int] = (128, 512)  # decodes, prompt tokens
+    steps: int = 60
+    clients: int = 256
+    num_requests: int = 1024
+    input_tokens: int = 512
+    output_tokens: int = 128
+
+
+REHEARSAL = Size((1, 4), 40, 100, (3, 20), 12, 4, 8, 20, 6)
+
+
+class Ceilings(NamedTuple):
+    """Of this card, now."""
+
+    bytes_per_second: float  # of a copy, both directions counted
+    flops_per_second: float  # of a product of 8192 x 8192 matrices in bfloat16
+
+
+class Steps:
+    """Steps by hand on a loaded executor."""
+
+    def __init__(self, executor: StepExecutor, vocab_size: int) -> None:
+        self.executor = executor
+        self._vocab_size = vocab_size
+        self._blocks_per_row = 0
+        self._lengths: dict[str, int] = {}
+        self._num_steps = 0
+
+    def seat(self, num_rows: int, context: int, num_steps: int) -> None:
+        """Requests that have `context` tokens in the KV pool, and room for so many more."""
+        self._blocks_per_row = -(-(context + num_steps + 2) // BLOCK_SIZE)
+        self._lengths = {f"r{i}": context for i in range(num_rows)}
+        new = []
+        for i, name in enumerate(self._lengths):
+            tokens = [(7 * i + 13 * j) % self._vocab_size for j in range(context)]
+            new.append(self._new(name, tokens, i, context - 1))
+        self._finish(self.executor.launch(self._output(new, {}, dict.fromkeys(self._lengths, 1))))
+
+    def leave(self) -> None:
+        """Everybody goes."""
+        none = CachedRequestData([], [], {})
+        gone = [*self._lengths, "prompt"]
+        self.executor.launch(SchedulerOutput(0, [], none, {}, 0, [], gone))
+        self._lengths = {}
+
+    def decode(self, prompt: int = 0) -> SchedulerOutput:
+        """The next token of everybody, beside a new prompt of so many tokens."""
+        cached = dict(self._lengths)
+        counts = dict.fromkeys(cached, 1)
+        self._lengths = {name: length + 1 for name, length in cached.items()}
+        new = []
+        if prompt:
+            tokens = [(11 * j) % self._vocab_size for j in range(prompt)]
+            new = [self._new("prompt", tokens, len(cached), 0)]
+            counts["prompt"] = prompt
+        return self._output(new, cached, counts)
+
+    def _new(self, name: str, tokens: list[int], index: int, computed: int) -> NewRequestData:
+        width = max(self._blocks_per_row, -(-len(tokens) // BLOCK_SIZE))
+        first = index * self._blocks_per_row
+        blocks = list(range(first, first + width))
+        return NewRequestData(name, tokens, len(tokens), GREEDY, frozenset(), blocks, computed)
+
+    def _output(
+        self, new: list[NewRequestData], cached: dict[str, int], counts: dict[str, int]
+    ) -> SchedulerOutput:
+        self._num_steps += 1
+        known = CachedRequestData(list(cached), list(cached.values()), {})
+        total = sum(counts.values())
+        return SchedulerOutput(self._num_steps, new, known, counts, total, [], [])
+
+    def _finish(self, launched: Any) -> None:
+        self.executor.finish(launched)
+
+    def seconds(self, num_steps: int, depth: int, prompt: int = 0) -> float:
+        """Median wall time of a step in a row of them, with so many in flight."""
+        in_flight: deque[Any] = deque()
+        ends = []
+        for step in [self.decode(prompt) for _ in range(num_steps)]:
+            in_flight.append(self.executor.launch(step))
+            if len(in_flight) == depth:
+                self._finish(in_flight.popleft())
+                ends.append(time.perf_counter())
+        while in_flight:
+            self._finish(in_flight.popleft())
+        gaps = [after - before for before, after in pairwise(ends)]
+        return statistics.median(gaps[1:])
+
+    def busy_seconds(self, num_steps: int) -> float | None:
+        """What a step takes of the device when nothing keeps it waiting: queued behind a sleep."""
+        if not torch.cuda.is_available():
+            return None
+        times = []
+        for _ in range(num_steps):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(40_000_000)  # clock cycles: about 20 ms, longer than a launch
+            begin.record()
+            launched = self.executor.launch(self.decode())
+            end.record()
+            self._finish(launched)
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+
+def measure_ceilings(device: Device, is_rehearsal: bool) -> Ceilings:
+    place = device.torch_device
+    size = 1 << (24 if is_rehearsal else 31)
+    source = torch.ones(size, dtype=torch.uint8, device=place)
+    target = torch.empty_like(source)
+    edge = 256 if is_rehearsal else 8192
+    a = torch.randn(edge, edge, dtype=torch.bfloat16, device=place)
+    out = torch.empty_like(a)
+    return Ceilings(
+        2 * size / _timed(lambda: target.copy_(source)),
+        2 * edge**3 / _timed(lambda: torch.mm(a, a, out=out)),
+    )
+
+
+def _timed(work: Callable[[], object], repeats: int = 20) -> float:
+    """Median seconds of `work` on the device."""
+    times = []
+    for _ in range(repeats + 3):
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
+
+
+class Floor:
+    """The least time of a step of one shape."""
+
+    def __init__(self, shapes: Shapes, ceilings: Ceilings) -> None:
+        self._shapes = shapes
+        self._ceilings = ceilings
+        self._body = sum(outputs * inputs for outputs, inputs in shapes.products)
+        self._head = shapes.head[0] * shapes.head[1]
+
+    def seconds(self, decodes: int, context: int, prompt: int = 0) -> float:
+        """Weights once, K and V of all, logits written and read; or the arithmetic."""
+        shapes, rows = self._shapes, decodes + bool(prompt)
+        moved = 2 * (self._body + self._head) + 4 * rows * shapes.head[0]
+        moved += (decodes * context + prompt) * shapes.kv_bytes_per_token
+        flops = 2 * self._body * (decodes + prompt) + 2 * self._head * rows
+        flops += shapes.attention_flops * (decodes * context + prompt * prompt // 2)
+        return max(moved / self._ceilings.bytes_per_second, flops / self._ceilings.flops_per_second)
+
+
+def write_directory(shape: str, path: Path, num_positions: int) -> Path:
+    """Configuration and tokenizer; the weights are made where they are used."""
+    from transformers import AutoConfig
+
+    fields = dict(GPU_SHAPES[shape])
+    config = AutoConfig.for_model(
+        fields.pop("model_type"),
+        **fields,
+        max_position_embeddings=num_positions,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    config.save_pretrained(path)
+    _write_tokenizer(path, fields["vocab_size"])
+    return path
+
+
+def random_module(path: Path, device: torch.device) -> Any:
+    """Weights as a fresh model has them, bfloat16, made on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path),
+            dtype=torch.bfloat16,
+            attn_implementation=ATTN_IMPLEMENTATION,
+        )
+    return module.eval()
+
+
+def measure_peer(module: Any, size: Size, vocab_size: int) -> dict[str, Any]:
+    """Tokens a second of continuous batching in transformers, on the same weights."""
+    from transformers import GenerationConfig
+
+    has_flash = find_spec("flash_attn_interface") is not None or find_spec("flash_attn") is not None
+    implementation = "flash_attention_3" if has_flash else "sdpa"
+    num_requests = size.num_requests if has_flash else min(size.num_requests, 64)
+    inputs = [
+        [(7 * i + 13 * j) % vocab_size for j in range(size.input_tokens)]
+        for i in range(num_requests)
+    ]
+    settings = GenerationConfig(
+        max_new_tokens=size.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    try:
+        module.set_attn_implementation(implementation)
+        began = time.perf_counter()
+        outputs = module.generate_batch(inputs, generation_config=settings)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        if not tokens:
+            raise RuntimeError("it generated nothing")
+    except Exception as error:  # whatever it lacks here: said, not hidden
+        return {"attention": implementation, "error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        module.set_attn_implementation(ATTN_IMPLEMENTATION)
+    return {
+        "attention": implementation,
+        "requests": num_requests,
+        "output_tokens_per_second": tokens / seconds,
+    }
+
+
+async def measure_server(
+    executor: StepExecutor, config: EngineConfig, size: Size, vocab_size: int
+) -> dict[str, Any]:
+    """The whole HTTP server under a closed loop of clients in another process."""
+    from aioserve.server.app import listening
+    from aioserve.server.sockets import bind
+
+    runner = OverlappedRunner(lambda: executor)
+    async with (
+        AsyncEngine(config, runner=runner) as engine,
+        listening(engine, bind("127.0.0.1", 0)) as url,
+    ):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "aioserve", "bench", url, "--prompts", "ids"),
+            *("--vocab-size", str(vocab_size), "--concurrency", str(size.clients)),
+            *("--input-tokens", str(size.input_tokens)),
+            *("--output-tokens", str(size.output_tokens)),
+            *("--num-requests", str(size.num_requests), "--warmup", str(size.clients)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        out, _ = await process.communicate()
+    result: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return result
+
+
+def measure_shape(
+    shape: str, device: Device, ceilings: Ceilings, size: Size, folder: Path, has_peer: bool
+) -> dict[str, Any]:
+    num_positions = size.prefill + size.context
+    path = write_directory(shape, folder / shape, num_positions)
+    config = EngineConfig(
+        model=ModelConfig(model=str(path), dtype="bfloat16"),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max(*size.batches, size.clients),
+            max_num_batched_tokens=num_positions,
+            pipeline_depth=2,
+        ),
+        runner=RunnerConfig(),
+    )
+    info = ModelInfo(config.model)
+    card = device.card()
+    module = random_module(path, device.torch_device)
+    shapes = Shapes.of(info.hf_config, torch.bfloat16)
+    floor = Floor(shapes, ceilings)
+    found: dict[str, Any] = {"steps": []}
+    vocab_size = info.vocab_size
+    found["peer"] = measure_peer(module, size, vocab_size) if has_peer else None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with torch.inference_mode():
+        place = CudaPlace(
+            device.torch_device,
+            has_triton=find_spec("triton") is not None and device.torch_device.type == "cuda",
+        )
+        model = prepare_model(module, config.model, info, place)
+        began = time.perf_counter()
+        executor = make_executor(config, info, model, device, card)
+        found["start_seconds"] = time.perf_counter() - began
+        steps = Steps(executor, vocab_size)
+
+        def note(name: str, decodes: int, seconds: float, prompt: int = 0, **more: Any) -> None:
+            least = floor.seconds(decodes, size.context, prompt)
+            entry = {
+                "name": name,
+                "ms": 1e3 * seconds,
+                "floor_ms": 1e3 * least,
+                "of_floor": least / seconds,
+                **more,
+            }
+            found["steps"].append(entry)
+            idle = more.get("idle")
+            print(
+                f"{shape:5} {name:36} {entry['ms']:9.3f} ms   floor {entry['floor_ms']:8.3f}   "
+                f"{entry['of_floor']:.2f}" + ("" if idle is None else f"   idle {idle:.1%}"),
+                flush=True,
+            )
+
+        def decodes(batch: int, name: str, depth: int, *, with_idle: bool) -> None:
+            steps.seat(batch, size.context, 2 * size.steps)
+            seconds = steps.seconds(size.steps, depth)
+            busy = steps.busy_seconds(size.steps // 3) if with_idle else None
+            idle = None if busy is None else max(0.0, 1 - busy / seconds)
+            note(f"decode {batch}{name}", batch, seconds, idle=idle)
+            steps.leave()
+
+        for batch in size.batches:
+            decodes(batch, "", 2, with_idle=True)
+        for batch in size.batches:
+            decodes(batch, ", no overlap", 1, with_idle=False)
+        steps.seat(size.mixed[0], size.context, 2 * size.steps)
+        seconds = steps.seconds(size.steps // 2, 2, size.mixed[1])
+        note("decode {} + prefill {}".format(*size.mixed), size.mixed[0], seconds, size.mixed[1])
+        steps.leave()
+        note(f"prefill {size.prefill}", 0, steps.seconds(8, 2, size.prefill), size.prefill)
+        steps.leave()
+    server = asyncio.run(measure_server(executor, config, size, vocab_size))
+    found["server"] = server
+    with torch.inference_mode():
+        executor.attach()
+        executor.forget_graphs()
+        for batch in size.batches:
+            decodes(batch, ", no graphs", 2, with_idle=False)
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "triton", "flashinfer"):
+        if find_spec(name) is not None:
+            found[name] = __import__(name).__version__
+    return found
+
+
+def make_device(is_rehearsal: bool) -> Device:
+    if is_rehearsal:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runner" / "cuda"))
+        from fake_device import FakeDevice
+
+        device: Device = FakeDevice(eagerness=1)
+        return device
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA card here; --rehearse runs the script on the CPU")
+    from aioserve.runner.cuda.cuda_device import CudaDevice
+
+    return CudaDevice()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--shapes", nargs="+", choices=GPU_SHAPES, default=["0.6b", "8b"])
+    parser.add_argument("--no-peer", action="store_true", help="without transformers' own batching")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
+    args = parser.parse_args()
+    size = REHEARSAL if args.rehearse else Size()
+    shapes = ["2m"] if args.rehearse else args.shapes
+    device = make_device(args.rehearse)
+    ceilings = measure_ceilings(device, args.rehearse)
+    card = device.card()
+    print(
+        f"{card.name}: copy {ceilings.bytes_per_second / 1e12:.2f} TB/s, "
+        f"bfloat16 {ceilings.flops_per_second / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    report: dict[str, Any] = {
+        "card": card.name,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "ceilings": ceilings._asdict(),
+        "is_rehearsal": args.rehearse,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in shapes:
+            found = measure_shape(
+                shape, device, ceilings, size, Path(folder), has_peer=not args.no_peer
+            )
+            report[shape] = found
+            served = found["server"]["totals"]["output_tokens_per_second"]
+            print(f"{shape:5} server, {size.clients} clients: {served:.0f} output tokens/s")
+            print(f"{shape:5} transformers: {found['peer']}", flush=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
