@@ -57,8 +57,9 @@ class Device(ABC):
 
     torch_device: torch.device
 
+    @abstractmethod
     def attach(self) -> None:
-        """Let this thread be the one that launches; by default any thread may."""
+        """Let this thread be the one that launches."""
 
     @abstractmethod
     def host_buffer(self, size: int) -> HostBuffer:

@@ -53,7 +53,7 @@ def _draw_kernel(
     x = x.to(tl.float32) - tl.load(highest + row)
     heat = tl.load(temperature + row)
     if heat > 0:
-        x = x / heat
+        x = tl.div_rn(x, heat)  # rounded as on the CPU; a plain division need not be
         key0 = tl.load(keys + row).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys + num_rows + row).to(tl.uint32, bitcast=True)
         noise = -tl.log(-tl.log(uniform(key0, key1, token.to(tl.uint32))))
@@ -95,7 +95,7 @@ def _limit_kernel(
                 for begin in range(0, size, BLOCK):
                     at = begin + tl.arange(0, BLOCK)
                     x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                    above += tl.sum(((x - top) / heat > value).to(tl.int32), axis=0)
+                    above += tl.sum((tl.div_rn(x - top, heat) > value).to(tl.int32), axis=0)
                 if above < k:
                     high = middle
                 else:
@@ -106,7 +106,7 @@ def _limit_kernel(
             for begin in range(0, size, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
                 x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                x = (x - top) / heat
+                x = tl.div_rn(x - top, heat)
                 weight = tl.where(x >= lowest, tl.exp(x.to(tl.float64)), 0.0)
                 mass += tl.sum(weight, axis=0)
             target = p.to(tl.float64) * mass
@@ -119,7 +119,7 @@ def _limit_kernel(
                 for begin in range(0, size, BLOCK):
                     at = begin + tl.arange(0, BLOCK)
                     x = tl.load(base + at, mask=at < size, other=float("-inf")).to(tl.float32)
-                    x = (x - top) / heat
+                    x = tl.div_rn(x - top, heat)
                     over += tl.sum(tl.where(x > value, tl.exp(x.to(tl.float64)), 0.0), axis=0)
                 if over < target:
                     high = middle

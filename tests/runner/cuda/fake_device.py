@@ -47,6 +47,7 @@ class FakeDevice(Device):
         self.torch_device = torch.device("cpu")
         self.fail_with: Exception | None = None  # the next launch, when the device gets there
         self.lost = False
+        self.num_attached = 0
         self.num_behind = 0  # most launches that were ever queued and not done
         self._random = random.Random(seed)
         self._eagerness = eagerness
@@ -54,6 +55,9 @@ class FakeDevice(Device):
         self._num_queued = self._num_done = self._num_launches = 0
         self._errors: dict[int, Exception] = {}
         self._lock = threading.RLock()
+
+    def attach(self) -> None:
+        self.num_attached += 1
 
     def host_buffer(self, size: int) -> FakeBuffer:
         return FakeBuffer(size)

@@ -204,6 +204,7 @@ async def test_a_step_that_fails_on_the_device_fails_alone() -> None:
     device = FakeDevice(eagerness=0)
     runner = make_tiny_runner(device)
     await runner.load()
+    assert device.num_attached == 1
     first = await runner.execute_model(make_step(1, "a"))
     device.fail_with = ValueError("a kernel was refused")
     with pytest.raises(ValueError, match="a kernel was refused"):

@@ -1,0 +1,67 @@
+"""What the interpreter runs, the compiler takes: machine code for cards, made without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def compile_all(capability: int) -> None:
+    """Every kernel for every type that it serves. Not in the interpreter."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from aioserve.runner.cuda import triton_kernels, triton_ops
+
+    types = {
+        "size num_rows num_heads num_kv_heads": "i32",
+        "highest temperature floor scores top_p min_p_floor cos_sin": "*fp32",
+        "keys top_k": "*i32",
+        "tokens positions slots": "*i64",
+        "eps limit": "fp32",
+    }
+    of = {name: kind for names, kind in types.items() for name in names.split()}
+
+    def build(kernel: object, constants: dict[str, int | bool], **more: str) -> None:
+        names = kernel.arg_names  # type: ignore[attr-defined]
+        kinds = {**of, **more, **dict.fromkeys(constants, "constexpr")}
+        source = ASTSource(
+            kernel,
+            {name: kinds[name] for name in names},
+            {(names.index(name),): value for name, value in constants.items()},
+        )
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+        assert len(binary) > 1000
+
+    for kind in ("*bf16", "*fp16", "*fp32"):
+        build(triton_kernels._draw_kernel, {"BLOCK": 4096}, logits=kind)
+        build(triton_kernels._limit_kernel, {"BLOCK": 4096}, logits=kind)
+        for flag in (True, False):
+            rows = dict.fromkeys(("x", "residual", "weight", "out"), kind)
+            build(triton_ops._norm_kernel, {"HAS_RESIDUAL": flag, "BLOCK": 4096}, **rows)
+            build(triton_ops._gate_kernel, {"IS_SILU": flag, "BLOCK": 1024}, x=kind, out=kind)
+            sizes = {"HALF": 64, "HALF_BLOCK": 64, "HEADS": 8, "HAS_NORMS": flag}
+            rows = dict.fromkeys(("qkv", "query_norm", "key_norm"), kind)
+            for cache in (kind, "*fp8e4nv") if capability >= 89 else (kind,):
+                build(triton_ops._rope_store_kernel, sizes, keys=cache, values=cache, **rows)
+    build(triton_kernels._uniform_kernel, {"BLOCK": 4096}, out="*fp32")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_for_a_card(capability: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    code = (
+        "import sys; sys.path.insert(0, 'tests/runner/cuda')\n"
+        f"from test_compile import compile_all; compile_all({capability})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
