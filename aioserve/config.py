@@ -201,8 +201,12 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
     step_query_context_ns: Annotated[
         NonNegativeFloat | None,
         Meta(
-            description="simulated step time: per prompt token and token of its context (profile's)"
+            description="simulated step time: per prompt token and token that it sees (profile's)"
         ),
+    ] = None
+    step_prefill_us: Annotated[
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: per request with a prompt to compute (profile's)"),
     ] = None
     step_encoder_token_us: Annotated[
         NonNegativeFloat | None,

@@ -97,6 +97,7 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
         if num_requests * context <= 26_000
     ]
     batches += [Batch(chunk, 12, 300, 40) for chunk in (64, 256)]  # decodes beside prompts
+    batches += [Batch(2048, count, 60, 6) for count in (1, 1, 3, 10)]  # rows, rather than tokens
     return batches * 2
 
 

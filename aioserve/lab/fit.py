@@ -14,7 +14,7 @@ from aioserve.runner.step_time import StepFeatures, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 
-MIN_STEPS = 8  # for five coefficients; with fewer the error would say nothing
+MIN_STEPS = 8  # for six coefficients; with fewer the error would say nothing
 NUM_ROUNDS = 20
 # Errors beyond this multiple of the median one count linearly, not squared: a step that waited for
 # something else must not set the price of tokens. Wide, because steps that take a little long are
@@ -40,13 +40,14 @@ def fit_step_time(
     coefficients = _fit_robustly(columns, taken)
     predicted = columns @ coefficients
     errors = np.abs(predicted / taken - 1)
-    base, prefill, decode, context, attention = map(float, coefficients)
+    base, prefill, decode, context, attention, row = map(float, coefficients)
     return StepTimeModel(
         base_ms=1e3 * base,
         prefill_token_us=1e6 * prefill,
         decode_us=1e6 * decode,
         context_token_us=1e6 * context,
         query_context_ns=1e9 * attention,
+        prefill_us=1e6 * row,
         source=source,
         error=(
             f"relative error median {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%} "

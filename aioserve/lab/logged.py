@@ -59,6 +59,7 @@ def logged_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("runner.step_decode_us", step_time.decode_us),
         ("runner.step_context_token_us", step_time.context_token_us),
         ("runner.step_query_context_ns", step_time.query_context_ns),
+        ("runner.step_prefill_us", step_time.prefill_us),
     ]
 
 

@@ -24,7 +24,8 @@ class StepFeatures(NamedTuple):
     num_prefill_tokens: int  # of rows with more than one token
     num_decodes: int  # rows with one token
     num_context_tokens: int  # sum over rows: keys and values to read
-    num_query_context: int  # sum over prefill rows: tokens x context, the attention work
+    num_query_context: int  # sum over prefill rows of what each token sees: the attention work
+    num_prefills: int = 0  # rows with more than one token
 
 
 def step_features(output: SchedulerOutput) -> StepFeatures:
@@ -35,26 +36,30 @@ def step_features(output: SchedulerOutput) -> StepFeatures:
         return StepFeatures(0, num_decodes, sum(cached.num_computed_tokens) + num_decodes, 0)
     computed = {data.request_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    prefill = decodes = context = attention = 0
+    prefill = prefills = decodes = context = attention = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         end = computed[request_id] + num_tokens
         context += end
         if num_tokens == 1:
             decodes += 1
         else:
+            prefills += 1
             prefill += num_tokens
-            attention += num_tokens * end
-    return StepFeatures(prefill, decodes, context, attention)
+            attention += num_tokens * (2 * end - num_tokens + 1) // 2
+    return StepFeatures(prefill, decodes, context, attention, prefills)
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step time: a base, prefill tokens, decodes, context read, attention work, each at a rate."""
+    """Step time: a base, prefill tokens, decodes, context read, attention work, and rows that
+    prefill, each at a rate.
+    """
 
     base_ms: Coefficient
     prefill_token_us: Coefficient
     decode_us: Coefficient
     context_token_us: Coefficient
     query_context_ns: Coefficient = 0.0
+    prefill_us: Coefficient = 0.0  # per row with more than one token, whatever its length
     encoder_token_us: Coefficient = 0.0
     source: str = ""  # where the numbers come from: measured how and on what, or computed from what
     error: str = ""  # how well they fit, if they were measured
@@ -66,6 +71,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             + self.decode_us * features.num_decodes
             + self.context_token_us * features.num_context_tokens
             + 1e-3 * self.query_context_ns * features.num_query_context
+            + self.prefill_us * features.num_prefills
             + self.encoder_token_us * num_encoder_tokens
         )
 

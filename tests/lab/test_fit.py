@@ -15,6 +15,7 @@ TRUE = StepTimeModel(
     decode_us=90.0,
     context_token_us=0.2,
     query_context_ns=8.0,
+    prefill_us=700.0,
 )
 
 
@@ -23,7 +24,8 @@ def make_steps(rng: random.Random, count: int) -> list[StepFeatures]:
     for _ in range(count):
         prefill, decodes = rng.choice([0, rng.randrange(2, 2000)]), rng.randrange(1, 64)
         context = rng.randrange(1000, 100_000)
-        steps.append(StepFeatures(prefill, decodes, context, prefill * rng.randrange(1, 4000)))
+        attention, prefills = prefill * rng.randrange(1, 4000), rng.randrange(1, 8)
+        steps.append(StepFeatures(prefill, decodes, context, attention, prefills if prefill else 0))
     return steps
 
 
@@ -34,6 +36,7 @@ def coefficients(model: StepTimeModel) -> list[float]:
         model.decode_us,
         model.context_token_us,
         model.query_context_ns,
+        model.prefill_us,
     ]
 
 
