@@ -6,7 +6,6 @@ launch. Knows sizes and arrays; what a capture is, the device says.
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -29,22 +28,17 @@ def capture_sizes(max_num_rows: int) -> tuple[int, ...]:
     return (*fitting, min(max_num_rows, 256))
 
 
-@dataclass(slots=True)
-class _Captured:
-    replay: Callable[[], None] = lambda: None
-    logits: Tensor | None = None
-
-
 class DecodeGraphs:
     """The captured sizes."""
 
     def __init__(self) -> None:
-        self._captured: dict[int, _Captured] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._logits: Tensor | None = None  # one for all sizes: only one is replayed at a time
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Ascending; none if nothing is captured."""
-        return tuple(sorted(self._captured))
+        return tuple(sorted(self._replays))
 
     def capture(
         self,
@@ -58,26 +52,26 @@ class DecodeGraphs:
         Largest first: smaller ones then live in the memory of larger ones. What cannot be
         captured runs without graphs, and a log line says why.
         """
+
+        def work(size: int, attention: LayerAttention) -> None:
+            logits = forward(size, attention)
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits[:size] = logits
+
         # None: a bar for people, nothing in a log file
         for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs", unit="size", disable=None):
-            captured = _Captured()
-
-            def work(size: int, attention: LayerAttention, captured: _Captured = captured) -> None:
-                captured.logits = forward(size, attention)
-
             try:
-                captured.replay = capture(partial(work, size, prepare(size)))
+                self._replays[size] = capture(partial(work, size, prepare(size)))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model does that cannot be recorded
                 logger.warning("decode steps run without CUDA graphs: %s", error)
-                self._captured.clear()
+                self._replays.clear()
                 return
-            self._captured[size] = captured
 
     def replay(self, size: int) -> Tensor:
         """Logits [size, V]; valid until the next replay."""
-        captured = self._captured[size]
-        captured.replay()
-        assert captured.logits is not None
-        return captured.logits
+        self._replays[size]()
+        assert self._logits is not None
+        return self._logits[:size]

@@ -82,6 +82,7 @@ class OverlappedRunner(RunnerInterface):
         self._steps.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
+        self._executor = None  # and with it weights and KV cache
 
     # On the launching thread.
 

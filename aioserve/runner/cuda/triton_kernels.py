@@ -32,7 +32,7 @@ def uniform(key0, key1, token_ids):
     return ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else new numbers compile while serving
 def _uniform_kernel(keys, out, num_rows, size, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
     key0 = tl.load(keys + row).to(tl.uint32, bitcast=True)
@@ -41,7 +41,7 @@ def _uniform_kernel(keys, out, num_rows, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + token, uniform(key0, key1, token.to(tl.uint32)), mask=token < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else new numbers compile while serving
 def _draw_kernel(
     logits, highest, temperature, floor, keys, scores, tokens, num_rows, size, BLOCK: tl.constexpr
 ):

@@ -165,3 +165,21 @@ def test_every_module_can_be_imported_without_a_card(name: str) -> None:
     if name.startswith("triton"):
         pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     importlib.import_module(f"aioserve.runner.cuda.{name}".removesuffix(".__init__"))
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    model_path: Callable[..., Path],
+    generate_reference: Callable[..., list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refusing(FakeDevice):
+        def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+            super().capture(work)
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    executor = build(settings(model_path("llama")), Refusing())
+    with torch.inference_mode():
+        executor.capture((4, 8))
+    assert "decode steps run without CUDA graphs: operation not permitted" in caplog.text
+    prompt = list(range(30, 70))
+    assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
