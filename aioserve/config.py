@@ -208,6 +208,10 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
         NonNegativeFloat | None,
         Meta(description="simulated step time: per request with a prompt to compute (profile's)"),
     ] = None
+    step_idle_ms: Annotated[
+        NonNegativeFloat | None,
+        Meta(description="simulated step time: more after the engine was idle (profile's)"),
+    ] = None
     step_encoder_token_us: Annotated[
         NonNegativeFloat | None,
         Meta(description="simulated step time: per encoder token (profile's)"),

@@ -116,7 +116,7 @@ def main() -> None:
         profile = args.profile
         if profile is None:
             profile = str(Path(folder) / "profile.yaml")
-            step_time = calibrate(*asyncio.run(measure(EngineConfig.load(None, overrides))))
+            step_time = calibrate(asyncio.run(measure(EngineConfig.load(None, overrides))))
             write_profile(step_time, profile)
             print(f"calibrated: {step_time.error}")
         candidates = load_candidates(args.configs, [*overrides, ("runner.profile", profile)])

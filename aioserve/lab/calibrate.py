@@ -7,6 +7,7 @@ cost on the way belongs to a step, too. Knows nothing about what the numbers are
 import asyncio
 import platform
 import random
+import statistics
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -25,6 +26,9 @@ from aioserve.scheduler.output import SchedulerOutput
 # Between the end of a step and the hand-over of the next, if the engine has work: more than this
 # is idleness and says nothing about the step. A guess, ten times what a busy engine takes.
 MAX_HANDOVER_SECONDS = 0.005
+NUM_IDLE = 40  # requests that find the engine idle
+IDLE_SECONDS = 0.03
+IDLE_PROMPT = 100  # tokens
 
 
 class RecordedStep(NamedTuple):
@@ -71,6 +75,14 @@ class StepRecorder(RunnerInterface):
         await self._runner.close()
 
 
+class Measurements(NamedTuple):
+    """What was seen of a model on a machine."""
+
+    steps: list[RecordedStep]
+    first_tokens: list[tuple[StepFeatures, float]]  # seconds to them, from an idle engine
+    what: str
+
+
 class Batch(NamedTuple):
     """One point of the design: so many requests at once, with prompts cut to so many tokens."""
 
@@ -103,8 +115,8 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
 
 async def measure(
     config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[list[RecordedStep], str]:
-    """Run the design on the engine that `config` describes; the steps, and what they ran on.
+) -> Measurements:
+    """Run the design on the engine that `config` describes.
 
     `progress` is told batches done and in all. Raises `ConfigError` for a simulated runner.
     """
@@ -117,20 +129,25 @@ async def measure(
             progress(done, len(batches))
             await _run(engine, batch, rng)
         progress(len(batches), len(batches))
+        steps = list(recorder.steps)
+        first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
         machine = platform.processor() or platform.machine()
         what = f"{config.model.served_name}, dtype {config.model.dtype}, on {machine}"
-        return recorder.steps, what
+        return Measurements(steps, first_tokens, what)
 
 
-def calibrate(steps: list[RecordedStep], what: str) -> StepTimeModel:
+def calibrate(measured: Measurements) -> StepTimeModel:
     """The model that fits the steps best, with its error."""
     from aioserve.lab.fit import fit_step_time
 
-    return fit_step_time(
-        [step.features for step in steps],
-        [step.seconds for step in steps],
-        source=f"measured: {what}, {len(steps)} steps",
+    model = fit_step_time(
+        [step.features for step in measured.steps],
+        [step.seconds for step in measured.steps],
+        source=f"measured: {measured.what}, {len(measured.steps)} steps",
     )
+    waking = [seconds - model.seconds(features) for features, seconds in measured.first_tokens]
+    idle_ms = max(1e3 * statistics.median(waking), 0.0) if waking else 0.0
+    return msgspec.structs.replace(model, idle_ms=idle_ms)
 
 
 def write_profile(model: StepTimeModel, path: str) -> None:
@@ -170,3 +187,16 @@ async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
             pass
 
     await asyncio.gather(*(one() for _ in range(batch.num_requests)))
+
+
+async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:
+    """One request after a pause: all that lies between asking and reading, and its one step."""
+    await asyncio.sleep(IDLE_SECONDS)
+    size = min(IDLE_PROMPT, engine.max_model_len // 2)
+    prompt = [rng.randrange(engine.model_info.vocab_size) for _ in range(size)]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
+        pass
+    seconds = loop.time() - began
+    return StepFeatures(size, 0, size, size * (size + 1) // 2, 1), seconds

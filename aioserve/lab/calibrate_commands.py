@@ -35,8 +35,7 @@ def run_calibrate(argv: Sequence[str]) -> int:
     if args.output is not None and not args.output.endswith((".yaml", ".yml")):
         raise ConfigError(f"a profile must be a .yaml file, got {args.output}")
     config = EngineConfig.load(args.config, overrides)
-    steps, what = asyncio.run(measure(config, _progress))
-    model = calibrate(steps, what)
+    model = calibrate(asyncio.run(measure(config, _progress)))
     for name, value in msgspec.structs.asdict(model).items():
         print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
     if args.output is not None:

@@ -60,6 +60,7 @@ def logged_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("runner.step_context_token_us", step_time.context_token_us),
         ("runner.step_query_context_ns", step_time.query_context_ns),
         ("runner.step_prefill_us", step_time.prefill_us),
+        ("runner.step_idle_ms", step_time.idle_ms),
     ]
 
 

@@ -21,6 +21,8 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
 DEFAULT_POOL_SHARE = 0.25
+# Without steps for so long, threads sleep and caches are cold. A guess.
+IDLE_SECONDS = 0.001
 
 
 class _Row:
@@ -72,7 +74,10 @@ class SimulatedRunner(RunnerInterface):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         # Steps run in order: this one starts when the last one ends.
-        started = max(loop.time(), self._busy_until)
+        now = loop.time()
+        started = max(now, self._busy_until)
+        if now - self._busy_until > IDLE_SECONDS:
+            started += 1e-3 * self._step_time.idle_ms
         try:
             seconds, output = self._compute(scheduler_output)
         except Exception as error:

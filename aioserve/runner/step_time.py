@@ -61,6 +61,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     query_context_ns: Coefficient = 0.0
     prefill_us: Coefficient = 0.0  # per row with more than one token, whatever its length
     encoder_token_us: Coefficient = 0.0
+    idle_ms: Coefficient = 0.0  # more for a step that finds the engine idle: it has to wake up
     source: str = ""  # where the numbers come from: measured how and on what, or computed from what
     error: str = ""  # how well they fit, if they were measured
 

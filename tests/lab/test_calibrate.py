@@ -6,7 +6,14 @@ import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.calibrate import RecordedStep, StepRecorder, calibrate, measure, write_profile
+from aioserve.lab.calibrate import (
+    Measurements,
+    RecordedStep,
+    StepRecorder,
+    calibrate,
+    measure,
+    write_profile,
+)
 from aioserve.lab.run import simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
@@ -30,7 +37,10 @@ def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: P
             for c in (10, 500, 2000)
         )
     ]
-    model = calibrate(steps, "arithmetic")
+    prompt = StepFeatures(64, 0, 64, 2080, 1)
+    first_tokens = [(prompt, TRUE.seconds(prompt) + 1e-3 * wait) for wait in (0.2, 0.3, 9.0)]
+    model = calibrate(Measurements(steps, first_tokens, "arithmetic"))
+    assert model.idle_ms == pytest.approx(0.3, rel=0.2)
     path = tmp_path / "profile.yaml"
     write_profile(model, str(path))
     found = load_profile(str(path))

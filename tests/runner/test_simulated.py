@@ -93,3 +93,22 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
         times = runner.run(main())
     assert times["image"] - times["plain"] == pytest.approx(80 * 20e-6, abs=1e-4)
+
+
+def test_a_step_that_finds_the_engine_idle_takes_longer() -> None:
+    def seconds_of_two_replies(idle_ms: float) -> float:
+        config = EngineConfig(runner=RunnerConfig(runner="simulated", step_idle_ms=idle_ms))
+
+        async def main() -> float:
+            async with AsyncEngine(config) as engine:
+                for _ in range(2):
+                    await asyncio.sleep(1)
+                    async for _ in engine.generate([5] * 20, SamplingParams(max_tokens=9)):
+                        pass
+                return asyncio.get_running_loop().time()
+
+        with asyncio.Runner(loop_factory=VirtualClockEventLoop) as loop:
+            return loop.run(main())
+
+    waking = seconds_of_two_replies(7.0) - seconds_of_two_replies(0.0)
+    assert waking == pytest.approx(2 * 0.007)  # once a reply, not once a step
