@@ -1,10 +1,14 @@
 """Token ids to text, a few at a time, and the search for stop strings in it.
 
-Knows the tokenizer's `decode`. Knows nothing about requests or streams.
+Knows the tokenizer's `decode`; `byte_level` is the quick way where it is known to be right. Knows
+nothing about requests or streams.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from aioserve.engine.byte_level import REPLACEMENT, ByteLevelDetokenizer, prove_token_pieces
 
 # Tokens of context kept in front of new ones: decoders look back to decide about a space. A UTF-8
 # character has at most four bytes, so four byte tokens; one more than that is safe.
@@ -13,10 +17,18 @@ CONTEXT_TOKENS = 5
 # of a decode against how often the window moves.
 WINDOW_TOKENS = 24
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
+
+def choose_detokenizer(
+    tokenizer: Any, *, skip_special_tokens: bool
+) -> Callable[[Sequence[int]], "Detokenizer | ByteLevelDetokenizer"]:
+    """What makes a detokenizer from a prompt's token ids: the quickest that is exact."""
+    pieces = prove_token_pieces(tokenizer, skip_special_tokens=skip_special_tokens)
+    if pieces is not None:
+        return partial(ByteLevelDetokenizer, pieces)
+    return partial(Detokenizer, _make_decode(tokenizer, skip_special_tokens=skip_special_tokens))
 
 
-def make_decode(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+def _make_decode(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """The cheapest way to decode with a `transformers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

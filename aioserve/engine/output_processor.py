@@ -6,7 +6,8 @@ requests that a stop string has ended are returned to the caller.
 
 from collections.abc import Iterable
 
-from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher, make_decode
+from aioserve.engine.byte_level import ByteLevelDetokenizer
+from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher, choose_detokenizer
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
@@ -18,7 +19,11 @@ class RequestState:
     """What delivery needs to know of one sample between two of its outputs."""
 
     def __init__(
-        self, request: Request, stream: RequestStream, index: int, detokenizer: Detokenizer | None
+        self,
+        request: Request,
+        stream: RequestStream,
+        index: int,
+        detokenizer: Detokenizer | ByteLevelDetokenizer | None,
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -90,8 +95,8 @@ class OutputProcessor:
         self._metrics = metrics
         self._request_log = request_log
         self._states: dict[str, RequestState] = {}
-        self._decode = {
-            skip: make_decode(tokenizer, skip_special_tokens=skip) for skip in (False, True)
+        self._make_detokenizer = {
+            skip: choose_detokenizer(tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
 
     def __len__(self) -> int:
@@ -101,7 +106,7 @@ class OutputProcessor:
         """Register the reader of one sample."""
         params, detokenizer = request.sampling_params, None
         if params.detokenize:
-            detokenizer = Detokenizer(self._decode[params.skip_special_tokens], request.token_ids)
+            detokenizer = self._make_detokenizer[params.skip_special_tokens](request.token_ids)
         self._states[request.request_id] = RequestState(request, stream, index, detokenizer)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from aioserve.engine.byte_level import REPLACEMENT, spelled_bytes
 from aioserve.outputs import TokenLogprobs
 from aioserve.server.protocol import (
     ChatLogprobs,
@@ -15,7 +16,6 @@ from aioserve.server.protocol import (
     TopLogprob,
 )
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -38,26 +38,14 @@ class TokenTexts:
         return self[token_id][0]
 
     def _bytes(self, token_id: int, text: str) -> bytes:
-        if _REPLACEMENT not in text:
+        if REPLACEMENT not in text:
             return text.encode()
         # A piece of a character: only the vocabulary knows which bytes it stands for.
         token = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
-        if all(char in _BYTE_OF_CHAR for char in token):
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
-        return text.encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's table of printable stand-ins for the 256 bytes, inverted."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-_BYTE_OF_CHAR = _byte_level_alphabet()
+        spelled = spelled_bytes(token)
+        return text.encode() if spelled is None else spelled
 
 
 def completion_logprobs(

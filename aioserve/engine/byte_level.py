@@ -1,0 +1,122 @@
+"""Byte-level BPE: a token is bytes, whatever its neighbours are, so no token is decoded twice.
+
+Knows GPT-2's alphabet and UTF-8, and proves that a tokenizer decodes by them alone. Knows nothing
+about requests or streams.
+"""
+
+import random
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
+
+# Tokens of the prompt in which an unfinished character may have begun: it has at most three bytes.
+PROMPT_TOKENS = 5
+# What is compared with the tokenizer's own decoder before the table is trusted; random tokens hold
+# every kind of broken character. It takes 5 ms; how many are enough is a guess.
+NUM_SAMPLES, SAMPLE_TOKENS = 100, 20
+
+_Utf8 = getincrementaldecoder("utf-8")
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's table of printable stand-ins for the 256 bytes, inverted."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF_CHAR = _alphabet()
+
+
+def spelled_bytes(token: str) -> bytes | None:
+    """The bytes that a token of a byte-level vocabulary spells; None if it is not spelled so."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return None
+
+
+class TokenPieces(dict[int, str | bytes]):
+    """By token id: its text, or its bytes if they are not whole characters. Filled as asked."""
+
+    def __init__(self, backend: Any, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._id_to_token = backend.id_to_token
+        added = backend.get_added_tokens_decoder().values()
+        self._skipped = {t.content for t in added if t.special and skip_special_tokens}
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        token = self._id_to_token(token_id)
+        piece: str | bytes = ""  # of ids without a token, too: models pad their vocabularies
+        if token is not None and token not in self._skipped:
+            spelled = spelled_bytes(token)
+            piece = token.encode() if spelled is None else spelled
+            with suppress(UnicodeDecodeError):  # it may be a part of a character
+                piece = piece.decode()
+        self[token_id] = piece
+        return piece
+
+    def join(self, token_ids: Iterable[int]) -> bytes:
+        """The bytes of these tokens."""
+        pieces = (self[token_id] for token_id in token_ids)
+        return b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
+
+
+def prove_token_pieces(tokenizer: Any, *, skip_special_tokens: bool) -> TokenPieces | None:
+    """The table of a byte-level tokenizer of `transformers`; None for any other.
+
+    Its decoder has to say that it is one, and to agree on every added token and random ones.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
+        return None
+    pieces = TokenPieces(backend, skip_special_tokens=skip_special_tokens)
+    rng, vocab_size = random.Random(0), backend.get_vocab_size()
+    samples = [
+        [rng.randrange(vocab_size) for _ in range(SAMPLE_TOKENS)] for _ in range(NUM_SAMPLES)
+    ]
+    samples.append(list(backend.get_added_tokens_decoder()))
+    for sample in samples:
+        text = ByteLevelDetokenizer(pieces, ())
+        if text.append(sample) + text.flush() != backend.decode(sample, skip_special_tokens):
+            return None
+    return pieces
+
+
+class ByteLevelDetokenizer:
+    """As `Detokenizer`, for the tokens of a table."""
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._decoder = _Utf8("replace")
+        self._is_split = False  # the decoder holds the beginning of a character
+        self._decode(pieces.join(prompt_token_ids[-PROMPT_TOKENS:]))
+        self._is_begun_by_prompt = self._is_split
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        if len(token_ids) == 1 and not self._is_split:
+            piece = self._pieces[token_ids[0]]
+            if isinstance(piece, str):
+                return piece
+        return self._take(self._decode(self._pieces.join(token_ids)))
+
+    def flush(self) -> str:
+        """What was held back, now that nothing more comes."""
+        return self._take(self._decode(b"", final=True)) if self._is_split else ""
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        self._is_split = bool(self._decoder.getstate()[0])
+        return text
+
+    def _take(self, text: str) -> str:
+        if text and self._is_begun_by_prompt:
+            self._is_begun_by_prompt = False
+            # If the character was never completed, its U+FFFD is the last of the prompt's text.
+            return text.removeprefix(REPLACEMENT)
+        return text
