@@ -77,7 +77,7 @@ def make_executor(
     flashinfer = find_flashinfer(model, spec, query_dtype)
     sizes: tuple[int, ...] = ()
     if flashinfer is not None and not config.runner.enforce_eager:
-        sizes = capture_sizes(num_rows)
+        sizes = capture_sizes(min(num_rows, num_tokens))
     activations = (
         device.measure(lambda: run_largest(model, spec, device, num_tokens, num_rows, choose_token))
         + workspace_bytes(model.attention_calls, len(sizes))
