@@ -52,6 +52,7 @@ class ModelRunner:
             config, spec.bytes_per_token, self._model_info.max_model_len
         )
         self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
+        logger.info("attention: %s", self._backend.description)
         self._model = loaded
         self._batch = InputBatch(
             config.scheduler.max_num_seqs,

@@ -3,19 +3,18 @@
 A backend knows blocks, slots and lengths; it knows nothing about requests or models.
 """
 
-import logging
-
 from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, LayerSpec, StepInputs
 
 __all__ = ["AttentionBackend", "KVCacheSpec", "LayerSpec", "StepInputs", "create_attention_backend"]
-
-logger = logging.getLogger(__name__)
 
 
 def create_attention_backend(
     spec: KVCacheSpec, num_kv_blocks: int, block_size: int
 ) -> AttentionBackend:
-    """Allocate the KV cache behind the fastest backend that this machine can run."""
+    """Allocate the KV cache behind the fastest backend that this machine can run.
+
+    Its `description` says which that is, and why not a faster one.
+    """
     from aioserve.kernels import KernelsUnavailableError, load_kernels
     from aioserve.runner.attention.compiled import CompiledAttention
     from aioserve.runner.attention.torch_paged import TorchPagedAttention
@@ -26,7 +25,9 @@ def create_attention_backend(
     except KernelsUnavailableError as error:
         obstacle = str(error)
     if obstacle is None:
-        logger.info("attention: compiled kernels, %s", kernels.variant)
-        return CompiledAttention(kernels, spec, num_kv_blocks, block_size)
-    logger.info("attention: plain torch, without the compiled kernels: %s", obstacle)
-    return TorchPagedAttention(spec, num_kv_blocks, block_size)
+        backend: AttentionBackend = CompiledAttention(kernels, spec, num_kv_blocks, block_size)
+        backend.description = f"compiled kernels, {kernels.variant}"
+    else:
+        backend = TorchPagedAttention(spec, num_kv_blocks, block_size)
+        backend.description = f"plain torch, without the compiled kernels: {obstacle}"
+    return backend

@@ -97,6 +97,8 @@ class LayerAttention(ABC):
 class AttentionBackend(LayerAttention):
     """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
 
+    description = ""  # for the log: what computes, and why nothing faster does
+
     @abstractmethod
     def prepare(self, step: StepInputs) -> None:
         """Derive what all layers of this step share."""
