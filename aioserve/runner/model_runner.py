@@ -23,7 +23,6 @@ from aioserve.runner.kv_pool import (
 )
 from aioserve.runner.loader import load_model, num_weight_bytes, resolve_dtype
 from aioserve.runner.sampler import SampledTokens, sample
-from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ class ModelRunner:
             config, spec.bytes_per_token, self._model_info.max_model_len
         )
         self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
-        logger.info("attention: %s", self._backend.description)
         self._model = loaded
         self._batch = InputBatch(
             config.scheduler.max_num_seqs,
@@ -60,7 +58,19 @@ class ModelRunner:
             cache.block_size,
             self._model_info.vocab_size,
         )
-        _log_loaded(loaded, self.num_kv_blocks, cache.block_size, threads)
+        num_tokens = self.num_kv_blocks * cache.block_size
+        logger.info(
+            "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, %.0f MiB; "
+            "%d threads",
+            loaded.name,
+            str(spec.dtype).removeprefix("torch."),
+            loaded.num_parameters / 1e6,
+            self._backend.description,
+            self.num_kv_blocks,
+            num_tokens,
+            num_tokens * spec.bytes_per_token / MIB,
+            threads,
+        )
 
     def _check_memory(self) -> None:
         config, info = self._config, self._model_info
@@ -101,18 +111,3 @@ def _make_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutpu
         inputs.req_ids[sampling[index]]: [entry] for index, entry in sampled.logprobs.items()
     }
     return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs)
-
-
-def _log_loaded(loaded: ServedModel, num_kv_blocks: int, block_size: int, threads: int) -> None:
-    spec = loaded.kv_cache_spec
-    num_tokens = num_kv_blocks * block_size
-    logger.info(
-        "%s: %s, %.1fM parameters; KV pool: %d blocks, %d tokens, %.0f MiB; %d threads",
-        loaded.name,
-        str(spec.dtype).removeprefix("torch."),
-        loaded.num_parameters / 1e6,
-        num_kv_blocks,
-        num_tokens,
-        num_tokens * spec.bytes_per_token / MIB,
-        threads,
-    )

@@ -287,6 +287,7 @@ def test_load_says_in_one_line_what_it_chose(
     runner.load()
     (record,) = [r for r in caplog.records if r.name == "aioserve.runner.model_runner"]
     assert "LlamaForCausalLM, fused: float32" in record.message
+    assert "attention: compiled kernels" in record.message
     assert "128 blocks, 1024 tokens" in record.message
     runner.close()
     runner.close()
