@@ -1,6 +1,7 @@
 """The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -287,7 +288,7 @@ def test_load_says_in_one_line_what_it_chose(
     runner.load()
     (record,) = [r for r in caplog.records if r.name == "aioserve.runner.model_runner"]
     assert "LlamaForCausalLM, fused: float32" in record.message
-    assert "attention: compiled kernels" in record.message
+    assert re.search("attention: (compiled kernels|plain torch)", record.message)
     assert "128 blocks, 1024 tokens" in record.message
     runner.close()
     runner.close()
