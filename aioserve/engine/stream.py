@@ -25,12 +25,27 @@ class RequestStream:
         self._abort = abort
         self._num_unfinished = n
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged
+        self._offer: Callable[[RequestOutput], bool] | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
+    def offer_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        """Offer deltas to `take` before they are queued, so that no task is woken for them.
+
+        What it takes (True) is not iterated over. It gets no last delta of a sample, and none
+        while an earlier one is pending. If it raises, it is forgotten, and the delta is queued.
+        """
+        self._offer = take
+
     def put(self, output: RequestOutput) -> None:
         """Hand over the next delta of a sample. Never waits."""
+        if self._offer is not None and not self._pending and output.finish_reason is None:
+            try:
+                if self._offer(output):
+                    return
+            except Exception:
+                self._offer = None  # one reader's trouble, which it will meet again by itself
         pending = self._pending.get(output.index)
         if pending is None:
             self._pending[output.index] = output

@@ -114,14 +114,13 @@ class ChatReply(Reply):
     """Chunks carry deltas of a message; the first one of a choice says its role."""
 
     id_prefix = "chatcmpl"
+    text_field = "content"
 
     def __init__(self, request: web.Request, body: ChatCompletionRequest) -> None:
         super().__init__(request, body)
         self._opened: set[int] = set()  # choices whose role was said
 
-    def chunk(self, index: int, output: RequestOutput) -> bytes:
-        if self.is_silent(output):
-            return b""
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         delta = ChatDelta(content=output.text) if output.text else ChatDelta()
         choice = ChatChunkChoice(
             index=index,

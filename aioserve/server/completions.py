@@ -41,14 +41,13 @@ class CompletionReply(Reply):
     """Completions and their chunks have the same shape."""
 
     id_prefix = "cmpl"
+    text_field = "text"
 
     def __init__(self, request: web.Request, body: CompletionRequest) -> None:
         super().__init__(request, body)
         self._offsets: dict[int, int] = {}  # by choice: where its next token's text begins
 
-    def chunk(self, index: int, output: RequestOutput) -> bytes:
-        if self.is_silent(output):
-            return b""
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         chunk = self._envelope([self._choice(index, output)])
         self.add_usage(chunk, output)
         return event(chunk)

@@ -35,6 +35,7 @@ class Reply(ABC):
     """How one request's outputs look on the wire. Holds what its chunks have in common."""
 
     id_prefix: str
+    text_field: str  # of a choice: what its text is called
 
     def __init__(self, request: web.Request, body: GenerationRequest) -> None:
         options = body.stream_options
@@ -45,10 +46,40 @@ class Reply(ABC):
         self.return_token_ids = bool(body.return_token_ids)
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
+        # By choice: the event of a delta that is text alone, without that text.
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
-    @abstractmethod
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         """The events, perhaps none, that tell the next delta of choice `index`."""
+        if (quick := self.quick_chunk(index, output)) is not None:
+            return quick
+        if self.is_silent(output):
+            return b""
+        chunk = self.make_chunk(index, output)
+        says_more = self.continuous_usage or self.return_token_ids or output.logprobs is not None
+        if index not in self._frames and not says_more:
+            self._frames[index] = self._frame(index)
+        return chunk
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        """As `chunk`, for a delta of text alone after the first of its choice; None for others."""
+        frame = self._frames.get(index)
+        if frame is None or output.finish_reason is not None:
+            return None
+        if not output.text:
+            return b""
+        return frame[0] + _encoder.encode(output.text) + frame[1]
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        chunk = self.make_chunk(index, RequestOutput(request_id=self.id, text="\0"))
+        name = f'"{self.text_field}":'.encode()
+        # Inside a JSON string every quote is escaped: only the field itself can look like this.
+        before, after = chunk.split(name + rb'"\u0000"')
+        return before + name, after
+
+    @abstractmethod
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        """The events that tell a delta which is not silent."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -179,6 +210,11 @@ async def _stream(
     tally = _Tally(streams)
 
     async def pump(first_index: int, stream: RequestStream) -> None:
+        def write(output: RequestOutput) -> bool:
+            chunk = reply.quick_chunk(first_index + output.index, output)
+            return chunk is not None and events.offer(chunk)
+
+        stream.offer_to(write)
         async for output in stream:
             index = first_index + output.index
             tally.note(index, output)

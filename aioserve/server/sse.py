@@ -6,7 +6,7 @@ Knows nothing about what the events say.
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from aioserve.server.errors import to_wire
 
@@ -34,6 +34,7 @@ class EventStream:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
+        self._is_chunked = False  # it has begun, has not ended, and the client knows HTTP/1.1
 
     @property
     def started(self) -> bool:
@@ -46,11 +47,31 @@ class EventStream:
             self._response = web.StreamResponse(headers=_HEADERS)
             await self._response.prepare(self._request)
         await self._response.write(events)
+        self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
+    def offer(self, events: bytes) -> bool:
+        """Write whole events, perhaps none, now or not at all: False if the socket is full.
+
+        The same bytes as `send`, without the five calls and two coroutines of aiohttp's way down.
+        """
+        protocol = self._request.protocol
+        transport = protocol.transport
+        if (
+            not self._is_chunked
+            or protocol.writing_paused
+            or transport is None
+            or transport.is_closing()
+        ):
+            return False
+        if events:
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        return True
 
     async def end(self, events: bytes = DONE) -> web.StreamResponse:
         """Write the last events and close the stream."""
         await self.send(events)
         assert self._response is not None
+        self._is_chunked = False
         await self._response.write_eof()
         return self._response
 

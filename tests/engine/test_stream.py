@@ -80,3 +80,57 @@ async def test_closing_wakes_a_reader_that_waits() -> None:
     await asyncio.sleep(0)
     stream.close()
     assert await reader is None
+
+
+async def test_what_is_taken_at_once_is_not_queued_and_the_rest_keeps_its_order() -> None:
+    told: list[str] = []
+    has_room = True
+
+    def take(output: RequestOutput) -> bool:
+        if has_room:
+            told.append(output.text)
+        return has_room
+
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream.offer_to(take)
+    stream.put(delta("a"))
+    has_room = False
+    stream.put(delta("b"))
+    has_room = True
+    stream.put(delta("c"))  # not before what is pending
+    assert told == ["a"]
+    told.append((await anext(stream)).text)
+    stream.put(delta("d"))
+    stream.put(delta("e", finish_reason=FinishReason.STOP))  # the reader has to hear of the end
+    told += [output.text async for output in stream]
+    assert told == ["a", "bc", "d", "e"]
+
+
+async def test_a_reader_that_waits_sleeps_through_what_is_taken_and_hears_an_error() -> None:
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream.offer_to(lambda output: True)
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.put(delta("a"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not reader.done()
+    stream.fail(RequestFailedError("boom"))
+    with pytest.raises(RequestFailedError, match="boom"):
+        await reader
+
+
+async def test_an_offer_that_raises_is_made_once_and_loses_nothing() -> None:
+    offers: list[str] = []
+
+    def take(output: RequestOutput) -> bool:
+        offers.append(output.text)
+        raise OSError
+
+    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream.offer_to(take)
+    stream.put(delta("a"))
+    assert (await anext(stream)).text == "a"
+    stream.put(delta("b"))
+    assert (await anext(stream)).text == "b"
+    assert offers == ["a"]

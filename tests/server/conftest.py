@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from socket import socket
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -44,8 +45,11 @@ class Answer(NamedTuple):
 class Server:
     """A running server and the engine behind it."""
 
-    def __init__(self, engine: AsyncEngine, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, engine: AsyncEngine, url: str, session: aiohttp.ClientSession, socket: socket
+    ) -> None:
         self.engine = engine
+        self.socket = socket  # what clients connect to
         self.url = url
         self.host, port = url.removeprefix("http://").split(":")
         self.port = int(port)
@@ -80,12 +84,13 @@ class Server:
 async def running(
     config: EngineConfig = SIMULATED, runner: RunnerInterface | None = None
 ) -> AsyncIterator[Server]:
+    sockets = bind("127.0.0.1", 0)
     async with (
         AsyncEngine(config, runner=runner) as engine,
-        listening(engine, bind("127.0.0.1", 0)) as url,
+        listening(engine, sockets) as url,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        yield Server(engine, url, session)
+        yield Server(engine, url, session, sockets[0])
 
 
 @pytest.fixture

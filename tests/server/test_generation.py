@@ -1,0 +1,133 @@
+"""What is written for a delta by the quick way is what the struct says, byte for byte."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
+from aioserve.server.chat import ChatReply
+from aioserve.server.completions import CompletionReply
+from aioserve.server.generation import Reply
+from aioserve.server.keys import TOKEN_TEXTS
+from aioserve.server.logprobs import TokenTexts
+from aioserve.server.protocol import (
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    StreamOptions,
+)
+
+# A name that looks like the fields it stands next to.
+MODEL = '"text":"\0","content":"\0"'
+
+
+def make_reply(chat: bool = False, **fields) -> Reply:
+    app = web.Application()
+    app[TOKEN_TEXTS] = TokenTexts(None)
+    request = make_mocked_request("POST", "/", app=app)
+    if chat:
+        return ChatReply(request, ChatCompletionRequest(model=MODEL, messages=[], **fields))
+    return CompletionReply(request, CompletionRequest(model=MODEL, prompt="", **fields))
+
+
+def delta(text: str, **fields) -> RequestOutput:
+    return RequestOutput(request_id="r", text=text, token_ids=[1], **fields)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.integers(0, 9))
+@pytest.mark.parametrize("include_usage", [None, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_quick_chunk_is_the_chunk_byte_for_byte(chat, include_usage, text, index):
+    reply = make_reply(chat, stream_options=StreamOptions(include_usage=include_usage))
+    assert reply.quick_chunk(index, delta(text)) is None  # the first one may have more to say
+    reply.chunk(index, delta("first"))
+    quick = reply.quick_chunk(index, delta(text))
+    assert quick == reply.make_chunk(index, delta(text)) == reply.chunk(index, delta(text))
+    chunk = msgspec.json.decode(quick[6:], type=ChatCompletionChunk if chat else Completion)
+    choice = chunk.choices[0]
+    assert (choice.index, chunk.model) == (index, MODEL)
+    assert (choice.delta.content if chat else choice.text) == text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_delta_whose_text_is_held_back_says_nothing(chat):
+    reply = make_reply(chat)
+    assert reply.chunk(0, delta("")) == b""
+    assert reply.quick_chunk(0, delta("")) is None
+    reply.chunk(0, delta("first"))
+    assert reply.quick_chunk(0, delta("")) == b""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_last_delta_is_never_quick(chat):
+    reply = make_reply(chat)
+    reply.chunk(0, delta("first"))
+    last = delta("last", finish_reason=FinishReason.STOP, stop_reason=7)
+    assert reply.quick_chunk(0, last) is None
+    assert b'"stop_reason":7' in reply.chunk(0, last)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"return_token_ids": True}, {"stream_options": StreamOptions(continuous_usage_stats=True)}],
+    ids=["token ids", "usage"],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_that_says_more_than_text_is_never_quick(chat, fields):
+    reply = make_reply(chat, **fields)
+    reply.chunk(0, delta("first"))
+    assert reply.quick_chunk(0, delta("second")) is None
+    assert b"second" in reply.chunk(0, delta("second"))
+
+
+def test_a_stream_with_logprobs_is_never_quick():
+    class Tokenizer:
+        def decode(self, token_ids: list[int]) -> str:
+            return "t"
+
+    reply = make_reply()
+    reply.texts = TokenTexts(Tokenizer())
+    logprobs = [TokenLogprobs(-1.0, 1, [], [])]
+    for text in ("first", "second"):
+        assert reply.quick_chunk(0, delta(text, logprobs=logprobs)) is None
+        assert b'"token_logprobs":[-1.0]' in reply.chunk(0, delta(text, logprobs=logprobs))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_stream_is_framed_as_the_clients_http_version_says(server, version):
+
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 40, "ignore_eos": True})
+    whole = (await server.complete("Hi", max_tokens=40, ignore_eos=True)).json()
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    headers, _, stream = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    if version == "1.1":
+        assert b"transfer-encoding: chunked" in headers.lower()
+        stream = unchunked(stream)
+    *events, done, end = stream.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
+    assert text == whole["choices"][0]["text"]
+
+
+def unchunked(data: bytes) -> bytes:
+    """Strictly: sizes are those of the pieces, and nothing follows the last one."""
+    body = b""
+    while True:
+        size, _, rest = data.partition(b"\r\n")
+        length = int(size, 16)
+        assert rest[length : length + 2] == b"\r\n"
+        body, data = body + rest[:length], rest[length + 2 :]
+        if length == 0:
+            assert data == b""
+            return body
