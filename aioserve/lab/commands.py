@@ -17,6 +17,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.compare import Candidate, Document, compare, encode, load_candidates
 from aioserve.lab.measures import Slo
+from aioserve.lab.parallel import choose_num_jobs
 from aioserve.lab.report import render_html
 from aioserve.lab.run import Progress
 from aioserve.lab.search import Knee, Probe, search
@@ -38,6 +39,7 @@ def run_compare(words: Sequence[str]) -> int:
         help="a decision log: its requests, and the step times and memory of its server",
     )
     _add_common(parser)
+    _add_jobs(parser)
     parser.add_argument("--html", metavar="FILE", help="write a report with plots")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
@@ -57,6 +59,7 @@ def run_compare(words: Sequence[str]) -> int:
             slo=arguments.slo,
             is_live=arguments.live,
             clip=arguments.clip,
+            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
             progress=progress,
         )
     print(render_table(document))
@@ -121,6 +124,7 @@ def run_sweep(words: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="YAML file of settings")
     _add_workload(parser)
     _add_common(parser)
+    _add_jobs(parser)
     parser.add_argument("--html", metavar="FILE", help="write a report with plots")
     arguments = parser.parse_args(words)
     swept = [(name, value) for name, value in arguments.set if _is_list(value)]
@@ -138,12 +142,24 @@ def run_sweep(words: Sequence[str]) -> int:
     workloads = _workloads(arguments)
     with _progress(len(candidates) * sum(len(w.requests) for w in workloads)) as progress:
         document = compare(
-            candidates, workloads, slo=arguments.slo, clip=arguments.clip, progress=progress
+            candidates,
+            workloads,
+            slo=arguments.slo,
+            clip=arguments.clip,
+            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
+            progress=progress,
         )
     document["sweep"] = {"setting": setting, "values": values}
     print(render_sweep(document))
     _write_reports(arguments, document)
     return 0
+
+
+def _num_jobs(arguments: argparse.Namespace, workloads: list[Workload], num_configs: int) -> int:
+    jobs: int | None = arguments.jobs
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    return jobs or choose_num_jobs(workloads, num_configs)
 
 
 def _is_list(value: str) -> bool:
@@ -201,6 +217,15 @@ def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> 
     )
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
     parser.set_defaults(live=False)
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes for simulated runs (default: one a core, if there is that much to do)",
+    )
 
 
 def _assignment(text: str) -> tuple[str, str]:

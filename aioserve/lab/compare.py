@@ -14,7 +14,8 @@ import numpy as np
 from aioserve.config import EngineConfig
 from aioserve.lab.bootstrap import compare_gaps, compare_requests, compare_totals, draw_weights
 from aioserve.lab.measures import PER_REQUEST, RunMeasures, Slo, quantile
-from aioserve.lab.run import Progress, check_fits, run_live, simulate, simulated
+from aioserve.lab.parallel import simulate_all
+from aioserve.lab.run import Progress, check_fits, run_live, simulated
 from aioserve.lab.timeline import distributions, tidy, timelines
 from aioserve.lab.workload import Workload
 from aioserve.model_info import ModelInfo
@@ -98,22 +99,27 @@ def compare(
     slo: Slo | None = None,
     is_live: bool = False,
     clip: bool = False,
+    num_jobs: int = 1,
     progress: Progress = lambda count: None,
 ) -> Document:
     """Run all candidates on all workloads (one per seed); the first is what the others are
     compared with. The same input gives the same document, byte for byte, unless `is_live`.
+    Simulated runs are spread over `num_jobs` processes.
     """
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
-    run = run_live if is_live else simulate
+    # in rounds: what changes on the machine meanwhile hits all alike
+    runs = [(candidate.config, workload) for workload in workloads for candidate in candidates]
+    records = simulate_all(runs, num_jobs, progress)
+    if is_live:
+        records = (run_live(config, workload, progress) for config, workload in runs)
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
-    for workload in workloads:  # in rounds: what changes on the machine meanwhile hits all alike
-        for i, candidate in enumerate(candidates):
-            record = run(candidate.config, workload, progress)
-            measures[i].append(RunMeasures(record, workload, slo))
-            if not curves[i]:
-                window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
-                curves[i] = timelines(record, workload, window)
+    for number, (record, (_, workload)) in enumerate(zip(records, runs, strict=True)):
+        i = number % len(candidates)
+        measures[i].append(RunMeasures(record, workload, slo))
+        if not curves[i]:
+            window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
+            curves[i] = timelines(record, workload, window)
     results = [
         {
             "name": candidate.name,
