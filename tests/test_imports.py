@@ -89,6 +89,7 @@ ALLOWED = {
         "aioserve",
         "aioserve.config",
         "aioserve.engine",
+        "aioserve.engine.byte_level",
         "aioserve.errors",
         "aioserve.outputs",
         "aioserve.sampling_params",
