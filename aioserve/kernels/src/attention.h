@@ -3,9 +3,9 @@
 // of bfloat16 pairs exist: a lane of 32 bits is then two numbers, else one float.
 //
 // The work is cut into items: some queries of one row, all their heads of one KV head, a range of
-// keys. An item walks its keys in tiles, each packed once for all of its queries. Where a tile or
-// an item begins depends on positions alone, so that a token's result does not depend on the other
-// rows of the step, nor on the number of threads.
+// keys. An item walks its keys in tiles, each packed once for all of its queries, or read directly
+// for few (direct.h). Where a tile or an item begins depends on positions alone, so that a token's
+// result does not depend on the other rows of the step, nor on the number of threads.
 
 #ifdef PAIRS
 #define STEP 2  // numbers per lane
@@ -14,12 +14,15 @@
 #define EXP2 exp2_rough
 #define MULTIPLY_ADD(sum, a, b) \
     (vf) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#define IS_DIRECT(rows, key_dim, value_dim) \
+    ((rows) <= DIRECT_ROWS && (key_dim) % 32 == 0 && (value_dim) % 32 == 0)
 #else
 #define STEP 1
 #define WEIGHT float
 #define STORE_WEIGHT store_f32
 #define EXP2 exp2_
 #define MULTIPLY_ADD(sum, a, b) ((sum) + (a) * (b))
+#define IS_DIRECT(rows, key_dim, value_dim) 0
 #endif
 
 // sums[r][j] += a[r][k] * b[k][j], for constant mr <= MAX_ROWS and nv <= MAX_VECTORS: in registers.
@@ -97,12 +100,12 @@ static void NAME(find_rows)(const attention *args, const item *work, int64_t til
         for (; i < block_end; i++, key += args->key_dim, value += args->value_dim)
             keys[i] = key, values[i] = value;
     }
-    while (i < work->tile) keys[i] = values[i] = zeros, i++;
+    while (i < TILE) keys[i] = values[i] = zeros, i++;
 }
 
 // The processor cannot guess where the next block lies.
 INLINE void NAME(prefetch)(const T *row, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
+    for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
 }
 
 // Up to W * STEP of the `n` numbers at x, the rest 0.
@@ -178,18 +181,22 @@ INLINE float NAME(soften)(const attention *args, float *scores, float *weights, 
     return scale;
 }
 
-// `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile.
-static void NAME(attend_item)(const attention *args, const item *work, const item *after) {
+// `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile,
+// as that of `work` was if it `is_fetched`.
+static void NAME(attend_item)(const attention *args, const item *work, int is_fetched,
+                              const item *after) {
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
-    const int64_t padded_lanes = (lanes + W - 1) / W * W, block_size = args->block_size;
+    const int64_t padded_lanes = (lanes + W - 1) / W * W;
     const int64_t position = work->position;
+    const int is_direct = IS_DIRECT(rows, key_dim, value_dim);
+    const int most = is_direct ? DIRECT_ROWS : MAX_ROWS;
 
     float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / STEP) +
-                  2 * MAX_ROWS * TILE] __attribute__((aligned(64)));
+                  2 * DIRECT_ROWS * TILE] __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + TILE * padded_lanes;
-    float *scores = values + TILE * value_dim / STEP, *weights = scores + MAX_ROWS * TILE;
-    float *out = weights + MAX_ROWS * TILE, *queries = out + rows * value_dim;
+    float *scores = values + TILE * value_dim / STEP, *weights = scores + DIRECT_ROWS * TILE;
+    float *out = weights + DIRECT_ROWS * TILE, *queries = out + rows * value_dim;
     float *maxima = queries + rows * lanes, *totals = maxima + rows;  // W parts of each
     T zeros[key_dim > value_dim ? key_dim : value_dim];
     memset(zeros, 0, sizeof zeros);
@@ -212,26 +219,33 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
 
     const T *row_buffers[4][TILE], **key_rows = row_buffers[0], **value_rows = row_buffers[1];
     const T **next_keys = row_buffers[2], **next_values = row_buffers[3];
-    int64_t tile = work->first_key / work->tile * work->tile;
+    int64_t tile = work->first_key / 16 * 16;
     NAME(find_rows)(args, work, tile, zeros, next_keys, next_values);
-    for (int64_t i = 0; i < work->tile; i++) NAME(prefetch)(next_keys[i], key_dim);
-    for (int64_t i = 0; i < work->tile; i++) NAME(prefetch)(next_values[i], value_dim);
+    for (int64_t i = 0; i < work->tile && !is_fetched; i++) {
+        NAME(prefetch)(next_keys[i], key_dim);
+        NAME(prefetch)(next_values[i], value_dim);
+    }
     for (; tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = smaller(work->end_key - tile, work->tile);
-        int64_t first = begin / 16 * 16, last = (end + 15) / 16 * 16;
+        int64_t last = (end + 15) / 16 * 16;
         SWAP(key_rows, next_keys);
         SWAP(value_rows, next_values);
-        int is_last = tile + work->tile >= work->end_key && after && after->tile == work->tile;
-        NAME(find_rows)(args, is_last ? after : work,
-                        is_last ? after->first_key / work->tile * work->tile : tile + work->tile,
-                        zeros, next_keys, next_values);
-        NAME(pack_keys)(key_rows + first, next_keys + first, last - first, key_dim, keys + first);
-        NAME(pack_values)(value_rows + first, next_values + first, last - first, value_dim,
-                          values + first / STEP * value_dim);
+        int is_last = tile + work->tile >= work->end_key && after;
+        const item *next = is_last ? after : work;
+        NAME(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile, zeros,
+                        next_keys, next_values);
+        for (int64_t i = last; i < next->tile; i++) {  // no key here to be fetched beside
+            NAME(prefetch)(next_keys[i], key_dim);
+            NAME(prefetch)(next_values[i], value_dim);
+        }
+        if (!is_direct) {
+            NAME(pack_keys)(key_rows, next_keys, last, key_dim, keys);
+            NAME(pack_values)(value_rows, next_values, last, value_dim, values);
+        }
 
-        for (int64_t r = 0; r < rows; r += MAX_ROWS) {
-            int mr = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+        for (int64_t r = 0; r < rows; r += most) {
+            int mr = rows - r < most ? rows - r : most;
             // columns that the first of these queries may still see, and the last may already
             int64_t oldest = position + r / group, newest = position + (r + mr - 1) / group;
             int64_t from = begin, to = newest + 1 - tile < end ? newest + 1 - tile : end;
@@ -240,9 +254,15 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
             if (from >= to) continue;
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
-            NAME(multiply)(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from, 0,
-                           scores + from, TILE);
-            float scales[MAX_ROWS];
+#ifdef PAIRS
+            if (is_direct)
+                score_keys(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
+                           scores + from);
+            else
+#endif
+                NAME(multiply)(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
+                               0, scores + from, TILE);
+            float scales[DIRECT_ROWS];
             for (int i = 0; i < mr; i++) {
                 int64_t own = position + (r + i) / group + 1 - tile;  // end of what it sees
                 int64_t start = args->window && own - args->window > begin ? own - args->window
@@ -251,9 +271,15 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
                                          weights + i * (TILE / STEP), from, to, start,
                                          own < end ? own : end, &maxima[r + i], totals + (r + i) * W);
             }
-            NAME(multiply)(mr, weights + from / STEP, TILE / STEP,
-                           values + from / STEP * value_dim, value_dim, (to - from) / STEP,
-                           value_dim, scales, out + r * value_dim, value_dim);
+#ifdef PAIRS
+            if (is_direct)
+                weigh_values(mr, weights + from / STEP, value_rows + from, next_values + from,
+                             to - from, scales, out, value_dim);
+            else
+#endif
+                NAME(multiply)(mr, weights + from / STEP, TILE / STEP,
+                               values + from / STEP * value_dim, value_dim, (to - from) / STEP,
+                               value_dim, scales, out + r * value_dim, value_dim);
         }
     }
 
@@ -308,10 +334,15 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
     plan work = make_plan(&args, block_table, table_width, query_start_loc, seq_lens, rows);
 #pragma omp parallel if (work.size >= PARALLEL_ATTENTION_FROM)
     {
-#pragma omp for schedule(dynamic)
+        const int64_t threads = omp_get_num_threads(), rest = work.count / threads / 32;
+        const int64_t chunk = rest < 1 ? 1 : smaller(rest, 8);
+        const item *fetched = 0;
+#pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < work.count; i++) {
-            int64_t after = i + omp_get_num_threads();
-            NAME(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0);
+            int64_t after = (i + 1) % chunk ? i + 1 : i + 1 + (threads - 1) * chunk;
+            const item *next = after < work.count ? work.items + after : 0;
+            NAME(attend_item)(&args, work.items + i, fetched == work.items + i, next);
+            fetched = next;
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < work.count; i++)
@@ -326,3 +357,4 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
 #undef STORE_WEIGHT
 #undef EXP2
 #undef MULTIPLY_ADD
+#undef IS_DIRECT

@@ -23,6 +23,7 @@
 #define NAME(name) JOIN(name, bf16)
 #ifdef __AVX512BF16__
 #define PAIRS
+#include "direct.h"
 #endif
 #include "elementwise.h"
 #include "attention.h"

@@ -6,11 +6,12 @@
 
 // Measured, on Zen 5 with heads of 64:
 #define TILE 128          // keys packed at a time: both packed tiles fit the first-level cache
-#define SMALL_TILE 64     // where a row has few queries: memory and arithmetic alternate faster
+#define SMALL_TILE 64     // to twice as many where a row has few queries: memory keeps busy
 #define PIECE 512         // keys of one item, where a row has few queries
 #define FEW_QUERIES 16    // tokens of a row, up to which its context is cut into pieces
 #define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
+#define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
 #define MAX_VECTORS (W == 16 ? 4 : 2)
 #define NOTHING_SEEN -1e30f  // finite: -inf less -inf would be NaN
 #define PARALLEL_ATTENTION_FROM (1 << 18)  // products; fewer take some microseconds
@@ -49,6 +50,13 @@ typedef struct {
 #define SWAP(a, b) do { __typeof__(a) was_a = a; a = b; b = was_a; } while (0)
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
+static int64_t tile_of(int64_t count, int64_t tokens) {
+    if (tokens > FEW_QUERIES) return TILE;
+    int64_t tiles = count < SMALL_TILE ? 1 : count / SMALL_TILE;
+    return ((count + tiles - 1) / tiles + 15) / 16 * 16;
+}
+
 // Fill in the items of one row, if `items` is not null. Returns their number.
 static int64_t plan_row(const attention *args, const int32_t *blocks, int64_t first_token,
                         int64_t tokens, int64_t seq_len, item *items, float **partials) {
@@ -58,7 +66,6 @@ static int64_t plan_row(const attention *args, const int32_t *blocks, int64_t fi
     // the last queries see most: begin with them, so that the threads end together
     for (int64_t block = (tokens - 1) / at_once; block >= 0; block--) {
         item work = {.blocks = blocks, .first_token = first_token + block * at_once};
-        work.tile = tokens > FEW_QUERIES ? TILE : SMALL_TILE;
         work.tokens = smaller(at_once, tokens - block * at_once);
         work.position = seq_len - tokens + block * at_once;
         int64_t end = work.position + work.tokens, begin = work.position + 1 - args->window;
@@ -71,6 +78,7 @@ static int64_t plan_row(const attention *args, const int32_t *blocks, int64_t fi
                 int64_t start = (first_piece + work.piece) * length;
                 work.first_key = start > begin ? start : begin;
                 work.end_key = smaller(start + length, end);
+                work.tile = tile_of(work.end_key - work.first_key / 16 * 16, tokens);
                 if (work.pieces > 1) {
                     work.partial = *partials;
                     *partials += work.tokens * group * (args->value_dim + 2);
