@@ -122,7 +122,7 @@ def interpret(code: str) -> None:
             sys.executable,
             "-c",
             "import sys; sys.path[:0] = ['tests/runner/cuda', 'tests/runner']\n"
-            f"import torch; torch.set_num_threads(1)\nfrom test_fused import *\n{code}",
+            f"import torch; torch.set_num_threads(1)\nfrom test_triton_fused import *\n{code}",
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
