@@ -9,14 +9,18 @@ import cProfile
 import pstats
 import re
 from collections import defaultdict
+from functools import partial
 
 from steps import Case, StepBench
+
+from aioserve.runner.fused.decoder import FusedDecoder
+from aioserve.runner.fused.whole import WholeDecoder
 
 Function = tuple[str, int, str]  # file ("~" for C code), line, name
 
 # The first that matches file:name of a function, or of the nearest caller of C code, decides.
 RULES = [
-    ("linear", r"~:.*(linear|addmm|\bmm\b)|fused/linear\.py"),
+    ("linear", r"~:.*(linear|addmm|\bmm\b)|fused/(linear|panels)\.py|kernels/__init__\.py:linear"),
     ("attention", r"kernels/__init__\.py:(paged_attention|store_kv)|attention/.*\.py:(?!prepare)"),
     ("attention", r"~:.*scaled_dot_product"),
     ("sampling", r"runner/(sampler|logits_edits|noise|sampling_columns)\.py"),
@@ -33,7 +37,13 @@ CTYPES = re.compile(r"kernels/__init__\.py")
 
 
 def break_down(bench: StepBench, case: Case, chunk: int, num_steps: int = 10) -> dict[str, float]:
-    """Seconds of one step by purpose, profiler included."""
+    """Seconds of one step by purpose, profiler included.
+
+    A forward pass that is one call into C is taken apart: its operations run one by one.
+    """
+    decoder = getattr(bench.runner._model, "decoder", None)
+    if isinstance(decoder, WholeDecoder):
+        vars(decoder)["forward"] = partial(FusedDecoder.forward, decoder)
     steps = bench.begin(case, chunk)
     steps.step()
     profiler = cProfile.Profile()
@@ -42,6 +52,8 @@ def break_down(bench: StepBench, case: Case, chunk: int, num_steps: int = 10) ->
         steps.step()
     profiler.disable()
     steps.end()
+    if isinstance(decoder, WholeDecoder):
+        del vars(decoder)["forward"]
     totals: dict[str, float] = defaultdict(float)
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     for function, (_, _, own, _, callers) in stats.items():
