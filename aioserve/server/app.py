@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from socket import socket
 from typing import Any
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 # Seconds for handlers to write what is left after the engine has ended all streams.
 HANDLER_TIMEOUT = 1.0
+
+# Seconds that the loop may go on while the runner's thread wants the GIL to begin or end a step.
+# Python's 5 ms are as long as the step of a small model. On 2 cores, 256 streams of a 3M model got
+# 1.2 times the tokens/s with one compute thread (1.1 with two steps in flight), as many with two.
+SWITCH_INTERVAL = 1e-4
 
 
 def build_app(engine: AsyncEngine) -> web.Application:
@@ -99,6 +105,7 @@ async def serve(config: EngineConfig) -> None:
         if not await _unless(signals.first, engine.start()):
             return
         _exempt_from_garbage_collection()
+        sys.setswitchinterval(SWITCH_INTERVAL)
         async with listening(engine, sockets) as url:
             logger.info(
                 "listening on %s (model %s, policy %s)",
