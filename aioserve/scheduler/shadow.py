@@ -30,6 +30,8 @@ LAG_SECONDS = 5.0
 MAX_BEHIND_SECONDS = 30.0
 # The longest that one call may hold the event loop, in seconds.
 SLICE_SECONDS = 0.001
+# What it did not need it cannot save up for later: a share is a share of every moment.
+MAX_CREDIT_SECONDS = 0.01
 UNKNOWN_TOKEN = 0  # where the shadow is ahead of the live reply
 
 
@@ -66,7 +68,8 @@ class Shadow:
         self._make_scheduler = make_scheduler
         self._observer = observer
         self._max_share = max_share
-        self._began: float | None = None
+        self._credit = 0.0  # seconds that it may take now
+        self._credited_at = 0.0
         self._num_followed = 0
         self._reset()
 
@@ -98,10 +101,10 @@ class Shadow:
         """Live up to `LAG_SECONDS` before `now`, as far as slice and share of time allow. Called
         while a step computes, never on the way to one.
         """
-        if self._began is None:
-            self._began = now
-        allowed = self._max_share * (now - self._began)
-        if self.stats.is_failed or self.stats.cost_seconds > allowed:
+        self._credit += self._max_share * (now - self._credited_at)
+        self._credit = min(self._credit, MAX_CREDIT_SECONDS)
+        self._credited_at = now
+        if self.stats.is_failed or self._credit <= 0:
             return
         started = time.perf_counter()
         try:
@@ -109,7 +112,9 @@ class Shadow:
         except Exception:
             logger.exception("the shadow policy failed; it is off from now on")
             self.stats.is_failed = True
-        self.stats.cost_seconds += time.perf_counter() - started
+        cost = time.perf_counter() - started
+        self.stats.cost_seconds += cost
+        self._credit -= cost
 
     def _begin_anew(self) -> None:
         self.stats.num_resets += 1
