@@ -83,10 +83,18 @@ static __attribute__((noinline)) void NAME(multiply)(int mr, const float *a, int
 #undef CASE
 }
 
-// Where K and V of a tile lie: zeros outside of what the item may see, which is never read, as other
-// requests may be writing there.
-static void NAME(find_rows)(const attention *args, const item *work, int64_t tile, const T *zeros,
-                            const T **keys, const T **values) {
+// Where K and V of two tiles lie: of this one, and of what this thread takes next.
+typedef struct {
+    const T *keys[2][TILE], *values[2][TILE];
+    int now;
+    const item *next;  // whose first tile the other is, fetched already
+    const T *zeros;
+} NAME(places);
+
+// The first `count` places of a tile: zeros outside of what the item may see, which is never read,
+// as other requests may be writing there.
+static void NAME(find_rows)(const attention *args, const item *work, int64_t tile, int64_t count,
+                            const T *zeros, const T **keys, const T **values) {
     int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
     int64_t end = smaller(work->end_key - tile, work->tile), i = 0;
     while (i < begin) keys[i] = values[i] = zeros, i++;
@@ -100,7 +108,7 @@ static void NAME(find_rows)(const attention *args, const item *work, int64_t til
         for (; i < block_end; i++, key += args->key_dim, value += args->value_dim)
             keys[i] = key, values[i] = value;
     }
-    while (i < TILE) keys[i] = values[i] = zeros, i++;
+    while (i < count) keys[i] = values[i] = zeros, i++;
 }
 
 // The processor cannot guess where the next block lies.
@@ -181,10 +189,9 @@ INLINE float NAME(soften)(const attention *args, float *scores, float *weights, 
     return scale;
 }
 
-// `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile,
-// as that of `work` was if it `is_fetched`.
-static void NAME(attend_item)(const attention *args, const item *work, int is_fetched,
-                              const item *after) {
+// `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile.
+static void NAME(attend_item)(const attention *args, const item *work, const item *after,
+                              NAME(places) *places) {
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
     const int64_t padded_lanes = (lanes + W - 1) / W * W;
@@ -198,8 +205,6 @@ static void NAME(attend_item)(const attention *args, const item *work, int is_fe
     float *scores = values + TILE * value_dim / STEP, *weights = scores + DIRECT_ROWS * TILE;
     float *out = weights + DIRECT_ROWS * TILE, *queries = out + rows * value_dim;
     float *maxima = queries + rows * lanes, *totals = maxima + rows;  // W parts of each
-    T zeros[key_dim > value_dim ? key_dim : value_dim];
-    memset(zeros, 0, sizeof zeros);
 
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = work->kv_head * group + r % group;
@@ -217,24 +222,29 @@ static void NAME(attend_item)(const attention *args, const item *work, int is_fe
     }
     memset(out, 0, rows * value_dim * sizeof(float));
 
-    const T *row_buffers[4][TILE], **key_rows = row_buffers[0], **value_rows = row_buffers[1];
-    const T **next_keys = row_buffers[2], **next_values = row_buffers[3];
     int64_t tile = work->first_key / 16 * 16;
-    NAME(find_rows)(args, work, tile, zeros, next_keys, next_values);
-    for (int64_t i = 0; i < work->tile && !is_fetched; i++) {
-        NAME(prefetch)(next_keys[i], key_dim);
-        NAME(prefetch)(next_values[i], value_dim);
+    if (places->next != work) {
+        const T **keys = places->keys[!places->now], **values = places->values[!places->now];
+        NAME(find_rows)(args, work, tile, work->tile, places->zeros, keys, values);
+        for (int64_t i = 0; i < work->tile; i++) {
+            NAME(prefetch)(keys[i], key_dim);
+            NAME(prefetch)(values[i], value_dim);
+        }
     }
+    places->next = after;
     for (; tile < work->end_key; tile += work->tile) {
         int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
         int64_t end = smaller(work->end_key - tile, work->tile);
         int64_t last = (end + 15) / 16 * 16;
-        SWAP(key_rows, next_keys);
-        SWAP(value_rows, next_values);
+        places->now = !places->now;
+        const T **key_rows = places->keys[places->now], **next_keys = places->keys[!places->now];
+        const T **value_rows = places->values[places->now];
+        const T **next_values = places->values[!places->now];
         int is_last = tile + work->tile >= work->end_key && after;
         const item *next = is_last ? after : work;
-        NAME(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile, zeros,
-                        next_keys, next_values);
+        NAME(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile,
+                        next->tile > last ? next->tile : last, places->zeros, next_keys,
+                        next_values);
         for (int64_t i = last; i < next->tile; i++) {  // no key here to be fetched beside
             NAME(prefetch)(next_keys[i], key_dim);
             NAME(prefetch)(next_values[i], value_dim);
@@ -336,13 +346,15 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
     {
         const int64_t threads = omp_get_num_threads(), rest = work.count / threads / 32;
         const int64_t chunk = rest < 1 ? 1 : smaller(rest, 8);
-        const item *fetched = 0;
+        T zeros[key_dim > value_dim ? key_dim : value_dim];
+        memset(zeros, 0, sizeof zeros);
+        NAME(places) places;
+        places.now = 0, places.next = 0, places.zeros = zeros;
 #pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < work.count; i++) {
             int64_t after = (i + 1) % chunk ? i + 1 : i + 1 + (threads - 1) * chunk;
-            const item *next = after < work.count ? work.items + after : 0;
-            NAME(attend_item)(&args, work.items + i, fetched == work.items + i, next);
-            fetched = next;
+            NAME(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0,
+                              &places);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < work.count; i++)

@@ -10,25 +10,59 @@ INLINE vf dot(vf sums, vf a, vf b) {
     return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 }
 
-// Scores of `mr` queries, a constant, with 16 keys, turned around in registers: `lanes` pairs each.
+// Four vectors of four quarters, in place: quarter i of vector j to quarter j of vector i.
+INLINE void transpose_quarters(vf v[4]) {
+    __m512 low[2], high[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        low[i] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0x44);
+        high[i] = _mm512_shuffle_f32x4((__m512)v[2 * i], (__m512)v[2 * i + 1], 0xee);
+    }
+    v[0] = (vf)_mm512_shuffle_f32x4(low[0], low[1], 0x88);
+    v[1] = (vf)_mm512_shuffle_f32x4(low[0], low[1], 0xdd);
+    v[2] = (vf)_mm512_shuffle_f32x4(high[0], high[1], 0x88);
+    v[3] = (vf)_mm512_shuffle_f32x4(high[0], high[1], 0xdd);
+}
+
+// Lane i of each quarter: the sum of that quarter of vector i.
+INLINE vf sums_of_quarters(const vf v[4]) {
+    vf two[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+        two[i] = (vf)_mm512_unpacklo_ps(a, b) + (vf)_mm512_unpackhi_ps(a, b);
+    }
+    __m512d a = (__m512d)two[0], b = (__m512d)two[1];
+    return (vf)_mm512_unpacklo_pd(a, b) + (vf)_mm512_unpackhi_pd(a, b);
+}
+
+// Scores of `mr` queries, a constant, with 16 keys of `lanes` pairs.
 INLINE void score_block(int mr, const float *queries, const bf16 *const *keys,
                         const bf16 *const *next, int64_t lanes, float *scores) {
-    vf sums[DIRECT_ROWS] = {0};
-    for (int64_t d = 0; d < lanes; d += W) {
-        vf block[W];
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) block[i] = load_f32((const float *)keys[i] + d);
-        transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) {
-            __builtin_prefetch((const float *)next[i] + d);
+    vf sums[DIRECT_ROWS][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // keys i, i + 4, i + 8, i + 12, side by side
 #pragma GCC unroll 8
-            for (int r = 0; r < mr; r++)
-                sums[r] = dot(sums[r], splat_bits(queries + r * lanes + d + i), block[i]);
+        for (int r = 0; r < mr; r++) sums[r][i] = splat(0);
+        for (int64_t d = 0; d < lanes; d += W) {
+            vf block[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                block[j] = load_f32((const float *)keys[4 * j + i] + d);
+                __builtin_prefetch((const float *)next[4 * j + i] + d);
+            }
+            transpose_quarters(block);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+                for (int r = 0; r < mr; r++) {
+                    __m128 part = _mm_loadu_ps(queries + r * lanes + d + 4 * j);
+                    sums[r][i] = dot(sums[r][i], (vf)_mm512_broadcast_f32x4(part), block[j]);
+                }
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < mr; r++) store_f32(scores + r * TILE, sums[r]);
+    for (int r = 0; r < mr; r++) store_f32(scores + r * TILE, sums_of_quarters(sums[r]));
 }
 
 // `count` keys, a multiple of 16, to scores [mr][TILE].

@@ -47,7 +47,6 @@ typedef struct {
     int64_t size;  // products of all items, about
 } plan;
 
-#define SWAP(a, b) do { __typeof__(a) was_a = a; a = b; b = was_a; } while (0)
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
