@@ -11,6 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 SOURCES = Path("aioserve/kernels/src")
+# What a variant may use; the CPU flags it needs are in aioserve/kernels/library.py: keep in step.
 FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma"]

@@ -62,7 +62,7 @@ class Kernels:
             "paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P
         )
         #: Whether `linear` and `decode` are there: for bfloat16, with AVX512's products of pairs.
-        self.has_products = variant == "avx512"
+        self.has_products = hasattr(library, "decode_bf16")
         if self.has_products:
             self._linear, self._decode = library.linear_bf16, library.decode_bf16
             self._linear.argtypes, self._linear.restype = (_P, _P, _P, _I), None

@@ -14,7 +14,7 @@ from aioserve.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
 
-# Best first, with the CPU flags that each was compiled for (see setup.py).
+# Best first, with the CPU flags of what setup.py compiles each for: keep the two in step.
 VARIANTS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"},
     "avx2": {"avx2", "fma"},

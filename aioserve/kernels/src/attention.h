@@ -179,7 +179,7 @@ INLINE float NAME(soften)(const attention *args, float *scores, float *weights, 
     vf top = splat(-INFINITY), sums = {0};
     for (int64_t c = first; c < last; c += W) top = maximum(load_f32(scores + c), top);
     float unit = args->scaling * LOG2E, scale = 1, new_max = highest(top) * unit;
-    if (new_max > *max) scale = exp2_(splat(*max - new_max))[0], *max = new_max;
+    if (new_max > *max) scale = EXP2(splat(*max - new_max))[0], *max = new_max;
     for (int64_t c = first; c < last; c += W) {
         vf p = EXP2(load_f32(scores + c) * unit - *max);
         sums += p;

@@ -85,21 +85,21 @@ INLINE void weigh_columns(int mr, int vectors, const float *weights, const bf16 
 #pragma GCC unroll 4
         for (int j = 0; j < 2 * vectors; j++)
             sums[r][j] = load_f32(out + r * value_dim + column + j * W) * scales[r];
-    for (int64_t key = 0; key < count; key += 2) {
+    for (int64_t pair = 0; pair < count / 2; pair++) {
         vf pairs[4];
 #pragma GCC unroll 2
         for (int j = 0; j < vectors; j++) {
             int64_t place = column + 32 * j;
-            __m512i a = _mm512_loadu_si512(values[key] + place);
-            __m512i b = _mm512_loadu_si512(values[key + 1] + place);
+            __m512i a = _mm512_loadu_si512(values[2 * pair] + place);
+            __m512i b = _mm512_loadu_si512(values[2 * pair + 1] + place);
             pairs[2 * j] = (vf)_mm512_permutex2var_epi16(a, low, b);
             pairs[2 * j + 1] = (vf)_mm512_permutex2var_epi16(a, high, b);
-            __builtin_prefetch(next[key] + place);
-            __builtin_prefetch(next[key + 1] + place);
+            __builtin_prefetch(next[2 * pair] + place);
+            __builtin_prefetch(next[2 * pair + 1] + place);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < mr; r++) {
-            vf weight = splat_bits(weights + (r * TILE + key) / 2);
+            vf weight = splat_bits(weights + r * (TILE / 2) + pair);
 #pragma GCC unroll 4
             for (int j = 0; j < 2 * vectors; j++) sums[r][j] = dot(sums[r][j], weight, pairs[j]);
         }
