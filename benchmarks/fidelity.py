@@ -108,10 +108,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--profile", help="step times (default: calibrate on the spot)")
     parser.add_argument("--model", help="model directory (default: the embedded model)")
+    parser.add_argument("--threads", type=int, help="of the model (default: one per core)")
     args = parser.parse_args()
     overrides: list[tuple[str, Any]] = [("cache.num_kv_blocks", NUM_KV_BLOCKS)]
     if args.model is not None:
         overrides.append(("model.model", args.model))
+    if args.threads is not None:
+        overrides.append(("runner.threads", args.threads))
     with tempfile.TemporaryDirectory() as folder:
         profile = args.profile
         if profile is None:
