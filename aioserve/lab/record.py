@@ -1,4 +1,4 @@
-"""What happened in one run, in compact arrays, and the runner that notes it.
+"""What happened in one run, in compact arrays, and who notes it.
 
 An hour of traffic is millions of tokens: times are kept as C doubles. Knows nothing about what
 the numbers mean.
@@ -75,33 +75,111 @@ class RunRecord:
         self.end = 0.0
 
 
-class RecordingRunner(RunnerInterface):
-    """Passes steps on to another runner and notes when they began, ended, and what they held.
-
-    On a virtual clock a token reaches its reader at the very time at which its step ends, so the
-    times noted here are those that a client would see.
-    """
+class RunRecorder:
+    """Notes steps, the scheduler's state at some of them, and when tokens came."""
 
     def __init__(
-        self, runner: RunnerInterface, record: RunRecord, *, interval: float, notes_tokens: bool
+        self,
+        record: RunRecord,
+        *,
+        start: float,
+        interval: float,
+        get_stats: Callable[[], SchedulerStats | None],
+        notes_tokens: bool,
     ) -> None:
-        """Every `interval` seconds the state of the scheduler is noted. `notes_tokens` says
-        whether a token's time is taken here or by whoever reads it.
+        """`start`, on the loop's clock, is the run's second 0. The state is noted every `interval`
+        seconds. `notes_tokens` says whether a token's time is taken here, as the end of its step,
+        or by whoever reads it.
         """
-        self._get_stats: Callable[[], SchedulerStats | None] = lambda: None
-        self._runner = runner
         self._record = record
+        self._start = start
         self._interval = interval
+        self._get_stats = get_stats
         self._notes_tokens = notes_tokens
         self._token_times = {str(i): r.token_times for i, r in enumerate(record.requests)}
-        self._has_begun = False
-        self._start = 0.0
+        # Most steps give one token each to those that had one in the step before. Such a series is
+        # kept as who they are and when its steps ended.
+        self._req_ids: list[str] = []
+        self._ends = array("d")
         self._next_state = 0.0
         self._last_end = 0.0
 
-    def begin(self, start: float, get_stats: Callable[[], SchedulerStats | None]) -> None:
-        """From now on; `start`, on the loop's clock, is the run's second 0."""
-        self._start, self._get_stats, self._has_begun = start, get_stats, True
+    def note(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
+    ) -> None:
+        """A step that is handed over when it `began` will end at `end` with this output."""
+        self.note_state(scheduler_output, began)
+        self.note_step(scheduler_output, output, began, end)
+
+    def note_state(self, scheduler_output: SchedulerOutput, now: float) -> None:
+        """A step is handed over at `now`."""
+        for request_id in scheduler_output.preempted_req_ids:
+            self._record.requests[int(request_id)].num_preemptions += 1
+            self._record.num_preemptions += 1
+        time = now - self._start
+        if time >= self._next_state and (stats := self._get_stats()) is not None:
+            states = self._record.states
+            states.time.append(time)
+            states.num_running.append(stats.num_running_reqs)
+            states.num_waiting.append(stats.num_waiting_reqs)
+            states.kv_usage.append(stats.kv_cache_usage)
+            self._next_state = time + self._interval
+
+    def note_step(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
+    ) -> None:
+        """A step that was handed over when it `began` ends at `end` with this output."""
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if not num_tokens:
+            return
+        num_decodes = len(scheduler_output.num_scheduled_tokens)
+        if num_decodes != num_tokens:
+            num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
+        end -= self._start
+        # With two steps in flight the second waits for the first.
+        start = max(began - self._start, self._last_end)
+        self._last_end = end
+        steps = self._record.steps
+        steps.start.append(start)
+        steps.seconds.append(end - start)
+        steps.num_prefill_tokens.append(num_tokens - num_decodes)
+        steps.num_decodes.append(num_decodes)
+        self._record.num_scheduled_tokens += num_tokens
+        if self._notes_tokens:
+            self._note_tokens(output, end)
+
+    def close(self) -> None:
+        """The run has ended."""
+        self._end_series()
+        for request in self._record.requests:
+            # What a step in flight sampled after a deadline has reached nobody.
+            while request.token_times and request.token_times[-1] > request.end:
+                request.token_times.pop()
+
+    def _note_tokens(self, output: ModelRunnerOutput, end: float) -> None:
+        req_ids, sampled = output.req_ids, output.sampled_token_ids
+        if list(map(len, sampled)).count(1) == len(req_ids):
+            if req_ids != self._req_ids:
+                self._end_series()
+                self._req_ids = req_ids
+            self._ends.append(end)
+            return
+        self._end_series()
+        for request_id, token_ids in zip(req_ids, sampled, strict=True):
+            self._token_times[request_id].extend([end] * len(token_ids))
+
+    def _end_series(self) -> None:
+        for request_id in self._req_ids:
+            self._token_times[request_id].extend(self._ends)
+        self._req_ids, self._ends = [], array("d")
+
+
+class RecordingRunner(RunnerInterface):
+    """Passes steps on to a real runner and has them noted when they are back."""
+
+    def __init__(self, runner: RunnerInterface) -> None:
+        self.recorder: RunRecorder | None = None  # None: nothing is noted yet
+        self._runner = runner
 
     async def load(self) -> None:
         await self._runner.load()
@@ -113,54 +191,19 @@ class RecordingRunner(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
-        if not self._has_begun:
+        recorder, loop = self.recorder, asyncio.get_running_loop()
+        began = loop.time()
+        if recorder is None:
             return self._runner.execute_model(scheduler_output)
-        now = asyncio.get_running_loop().time() - self._start
-        for request_id in scheduler_output.preempted_req_ids:
-            self._record.requests[int(request_id)].num_preemptions += 1
-            self._record.num_preemptions += 1
-        if now >= self._next_state:
-            self._note_state(now)
+        recorder.note_state(scheduler_output, began)
+
+        def note(future: "asyncio.Future[ModelRunnerOutput]") -> None:
+            if not future.cancelled() and future.exception() is None:
+                recorder.note_step(scheduler_output, future.result(), began, loop.time())
+
         future = self._runner.execute_model(scheduler_output)
-        if total := scheduler_output.total_num_scheduled_tokens:
-            steps = self._record.steps
-            num_decodes = len(scheduler_output.num_scheduled_tokens)
-            if num_decodes != total:
-                num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
-            steps.start.append(now)
-            steps.seconds.append(0.0)
-            steps.num_prefill_tokens.append(total - num_decodes)
-            steps.num_decodes.append(num_decodes)
-            self._record.num_scheduled_tokens += total
-            number = len(steps.start) - 1
-            future.add_done_callback(lambda future: self._note_result(number, future))
+        future.add_done_callback(note)
         return future
 
     async def close(self) -> None:
         await self._runner.close()
-
-    def _note_state(self, now: float) -> None:
-        stats = self._get_stats()
-        if stats is not None:
-            states = self._record.states
-            states.time.append(now)
-            states.num_running.append(stats.num_running_reqs)
-            states.num_waiting.append(stats.num_waiting_reqs)
-            states.kv_usage.append(stats.kv_cache_usage)
-            self._next_state = now + self._interval
-
-    def _note_result(self, number: int, future: "asyncio.Future[ModelRunnerOutput]") -> None:
-        now = asyncio.get_running_loop().time() - self._start
-        steps = self._record.steps
-        # With two steps in flight the second waits for the first.
-        steps.start[number] = max(steps.start[number], self._last_end)
-        steps.seconds[number] = now - steps.start[number]
-        self._last_end = now
-        if not self._notes_tokens or future.cancelled() or future.exception() is not None:
-            return
-        output, times = future.result(), self._token_times
-        for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if token_ids:
-                times[request_id].append(now)
-                for _ in token_ids[1:]:  # drafts that were right
-                    times[request_id].append(now)

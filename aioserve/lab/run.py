@@ -14,7 +14,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.engine.async_engine import make_runner
 from aioserve.errors import AioserveError, EngineOverloadedError
 from aioserve.lab.clock import VirtualClockEventLoop
-from aioserve.lab.record import RecordingRunner, RequestRecord, RunRecord
+from aioserve.lab.record import RecordingRunner, RequestRecord, RunRecord, RunRecorder
 from aioserve.lab.workload import Workload, WorkloadRequest, build_prompt, replied_to, text_tokens
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason
@@ -56,7 +56,7 @@ def simulate(
 ) -> RunRecord:
     """Run in virtual time; byte for byte the same result every time. Call it outside of a loop."""
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        return runner.run(serve(config, workload, progress, is_live=False))
+        return runner.run(_simulate(config, workload, progress))
 
 
 def run_live(
@@ -64,29 +64,26 @@ def run_live(
 ) -> RunRecord:
     """Run with the configuration's own runner, in real time."""
     with asyncio.Runner() as runner:
-        return runner.run(serve(config, workload, progress, is_live=True))
+        return runner.run(_run_live(config, workload, progress))
 
 
-async def serve(
-    config: EngineConfig, workload: Workload, progress: Progress, *, is_live: bool
-) -> RunRecord:
-    """Start the engine on the running loop, send it the workload, note what happens."""
-    record = RunRecord(len(workload.requests))
-    runner = RecordingRunner(
-        make_runner(config, ModelInfo(config.model)),
-        record,
-        interval=max(workload.duration, 1.0) / NUM_STATES,
-        notes_tokens=not is_live,
-    )
+async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualClockEventLoop)
+    runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
     async with AsyncEngine(config, runner=runner) as engine:
-        workload.check_fits(engine.max_model_len)
-        if is_live:
-            await _warm_up(engine)
-        clients = _Clients(engine, workload, record, progress, is_live=is_live)
-        runner.begin(clients.start, engine.get_stats)
-        await clients.run()
-        record.end = asyncio.get_running_loop().time() - clients.start
-    return record
+        clients = _Clients(engine, workload, progress, is_live=False)
+        runner.on_step = clients.recorder.note
+        return await clients.run()
+
+
+async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
+    runner = RecordingRunner(make_runner(config, ModelInfo(config.model)))
+    async with AsyncEngine(config, runner=runner) as engine:
+        await _warm_up(engine)
+        clients = _Clients(engine, workload, progress, is_live=True)
+        runner.recorder = clients.recorder
+        return await clients.run()
 
 
 async def _warm_up(engine: AsyncEngine) -> None:
@@ -100,17 +97,12 @@ class _Clients:
     """Everybody who asks: they arrive when the workload says, and wait for the end."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        workload: Workload,
-        record: RunRecord,
-        progress: Progress,
-        *,
-        is_live: bool,
+        self, engine: AsyncEngine, workload: Workload, progress: Progress, *, is_live: bool
     ) -> None:
+        """The run begins now. Raises `ConfigError` if a request is too long for the engine."""
+        workload.check_fits(engine.max_model_len)
         self._engine = engine
         self._requests = workload.requests
-        self._record = record
         self._progress = progress
         self._is_live = is_live
         self._vocab_size = engine.model_info.vocab_size
@@ -121,16 +113,27 @@ class _Clients:
         self._is_replied_to = replied_to(workload.requests)
         self._replies: dict[int, list[int]] = {}
         self._loop = asyncio.get_running_loop()
-        self.start = self._loop.time()
+        self._start = self._loop.time()
+        self._record = RunRecord(len(workload.requests))
+        self.recorder = RunRecorder(
+            self._record,
+            start=self._start,
+            interval=max(workload.duration, 1.0) / NUM_STATES,
+            get_stats=engine.get_stats,
+            notes_tokens=not is_live,
+        )
 
-    async def run(self) -> None:
+    async def run(self) -> RunRecord:
         """Until the last request has ended."""
         openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
         openers.sort(key=lambda i: self._requests[i].arrival)
         async with asyncio.TaskGroup() as tasks:
             for i in openers:
-                await self._sleep_until(self.start + self._requests[i].arrival)
+                await self._sleep_until(self._start + self._requests[i].arrival)
                 tasks.create_task(self._serve(i, tasks))
+        self.recorder.close()
+        self._record.end = self._loop.time() - self._start
+        return self._record
 
     async def _sleep_until(self, time: float) -> None:
         if time > self._loop.time():
@@ -139,17 +142,14 @@ class _Clients:
     async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
         """One request to its end, then those that follow it."""
         record = self._record.requests[i]
-        record.arrival = self._loop.time() - self.start
+        record.arrival = self._loop.time() - self._start
         try:
             await self._send(i, self._requests[i], record)
         except EngineOverloadedError:
             record.finish_reason = "refused"
         except AioserveError:
             record.finish_reason = FinishReason.ERROR
-        record.end = self._loop.time() - self.start
-        # What a step in flight sampled after a deadline has reached nobody.
-        while record.token_times and record.token_times[-1] > record.end:
-            record.token_times.pop()
+        record.end = self._loop.time() - self._start
         self._progress(1)
         for follower in self._followers.get(i, ()):
             tasks.create_task(self._follow(follower, tasks))
@@ -180,7 +180,7 @@ class _Clients:
                 token_ids += output.token_ids
                 record.num_cached_tokens = output.num_cached_tokens
                 if self._is_live:
-                    now = self._loop.time() - self.start
+                    now = self._loop.time() - self._start
                     record.token_times.extend([now] * len(output.token_ids))
                 if output.finish_reason is not None:
                     record.finish_reason = output.finish_reason

@@ -6,7 +6,8 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -17,6 +18,9 @@ from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.step_time import StepTimeModel, load_profile, step_features
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+Jump = Callable[[float], bool]
+OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
@@ -29,24 +33,66 @@ class _Row:
     """What the runner remembers of a request in the batch."""
 
     def __init__(self, data: NewRequestData, mean_output_tokens: int, seed: int) -> None:
-        prompt = data.token_ids[: data.num_prompt_tokens]
+        prompt = array("q", data.token_ids[: data.num_prompt_tokens])
         params = data.sampling_params
         self.num_tokens = len(data.token_ids)
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_logprobs = params.logprobs
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
-        self.hash = crc32(array("q", [seed, *prompt]).tobytes())
+        self.hash = crc32(prompt, crc32(array("q", [seed])))
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
         self.eos_position = self.num_prompt_tokens + num_output_tokens
         self.eos_token_id = min(data.stop_token_ids, default=None)
 
 
+class _StepFuture(asyncio.Future[ModelRunnerOutput]):
+    """Done at a time of the loop's clock. Whoever waits for it alone on a virtual clock does not go
+    through the loop: the clock jumps.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, when: float, output: ModelRunnerOutput, jump_to: Jump
+    ) -> None:
+        super().__init__(loop=loop)
+        self._when = when
+        self._output = output
+        self._jump_to = jump_to
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __await__(self) -> Generator[Any, None, ModelRunnerOutput]:
+        if self._timer is None and not self.done() and self._jump_to(self._when):
+            self.set_result(self._output)
+        return super().__await__()
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
+        """From here on somebody relies on the loop."""
+        if self._timer is None and not self.done():
+            self._timer = self.get_loop().call_at(self._when, self._finish)
+        super().add_done_callback(fn, context=context)
+
+    def _finish(self) -> None:
+        if not self.done():  # it was cancelled at shutdown
+            self.set_result(self._output)
+
+
 class SimulatedRunner(RunnerInterface):
     """Steps take the time that a `StepTimeModel` says."""
 
-    def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_info: ModelInfo,
+        *,
+        jump_to: Jump = lambda when: False,
+    ) -> None:
+        """`jump_to` moves a virtual clock ahead if nothing would happen on the way, and says
+        whether it did.
+        """
+        #: Hears of every step, what will come out of it, and from when to when it takes.
+        self.on_step: OnStep | None = None
+        self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time_model(config.runner)
         self._vocab_size = model_info.vocab_size
@@ -72,7 +118,6 @@ class SimulatedRunner(RunnerInterface):
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         # Steps run in order: this one starts when the last one ends.
         now = loop.time()
         started = max(now, self._busy_until)
@@ -81,19 +126,16 @@ class SimulatedRunner(RunnerInterface):
         try:
             seconds, output = self._compute(scheduler_output)
         except Exception as error:
-            future.set_exception(error)
-            return future
+            failed: asyncio.Future[ModelRunnerOutput] = loop.create_future()
+            failed.set_exception(error)
+            return failed
         self._busy_until = started + seconds
-        loop.call_at(self._busy_until, self._resolve, future, output)
-        return future
+        if self.on_step is not None:
+            self.on_step(scheduler_output, output, now, self._busy_until)
+        return _StepFuture(loop, self._busy_until, output, self._jump_to)
 
     async def close(self) -> None:
         self._rows.clear()
-
-    @staticmethod
-    def _resolve(future: "asyncio.Future[ModelRunnerOutput]", output: ModelRunnerOutput) -> None:
-        if not future.done():  # it was cancelled at shutdown
-            future.set_result(output)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
         """Step time in seconds, and the tokens."""
