@@ -49,6 +49,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool, Meta(description="run Python code that comes with the model directory")
     ] = False
+    skip_tokenizer_init: Annotated[
+        bool,
+        Meta(description="no tokenizer: Python callers send and get token ids (not for a server)"),
+    ] = False
 
     @property
     def served_name(self) -> str:

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError
 
@@ -16,6 +18,15 @@ logger = logging.getLogger(__name__)
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
 
+# Where config.json may describe the text model of a larger one, as `get_text_config` looks for it.
+TEXT_PARTS = ("decoder", "generator", "text_config")
+
+
+class GenerationConfig(msgspec.Struct):
+    """What is read of generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None
+
 
 class ModelInfo:
     """Facts of one resolved model directory. Raises `ConfigError` if it cannot be read."""
@@ -23,6 +34,23 @@ class ModelInfo:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.path = resolve_model_path(config)
+
+    @cached_property
+    def _config_json(self) -> dict[str, Any]:
+        """What config.json says; nothing if the text model is described somewhere inside of it."""
+        path = self.path / "config.json"
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
+
+    def _read(self, name: str) -> Any:
+        """A value of the configuration. `transformers`, which takes seconds to import, is asked
+        only for what the file leaves out.
+        """
+        value = self._config_json.get(name)
+        return getattr(self.hf_config, name, None) if value is None else value
 
     @cached_property
     def hf_config(self) -> Any:
@@ -42,18 +70,15 @@ class ModelInfo:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply: generation_config.json, else config.json."""
-        from transformers import GenerationConfig
-
         eos: int | list[int] | None = None
-        if (self.path / "generation_config.json").is_file():
+        path = self.path / "generation_config.json"
+        if path.is_file():
             try:
-                eos = GenerationConfig.from_pretrained(self.path).eos_token_id
-            except Exception as error:
-                raise ConfigError(
-                    f"cannot read {self.path / 'generation_config.json'}: {_one_line(error)}"
-                ) from error
+                eos = msgspec.json.decode(path.read_bytes(), type=GenerationConfig).eos_token_id
+            except (OSError, msgspec.DecodeError) as error:
+                raise ConfigError(f"cannot read {path}: {error}") from error
         if eos is None:
-            eos = getattr(self.hf_config, "eos_token_id", None)
+            eos = self._read("eos_token_id")
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
@@ -61,7 +86,7 @@ class ModelInfo:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: token ids from 0 to one less."""
-        return int(self.hf_config.vocab_size)
+        return int(self._read("vocab_size"))
 
     @cached_property
     def max_model_len(self) -> int:
@@ -81,11 +106,14 @@ class ModelInfo:
 
     @property
     def _num_positions(self) -> int | None:
-        return getattr(self.hf_config, "max_position_embeddings", None)
+        limit: int | None = self._read("max_position_embeddings")
+        return limit
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The `transformers` tokenizer."""
+        """The `transformers` tokenizer. Raises `ConfigError`, also if it was not wanted."""
+        if self.config.skip_tokenizer_init:
+            raise ConfigError("text needs the tokenizer, but skip_tokenizer_init is set")
         from transformers import AutoTokenizer
 
         try:

@@ -14,8 +14,7 @@ class FCFSScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        for request in self.running:
-            step.run(request)
+        step.run_all(self.running)
         for request in self.waiting:
             if not step.admit(request, whole=True):
                 break

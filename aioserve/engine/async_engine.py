@@ -139,8 +139,9 @@ class AsyncEngine:
         self._input_processor = InputProcessor(
             self.model_info, self.max_model_len, self.config.runner.seed
         )
+        skips_tokenizer = self.config.model.skip_tokenizer_init
         self._output_processor = OutputProcessor(
-            self.model_info.tokenizer, self.metrics, self._request_log
+            None if skips_tokenizer else self.model_info.tokenizer, self.metrics, self._request_log
         )
         self._core = EngineCore(
             scheduler,

@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,25 +22,33 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
 INLINE_CHARACTERS = 2_000
 
+NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
+
 
 class InputProcessor:
     """Makes token ids and complete sampling parameters, or raises `RequestError`."""
 
     def __init__(self, model_info: ModelInfo, max_model_len: int, seed: int) -> None:
-        self._tokenizer = model_info.tokenizer
+        self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
+        self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
-        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self._max_token_bytes = max(map(len, self._tokenizer.get_vocab()), default=1)
+        if self._has_tokenizer:
+            self._tokenizer = model_info.tokenizer
+            self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if self._backend is not None:
+                self._backend.no_truncation()
+                self._backend.no_padding()
+            self._max_token_bytes = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._random = random.Random(seed)
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the length limit."""
+        is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+        if is_text and not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
         if isinstance(prompt, str):
             token_ids = await self._encode(prompt, add_special_tokens=True)
         elif not prompt:
@@ -56,6 +64,8 @@ class InputProcessor:
 
     def complete_params(self, params: SamplingParams) -> SamplingParams:
         """Check token ids against the vocabulary; give a request that draws a seed of its own."""
+        if params.detokenize and not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
         for name in ("stop_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < self._vocab_size:
@@ -117,16 +127,16 @@ class InputProcessor:
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
         self._check_length(len(prompt), "")
-        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self._vocab_size:
-            return list(prompt)  # all is well; only else is it worth finding out where not
-        for i, token_id in enumerate(prompt):
-            if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"prompt[{i}] must be a token id from 0 to {self._vocab_size - 1}, "
-                    f"got {token_id!r}",
-                    param="prompt",
-                )
-        return list(prompt)
+        ids = list(prompt)
+        try:
+            return msgspec.convert(ids, self._token_ids)
+        except msgspec.ValidationError:
+            known = range(self._vocab_size)
+            i = next(i for i, x in enumerate(ids) if type(x) is not int or x not in known)
+            raise RequestError(
+                f"prompt[{i}] must be a token id from 0 to {self._vocab_size - 1}, got {ids[i]!r}",
+                param="prompt",
+            ) from None
 
     def _check_length(self, num_tokens: int, qualifier: str) -> None:
         if num_tokens >= self._max_model_len:

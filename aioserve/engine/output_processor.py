@@ -92,11 +92,14 @@ class OutputProcessor:
     def __init__(
         self, tokenizer: object, metrics: EngineMetrics, request_log: RequestLog | None = None
     ) -> None:
+        """`tokenizer` is None if nobody will ask for text."""
         self._metrics = metrics
         self._request_log = request_log
         self._states: dict[str, RequestState] = {}
         self._make_detokenizer = {
-            skip: choose_detokenizer(tokenizer, skip_special_tokens=skip) for skip in (False, True)
+            skip: choose_detokenizer(tokenizer, skip_special_tokens=skip)
+            for skip in (False, True)
+            if tokenizer is not None
         }
 
     def __len__(self) -> int:
@@ -112,9 +115,10 @@ class OutputProcessor:
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
         stopped = []
+        states, num_tokens = self._states, 0
         last_times: dict[float, int] = {}  # most had their last token in the same step
         for core_output in outputs:
-            state = self._states.get(core_output.request_id)
+            state = states.get(core_output.request_id)
             if state is None:
                 continue  # its reader has left, or a stop string ended it in the step before
             last_time, state.last_token_time = state.last_token_time, now
@@ -122,7 +126,7 @@ class OutputProcessor:
                 self._metrics.on_first_token(state.request, now)
             else:
                 last_times[last_time] = last_times.get(last_time, 0) + 1
-            self._metrics.num_generation_tokens += len(core_output.new_token_ids)
+            num_tokens += len(core_output.new_token_ids)
             if state.waits_for_end and core_output.finish_reason is None:
                 continue
             output = state.make_output(core_output)
@@ -131,6 +135,7 @@ class OutputProcessor:
                     stopped.append(core_output.request_id)
                 self._finish(state, output.finish_reason, now)
             state.put(output)
+        self._metrics.num_generation_tokens += num_tokens
         for last_time, count in last_times.items():
             self._metrics.on_next_tokens(now - last_time, count)
         return stopped

@@ -43,12 +43,11 @@ class BlockPool:
         num_unused = min(num_blocks, len(self._unused))
         block_ids = self._unused[: -num_unused - 1 : -1]
         del self._unused[len(self._unused) - num_unused :]
-        for _ in range(num_blocks - num_unused):
-            block_id, _ = self._evictable.popitem(last=False)
-            self._forget(block_id)
-            block_ids.append(block_id)
+        if num_blocks > num_unused:
+            block_ids += self._evict(num_blocks - num_unused)
+        ref_counts = self.ref_counts
         for block_id in block_ids:
-            self.ref_counts[block_id] = 1
+            ref_counts[block_id] = 1
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -60,7 +59,7 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""
-        ref_counts, hashes = self.ref_counts, self._hashes
+        ref_counts, hashes, evictable = self.ref_counts, self._hashes, self._evictable
         for block_id in block_ids:
             ref_counts[block_id] = count = ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} freed twice"
@@ -68,25 +67,26 @@ class BlockPool:
                 if hashes[block_id] is None:
                     self._unused.append(block_id)
                 else:
-                    self._evictable[block_id] = None
+                    evictable[block_id] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None if there is none."""
         return self._index.get(block_hash)
 
-    def register(self, block_id: int, block_hash: bytes) -> bool:
-        """Make a held, full block findable; False if the content is: its first block wins."""
-        if block_hash in self._index:
-            return False
-        self._index[block_hash] = block_id
-        self._hashes[block_id] = block_hash
-        return True
+    def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Make held, full blocks findable; of equal contents the first block wins."""
+        index, hashes = self._index, self._hashes
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_hash not in index:
+                index[block_hash] = block_id
+                hashes[block_id] = block_hash
 
     def unregister(self, block_id: int) -> None:
         """Make a held block unfindable, because it will not be computed after all."""
         assert self.ref_counts[block_id] > 0
-        if self._hashes[block_id] is not None:
-            self._forget(block_id)
+        if (block_hash := self._hashes[block_id]) is not None:
+            self._hashes[block_id] = None
+            self._forget([block_hash])
 
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
@@ -97,10 +97,18 @@ class BlockPool:
         if self._on_event is not None:
             self._on_event(AllBlocksCleared())
 
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        assert block_hash is not None
-        del self._index[block_hash]
-        self._hashes[block_id] = None
-        if self._on_event is not None:
-            self._on_event(BlockRemoved(block_hash))
+    def _evict(self, num_blocks: int) -> list[int]:
+        """The blocks that were freed first, now without content."""
+        pop, hashes = self._evictable.popitem, self._hashes
+        block_ids = [pop(last=False)[0] for _ in range(num_blocks)]
+        self._forget([hashes[block_id] for block_id in block_ids])
+        for block_id in block_ids:
+            hashes[block_id] = None
+        return block_ids
+
+    def _forget(self, block_hashes: Iterable[bytes | None]) -> None:
+        for block_hash in block_hashes:
+            assert block_hash is not None
+            del self._index[block_hash]
+            if self._on_event is not None:
+                self._on_event(BlockRemoved(block_hash))

@@ -3,14 +3,17 @@
 Knows requests' tokens and blocks. Does not know steps, queues or who deserves what.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from hashlib import blake2b
 
+import msgspec
+
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.request import Request
+
+_encode = msgspec.msgpack.Encoder().encode  # numbers to bytes, no two lists to the same
 
 
 class KVCacheManager:
@@ -130,12 +133,14 @@ class KVCacheManager:
         if first >= end:
             return []
         self._hash_blocks(request, end)
-        for i in range(first, end):
-            is_new = self.pool.register(request.block_ids[i], request.block_hashes[i])
-            if is_new and self._on_event is not None:
-                self._on_event(self._stored(request, i))
+        block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
+        if self._on_event is not None:
+            for i, block_hash in enumerate(hashes, start=first):
+                if self.pool.lookup(block_hash) is None:
+                    self._on_event(self._stored(request, i))
+        self.pool.register(block_ids, hashes)
         request.num_cached_blocks = end
-        return request.block_ids[first:end]
+        return block_ids
 
     def free(self, request: Request) -> None:
         """Give back all blocks, tail first so that a head outlives its tail in the index."""
@@ -157,12 +162,11 @@ class KVCacheManager:
         if first >= num_blocks:
             return
         parent = hashes[-1] if hashes else _root(request)
-        tokens = array("i", request.token_ids[first * size : num_blocks * size]).tobytes()
-        num_bytes = len(tokens) // (num_blocks - first)
-        for i in range(first, num_blocks):
-            data = parent + tokens[(i - first) * num_bytes : (i - first + 1) * num_bytes]
-            if request.encoder_inputs:
-                data += _encoder_key(request, i * size, (i + 1) * size)
+        token_ids, encoder_inputs = request.token_ids, request.encoder_inputs
+        for start in range(first * size, num_blocks * size, size):
+            data = parent + _encode(token_ids[start : start + size])
+            if encoder_inputs:
+                data += _encoder_key(request, start, start + size)
             parent = blake2b(data, digest_size=16).digest()
             hashes.append(parent)
 

@@ -27,13 +27,15 @@ Progress = Callable[[int], None]  # told how many more requests have ended
 
 
 def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:
-    """The configuration with its runner replaced by the simulated one.
+    """The configuration with its runner replaced by the simulated one, and without a tokenizer.
 
     Where it states no `max_model_len`, the `longest` request, in tokens, may raise it: what is
     simulated has no positions.
     """
     config = msgspec.structs.replace(
-        config, runner=msgspec.structs.replace(config.runner, runner="simulated")
+        config,
+        runner=msgspec.structs.replace(config.runner, runner="simulated"),
+        model=msgspec.structs.replace(config.model, skip_tokenizer_init=True),
     )
     if config.model.max_model_len is None and longest > ModelInfo(config.model).max_model_len:
         model = msgspec.structs.replace(config.model, max_model_len=longest)

@@ -5,8 +5,8 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 """
 
 import asyncio
-from array import array
 from collections.abc import Callable, Generator, Sequence
+from struct import pack
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +25,7 @@ OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
 DEFAULT_POOL_SHARE = 0.25
+HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
 # Without steps for so long, threads sleep and caches are cold. A guess.
 IDLE_SECONDS = 0.001
 
@@ -33,14 +34,14 @@ class _Row:
     """What the runner remembers of a request in the batch."""
 
     def __init__(self, data: NewRequestData, mean_output_tokens: int, seed: int) -> None:
-        prompt = array("q", data.token_ids[: data.num_prompt_tokens])
+        prompt = data.token_ids[: data.num_prompt_tokens]
         params = data.sampling_params
         self.num_tokens = len(data.token_ids)
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_logprobs = params.logprobs
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
-        self.hash = crc32(prompt, crc32(array("q", [seed])))
+        self.hash = crc32(pack(f"{len(prompt) + 1}q", seed, *prompt))
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
         self.eos_position = self.num_prompt_tokens + num_output_tokens
@@ -170,16 +171,22 @@ class SimulatedRunner(RunnerInterface):
 
     def _decode(self, cached: CachedRequestData) -> list[list[int]]:
         """One token each. The lab's hot path: millions of rows go through here."""
-        rows = self._rows
+        rows, vocab_size, special = self._rows, self._vocab_size, self._special_token_ids
         sampled: list[list[int]] = []
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
         ):
             row = rows[request_id]
-            if num_computed + 1 < row.num_tokens:  # a piece of a prompt
+            num_tokens = row.num_tokens
+            if num_computed + 1 < num_tokens:  # a piece of a prompt
                 sampled.append([])
+                continue
+            token_id = (row.hash + HASH_MULTIPLIER * num_tokens) % vocab_size
+            if token_id in special or num_tokens >= row.eos_position:
+                token_id = self._sample(row)
             else:
-                sampled.append([self._sample(row)])
+                row.num_tokens = num_tokens + 1
+            sampled.append([token_id])
         return sampled
 
     def _run(
@@ -252,7 +259,7 @@ class SimulatedRunner(RunnerInterface):
         row.num_tokens = num_tokens + 1
         if row.eos_token_id is not None and num_tokens >= row.eos_position:
             return row.eos_token_id
-        token_id = (row.hash + 2654435761 * num_tokens) % self._vocab_size
+        token_id = (row.hash + HASH_MULTIPLIER * num_tokens) % self._vocab_size
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id

@@ -215,16 +215,27 @@ class BaseScheduler(SchedulerInterface):
         sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
         logprobs = model_runner_output.logprobs
         drafted = scheduler_output.scheduled_spec_decode_tokens
+        running = RequestStatus.RUNNING
         for request, token_ids in sampled:
-            status = request.status
-            if not token_ids or (status is not RequestStatus.RUNNING and status.is_finished):
+            if not token_ids or (request.status is not running and request.status.is_finished):
                 continue
             new_logprobs = logprobs.get(request.request_id) if logprobs else None
-            output = self._append_tokens(request, token_ids, new_logprobs)
+            num_tokens = request.num_tokens + 1
+            if (
+                num_tokens <= request.num_target_tokens
+                and num_tokens < request.max_total_tokens
+                and len(token_ids) == 1
+                and token_ids[0] not in request.stop_token_ids
+            ):  # the hot path: one more token that ends nothing
+                request.token_ids += token_ids
+                request.num_tokens = num_tokens
+                output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
+            else:
+                output = self._append_tokens(request, token_ids, new_logprobs)
+                if output.finish_reason is not None:
+                    any_finished = True
             if drafted and request.request_id in drafted:
                 self._roll_back(request)
-            if output.finish_reason is not None:
-                any_finished = True
             outputs[request.client_index].append(output)
         if any_finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]

@@ -3,6 +3,7 @@
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from aioserve.errors import PolicyError
@@ -46,13 +47,36 @@ class Step:
         """Who was served so far, in order."""
         return list(self._tokens)
 
+    def run_all(self, requests: Iterable[Request]) -> None:
+        """`run` each of them, in order; quicker than a loop where most rows are decodes."""
+        tokens, num_lookahead_tokens = self._tokens, self._num_lookahead_tokens
+        running = RequestStatus.RUNNING
+        for request in requests:
+            end = request.num_computed_tokens + 1
+            if (
+                end == request.num_target_tokens
+                and end + num_lookahead_tokens <= request.num_slots
+                and request.status is running
+                and self.token_budget > 0
+                and end >= request.num_tokens
+                and not request.draft_token_ids
+                and not request.encoder_inputs
+                and request not in tokens
+            ):  # the hot path: a decode that has room in its last block
+                self.token_budget -= 1
+                tokens[request] = 1
+                request.num_computed_tokens = end
+                if end < request.max_total_tokens - 1:
+                    request.num_target_tokens = end + 1  # the token that it samples
+            else:
+                self.run(request)
+
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         """Give a running request what it lacks, within the budget and `max_tokens`.
 
         Preempts `victim()` until there are blocks for it. Returns the tokens granted; 0 if it
         lacks nothing, was served or preempted in this step, or cannot be served.
         """
-        # The hot path: a decode that has room in its last block does no call at all.
         if request in self._tokens or request.status is not RequestStatus.RUNNING:
             return 0
         num_computed = request.num_computed_tokens
@@ -154,8 +178,14 @@ class Step:
         """Freeze the step. Call it once, last."""
         scheduler, tokens, admitted = self._scheduler, self._tokens, self._admitted
         scheduler._close_step(self)
-        cached = [r for r in tokens if r not in admitted] if admitted else list(tokens)
+        requests = list(tokens)
+        total = sum(tokens.values())
+        cached = [r for r in requests if r not in admitted] if admitted else requests
         req_ids = [r.request_id for r in cached]
+        if total == len(requests):  # nothing but decodes: most steps are
+            num_computed = [r.num_computed_tokens - 1 for r in cached]
+        else:
+            num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
         finished_req_ids = scheduler._take_finished_req_ids()
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self._preempted_req_ids)
@@ -164,7 +194,7 @@ class Step:
             scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=req_ids,
-                num_computed_tokens=[r.num_computed_tokens - tokens[r] for r in cached],
+                num_computed_tokens=num_computed,
                 new_block_ids=self._new_block_ids,
             ),
             num_scheduled_tokens=(
@@ -172,7 +202,7 @@ class Step:
                 if admitted
                 else dict(zip(req_ids, tokens.values(), strict=True))
             ),
-            total_num_scheduled_tokens=sum(tokens.values()),
+            total_num_scheduled_tokens=total,
             preempted_req_ids=self._preempted_req_ids,
             finished_req_ids=finished_req_ids,
             num_common_prefix_blocks=scheduler._num_common_prefix_blocks(),
@@ -180,7 +210,7 @@ class Step:
             scheduled_encoder_inputs=self._encoder.scheduled,
             free_encoder_hashes=scheduler.encoder_cache.take_evicted() if is_sent else [],
         )
-        scheduler._commit(output, list(tokens), self._num_prefill_tokens)
+        scheduler._commit(output, requests, self._num_prefill_tokens)
         return output
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError
 from aioserve.server import admin
 from aioserve.server.chat import create_chat_completion
 from aioserve.server.completions import create_completion
@@ -98,6 +99,8 @@ async def serve(config: EngineConfig) -> None:
 
     Raises `ConfigError` if the engine or the site cannot start as configured.
     """
+    if config.model.skip_tokenizer_init:
+        raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     signals = _Signals()
     sockets = bind(config.server.host, config.server.port)
     engine = AsyncEngine(config)

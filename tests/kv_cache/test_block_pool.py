@@ -8,7 +8,7 @@ from aioserve.kv_cache import BlockPool
 def test_unused_blocks_are_handed_out_before_cached_ones_are_evicted() -> None:
     pool = BlockPool(3)
     (cached,) = pool.allocate(1)
-    pool.register(cached, b"a")
+    pool.register([cached], [b"a"])
     pool.free([cached])
     assert cached not in pool.allocate(2)
     assert pool.lookup(b"a") == cached
@@ -20,7 +20,7 @@ def test_eviction_takes_the_least_recently_freed_block() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     for block_id, name in zip(blocks, (b"a", b"b", b"c"), strict=True):
-        pool.register(block_id, name)
+        pool.register([block_id], [name])
     pool.free(reversed(blocks))  # tail first
     pool.touch([blocks[2]])  # somebody found the tail again
     assert pool.allocate(1) == [blocks[1]]
@@ -30,7 +30,7 @@ def test_eviction_takes_the_least_recently_freed_block() -> None:
 def test_a_shared_block_is_free_only_when_all_holders_have_gone() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
-    pool.register(block, b"a")
+    pool.register([block], [b"a"])
     pool.touch([block])
     pool.free([block])
     assert pool.num_free_blocks == 0
@@ -41,8 +41,8 @@ def test_a_shared_block_is_free_only_when_all_holders_have_gone() -> None:
 def test_the_first_block_of_a_content_wins() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    pool.register(first, b"a")
-    pool.register(second, b"a")
+    pool.register([first], [b"a"])
+    pool.register([second], [b"a"])
     assert pool.lookup(b"a") == first
     pool.unregister(second)  # it never was in the index
     assert pool.lookup(b"a") == first
@@ -51,8 +51,8 @@ def test_the_first_block_of_a_content_wins() -> None:
 def test_clearing_the_index_loses_no_block() -> None:
     pool = BlockPool(4)
     held, freed = pool.allocate(2)
-    pool.register(held, b"a")
-    pool.register(freed, b"b")
+    pool.register([held], [b"a"])
+    pool.register([freed], [b"b"])
     pool.free([freed])
     pool.clear_index()
     assert pool.lookup(b"a") is None
