@@ -50,14 +50,13 @@ class DeadlineScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step, now, model, tpot = self.new_step(), self.clock(), self.step_time, self.options.tpot
-        num_decodes = num_context = 0
+        step.run_decodes()
+        decodes = step.requests
+        num_decodes, num_context = len(decodes), sum(r.num_computed_tokens for r in decodes)
         next_due = now + self.options.ttft / 8  # a guess: newcomers must wait for a step's end
-        for request in self.running:
-            if not request.is_prefill and step.run(request):
-                num_decodes += 1
-                num_context += request.num_computed_tokens
-                due = request.order_key[0] + tpot * request.num_output_tokens
-                next_due = min(next_due, due if request.deadline is None else now)
+        for request in decodes:
+            due = request.order_key[0] + tpot * request.num_output_tokens
+            next_due = min(next_due, due if request.deadline is None else now)
         budget = model.max_prefill_tokens(max(tpot, next_due - now), num_decodes, num_context)
         budget = max(budget, self.options.min_prefill_tokens)
         speed = budget / model.seconds(budget, num_decodes, num_context + budget)

@@ -46,10 +46,9 @@ class FairScheduler(BaseScheduler):
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
         self.lift_newcomers()
-        decodes = [r.user for r in self.running if not r.is_prefill and step.run(r)]
-        for user, num_tokens in Counter(decodes).items():
+        prefills = step.run_decodes()
+        for user, num_tokens in Counter(r.user for r in step.requests).items():
             self.charge(user, self.options.output_weight * num_tokens)
-        prefills = [r for r in self.running if r.is_prefill]
         for request in sorted(prefills, key=lambda r: self.served[r.user]):
             self.charge_prompt(request, step.run(request))
         while heads := self.waiting.heads():

@@ -14,7 +14,8 @@ class FCFSScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        step.run_all(self.running)
+        for request in step.run_decodes():  # prompts that another policy left half-way
+            step.run(request)
         for request in self.waiting:
             if not step.admit(request, whole=True):
                 break

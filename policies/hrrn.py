@@ -36,12 +36,10 @@ class HRRNScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
-        for request in self.running:
-            if not request.is_prefill:
-                step.run(request)
+        prefills = step.run_decodes()
         has_room = step.token_budget > 0 and len(self.running) < self.max_num_seqs
         window = self.options.window if has_room else 1  # the first still hears why it waits
-        prompts = [r for r in self.running if r.is_prefill] + list(islice(self.waiting, window))
+        prompts = prefills + list(islice(self.waiting, window))
         may_admit = True
         for request in sorted(prompts, key=self.response_ratio, reverse=True):
             if request.status is RequestStatus.RUNNING:

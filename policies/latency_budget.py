@@ -58,13 +58,9 @@ class LatencyBudgetScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        num_decodes = num_context = 0
-        for request in self.running:
-            if not request.is_prefill and step.run(request):
-                num_decodes += 1
-                num_context += request.num_computed_tokens
-        prefills = [r for r in self.running if r.is_prefill]
-        num_context += sum(r.num_computed_tokens for r in prefills)
+        prefills = step.run_decodes()
+        num_decodes = len(step.requests)
+        num_context = sum(r.num_computed_tokens for r in step.requests + prefills)
         budget = self.prefill_budget(num_decodes, num_context)
         for request in sorted(prefills, key=lambda r: r.order_key):
             budget -= step.run(request, budget)

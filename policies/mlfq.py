@@ -57,10 +57,7 @@ class MLFQScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
-        for request in self.running:
-            if not request.is_prefill:
-                step.run(request)
-        prefills = [r for r in self.running if r.is_prefill]
+        prefills = step.run_decodes()
         waiting = list(islice(self.waiting, self.options.window))
         limit = self.options.max_preemptions
         # Not those who come in by this step: they would be thrown out of every step again.

@@ -31,7 +31,7 @@ class PrefixAgedScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
-        for request in sorted(self.running, key=lambda r: r.is_prefill):
+        for request in step.run_decodes():
             step.run(request)
         has_room = step.token_budget > 0 and len(self.running) < self.max_num_seqs
         window = self.options.window if has_room else 1  # the first still hears why it waits

@@ -5,8 +5,11 @@ computed again later. Urgent traffic can starve the rest: that is what it is for
 """
 
 from heapq import merge
+from operator import attrgetter
 
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, WaitReason
+
+order_key = attrgetter("order_key")
 
 
 class PriorityScheduler(BaseScheduler):
@@ -17,11 +20,14 @@ class PriorityScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        running = sorted(self.running, key=lambda r: r.order_key)
-        for request in merge(running, self.waiting, key=lambda r: r.order_key):
+        running = sorted(self.running, key=order_key)
+        line = merge(running, self.waiting, key=order_key) if self.waiting else running
+        for request in line:
             if not step.run(request) and request in self.waiting:
                 if not self.admit(step, request):
                     break
+        else:
+            return step.output()
         for request in running:  # those behind the one that has to wait
             step.run(request)
         return step.output()

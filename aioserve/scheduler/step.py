@@ -3,7 +3,6 @@
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from aioserve.errors import PolicyError
@@ -47,8 +46,13 @@ class Step:
         """Who was served so far, in order."""
         return list(self._tokens)
 
-    def run_all(self, requests: Iterable[Request]) -> None:
-        """`run` each of them, in order; quicker than a loop where most rows are decodes."""
+    def run_decodes(self) -> list[Request]:
+        """`run` every running request whose prompt is computed, in order; returns the others.
+
+        As a loop would, but quicker: this is what most rows of most steps are.
+        """
+        requests = self._scheduler.running
+        prefills = [r for r in requests if r.num_tokens - r.num_computed_tokens > 1]
         tokens, num_lookahead_tokens = self._tokens, self._num_lookahead_tokens
         running = RequestStatus.RUNNING
         for request in requests:
@@ -62,14 +66,15 @@ class Step:
                 and not request.draft_token_ids
                 and not request.encoder_inputs
                 and request not in tokens
-            ):  # the hot path: a decode that has room in its last block
+            ):  # it has room in its last block, and nothing else to be seen to
                 self.token_budget -= 1
                 tokens[request] = 1
                 request.num_computed_tokens = end
                 if end < request.max_total_tokens - 1:
                     request.num_target_tokens = end + 1  # the token that it samples
-            else:
+            elif request.num_tokens - end < 1:
                 self.run(request)
+        return [r for r in prefills if r.status is running] if self._preempted else prefills
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         """Give a running request what it lacks, within the budget and `max_tokens`.
