@@ -108,10 +108,10 @@ class RunRecorder:
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
     ) -> None:
         """A step that is handed over when it `began` will end at `end` with this output."""
-        self.note_state(scheduler_output, began)
+        self.note_start(scheduler_output, began)
         self.note_step(scheduler_output, output, began, end)
 
-    def note_state(self, scheduler_output: SchedulerOutput, now: float) -> None:
+    def note_start(self, scheduler_output: SchedulerOutput, now: float) -> None:
         """A step is handed over at `now`."""
         for request_id in scheduler_output.preempted_req_ids:
             self._record.requests[int(request_id)].num_preemptions += 1
@@ -137,7 +137,9 @@ class RunRecorder:
             num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
         end -= self._start
         # With two steps in flight the second waits for the first.
-        start = max(began - self._start, self._last_end)
+        start = began - self._start
+        if start < self._last_end:
+            start = self._last_end
         self._last_end = end
         steps = self._record.steps
         steps.start.append(start)
@@ -195,7 +197,7 @@ class RecordingRunner(RunnerInterface):
         began = loop.time()
         if recorder is None:
             return self._runner.execute_model(scheduler_output)
-        recorder.note_state(scheduler_output, began)
+        recorder.note_start(scheduler_output, began)
 
         def note(future: "asyncio.Future[ModelRunnerOutput]") -> None:
             if not future.cancelled() and future.exception() is None:

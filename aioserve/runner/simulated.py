@@ -25,6 +25,7 @@ OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 # Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
 # on memory visible without being the rule.
 DEFAULT_POOL_SHARE = 0.25
+NEVER = 2**62  # as a position
 HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
 # Without steps for so long, threads sleep and caches are cold. A guess.
 IDLE_SECONDS = 0.001
@@ -44,8 +45,10 @@ class _Row:
         self.hash = crc32(pack(f"{len(prompt) + 1}q", seed, *prompt))
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
+        self.eos_token_id = min(data.stop_token_ids, default=-1)
         self.eos_position = self.num_prompt_tokens + num_output_tokens
-        self.eos_token_id = min(data.stop_token_ids, default=None)
+        if not data.stop_token_ids:
+            self.eos_position = NEVER
 
 
 class _StepFuture(asyncio.Future[ModelRunnerOutput]):
@@ -60,17 +63,18 @@ class _StepFuture(asyncio.Future[ModelRunnerOutput]):
         self._when = when
         self._output = output
         self._jump_to = jump_to
-        self._timer: asyncio.TimerHandle | None = None
+        self._has_timer = False
 
     def __await__(self) -> Generator[Any, None, ModelRunnerOutput]:
-        if self._timer is None and not self.done() and self._jump_to(self._when):
+        if not self._has_timer and not self.done() and self._jump_to(self._when):
             self.set_result(self._output)
         return super().__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
         """From here on somebody relies on the loop."""
-        if self._timer is None and not self.done():
-            self._timer = self.get_loop().call_at(self._when, self._finish)
+        if not self._has_timer and not self.done():
+            self._has_timer = True
+            self.get_loop().call_at(self._when, self._finish)
         super().add_done_callback(fn, context=context)
 
     def _finish(self) -> None:
@@ -257,7 +261,7 @@ class SimulatedRunner(RunnerInterface):
         """The row's next token, which it then has."""
         num_tokens = row.num_tokens
         row.num_tokens = num_tokens + 1
-        if row.eos_token_id is not None and num_tokens >= row.eos_position:
+        if num_tokens >= row.eos_position:
             return row.eos_token_id
         token_id = (row.hash + HASH_MULTIPLIER * num_tokens) % self._vocab_size
         while token_id in self._special_token_ids:
