@@ -397,7 +397,8 @@ class AsyncEngine:
         stopped = self._output_processor.process_outputs(outputs, self._clock())
         if stopped:
             self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
-        self._advance_shadow()
+        if self._shadow is not None:
+            self._advance_shadow()
 
     def _expire(self, request_ids: list[str]) -> None:
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())

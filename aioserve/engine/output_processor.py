@@ -116,7 +116,7 @@ class OutputProcessor:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
         stopped = []
         states, num_tokens = self._states, 0
-        last_times: dict[float, int] = {}  # most had their last token in the same step
+        last, count = 0.0, 0  # so many in a row had their last token at the same time
         for core_output in outputs:
             state = states.get(core_output.request_id)
             if state is None:
@@ -125,7 +125,11 @@ class OutputProcessor:
             if last_time is None:
                 self._metrics.on_first_token(state.request, now)
             else:
-                last_times[last_time] = last_times.get(last_time, 0) + 1
+                if last_time != last and count:
+                    self._metrics.on_next_tokens(now - last, count)
+                    count = 0
+                last = last_time
+                count += 1
             num_tokens += len(core_output.new_token_ids)
             if state.waits_for_end and core_output.finish_reason is None:
                 continue
@@ -136,8 +140,8 @@ class OutputProcessor:
                 self._finish(state, output.finish_reason, now)
             state.put(output)
         self._metrics.num_generation_tokens += num_tokens
-        for last_time, count in last_times.items():
-            self._metrics.on_next_tokens(now - last_time, count)
+        if count:
+            self._metrics.on_next_tokens(now - last, count)
         return stopped
 
     def end_requests(self, request_ids: Iterable[str], reason: FinishReason, now: float) -> None:

@@ -108,7 +108,8 @@ class RunRecorder:
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
     ) -> None:
         """A step that is handed over when it `began` will end at `end` with this output."""
-        self.note_start(scheduler_output, began)
+        if scheduler_output.preempted_req_ids or began - self._start >= self._next_state:
+            self.note_start(scheduler_output, began)
         self.note_step(scheduler_output, output, began, end)
 
     def note_start(self, scheduler_output: SchedulerOutput, now: float) -> None:

@@ -161,7 +161,9 @@ class SimulatedRunner(RunnerInterface):
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """Forget who left, add who came; of these, the number of computed tokens."""
-        for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+        for request_id in scheduler_output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for request_id in scheduler_output.preempted_req_ids:
             self._rows.pop(request_id, None)
         config = self._config
         computed: dict[str, int] = {}

@@ -4,7 +4,7 @@ Knows requests, counts, blocks and steps. Knows nothing about text, tensors, tas
 """
 
 from abc import abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -210,7 +210,9 @@ class BaseScheduler(SchedulerInterface):
         while expected is not scheduler_output:
             self._settle(requests)  # a policy raised over its result; whom it carried has ended
             expected, requests = self._in_flight.popleft()
-        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        outputs: dict[int, list[EngineCoreOutput]] = {}
+        client_index: int | None = None  # of `outs`; most engines have one client
+        outs: list[EngineCoreOutput] = []
         any_finished = False
         sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
         logprobs = model_runner_output.logprobs
@@ -236,7 +238,10 @@ class BaseScheduler(SchedulerInterface):
                     any_finished = True
             if drafted and request.request_id in drafted:
                 self._roll_back(request)
-            outputs[request.client_index].append(output)
+            if request.client_index != client_index:
+                client_index = request.client_index
+                outs = outputs.setdefault(client_index, [])
+            outs.append(output)
         if any_finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         if self._returning or self._ended:
@@ -294,6 +299,9 @@ class BaseScheduler(SchedulerInterface):
 
     def has_finished_requests(self) -> bool:
         return bool(self._finished_req_ids)
+
+    def has_requests(self) -> bool:
+        return bool(self._requests or self._finished_req_ids)
 
     def reset_prefix_cache(self) -> bool:
         self.kv_cache.pool.clear_index()
@@ -448,10 +456,6 @@ class BaseScheduler(SchedulerInterface):
             )
         self._open_step = None
         self.num_steps = step.step_id
-
-    def _take_finished_req_ids(self) -> list[str]:
-        finished, self._finished_req_ids = self._finished_req_ids, []
-        return finished
 
     def _commit(
         self, output: SchedulerOutput, requests: list[Request], num_prefill_tokens: int

@@ -51,30 +51,36 @@ class Step:
 
         As a loop would, but quicker: this is what most rows of most steps are.
         """
-        requests = self._scheduler.running
-        prefills = [r for r in requests if r.num_tokens - r.num_computed_tokens > 1]
-        tokens, num_lookahead_tokens = self._tokens, self._num_lookahead_tokens
-        running = RequestStatus.RUNNING
-        for request in requests:
+        tokens, budget, num_lookahead_tokens = (
+            self._tokens,
+            self.token_budget,
+            self._num_lookahead_tokens,
+        )
+        running, prefills = RequestStatus.RUNNING, []
+        for request in self._scheduler.running:
             end = request.num_computed_tokens + 1
-            if (
+            if end < request.num_tokens:
+                prefills.append(request)
+            elif (
                 end == request.num_target_tokens
                 and end + num_lookahead_tokens <= request.num_slots
                 and request.status is running
-                and self.token_budget > 0
-                and end >= request.num_tokens
-                and not request.draft_token_ids
+                and budget > 0
                 and not request.encoder_inputs
+                and not request.draft_token_ids
                 and request not in tokens
             ):  # it has room in its last block, and nothing else to be seen to
-                self.token_budget -= 1
+                budget -= 1
                 tokens[request] = 1
                 request.num_computed_tokens = end
                 if end < request.max_total_tokens - 1:
                     request.num_target_tokens = end + 1  # the token that it samples
-            elif request.num_tokens - end < 1:
+            else:
+                self.token_budget = budget
                 self.run(request)
-        return [r for r in prefills if r.status is running] if self._preempted else prefills
+                budget = self.token_budget
+        self.token_budget = budget
+        return [r for r in prefills if r.status is running]  # victims of the others are not
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
         """Give a running request what it lacks, within the budget and `max_tokens`.
@@ -191,7 +197,7 @@ class Step:
             num_computed = [r.num_computed_tokens - 1 for r in cached]
         else:
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
-        finished_req_ids = scheduler._take_finished_req_ids()
+        finished_req_ids, scheduler._finished_req_ids = scheduler._finished_req_ids, []
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self._preempted_req_ids)
         output = SchedulerOutput(
