@@ -5,6 +5,7 @@ Knows block ids, reference counts and hashes. Knows nothing about requests or to
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
@@ -86,7 +87,9 @@ class BlockPool:
         assert self.ref_counts[block_id] > 0
         if (block_hash := self._hashes[block_id]) is not None:
             self._hashes[block_id] = None
-            self._forget([block_hash])
+            del self._index[block_hash]
+            if self._on_event is not None:
+                self._on_event(BlockRemoved(block_hash))
 
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
@@ -99,16 +102,14 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> list[int]:
         """The blocks that were freed first, now without content."""
-        pop, hashes = self._evictable.popitem, self._hashes
-        block_ids = [pop(last=False)[0] for _ in range(num_blocks)]
-        self._forget([hashes[block_id] for block_id in block_ids])
+        evictable, index, hashes = self._evictable, self._index, self._hashes
+        block_ids = list(islice(evictable, num_blocks))
         for block_id in block_ids:
-            hashes[block_id] = None
-        return block_ids
-
-    def _forget(self, block_hashes: Iterable[bytes | None]) -> None:
-        for block_hash in block_hashes:
+            del evictable[block_id]
+            block_hash = hashes[block_id]
             assert block_hash is not None
-            del self._index[block_hash]
+            hashes[block_id] = None
+            del index[block_hash]
             if self._on_event is not None:
                 self._on_event(BlockRemoved(block_hash))
+        return block_ids

@@ -111,7 +111,7 @@ class KVCacheManager:
 
     def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks that the request lacks to hold `num_tokens` tokens."""
-        return self._num_blocks(num_tokens) - len(request.block_ids)
+        return -(-num_tokens // self.block_size) - len(request.block_ids)
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append new blocks to the request and return them; the pool must have them."""
@@ -126,11 +126,9 @@ class KVCacheManager:
         Called when a step is scheduled, before it runs: steps run in order, and within a step
         keys and values are written before they are read.
         """
-        if not self.enable_prefix_caching:
-            return []
         num_known = min(request.num_computed_tokens, request.num_tokens)
         first, end = request.num_cached_blocks, num_known // self.block_size
-        if first >= end:
+        if first >= end or not self.enable_prefix_caching:
             return []
         self._hash_blocks(request, end)
         block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
