@@ -15,7 +15,7 @@ class ChunkedPrefillScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(token_budget=self.options.chunk_size)
-        for request in step.run_decodes():
+        for request in step.run_decodes():  # returns those that are half-way in their prompts
             step.run(request)
         for request in self.waiting:
             if not step.admit(request):

@@ -34,7 +34,9 @@ IDLE_SECONDS = 0.001
 class _Row:
     """What the runner remembers of a request in the batch."""
 
-    def __init__(self, data: NewRequestData, mean_output_tokens: int, seed: int) -> None:
+    def __init__(
+        self, data: NewRequestData, mean_output_tokens: int, seed: int, vocab_size: int
+    ) -> None:
         prompt = data.token_ids[: data.num_prompt_tokens]
         params = data.sampling_params
         self.num_tokens = len(data.token_ids)
@@ -43,6 +45,7 @@ class _Row:
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
         self.hash = crc32(pack(f"{len(prompt) + 1}q", seed, *prompt))
+        self.offset = self.hash % vocab_size
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
         self.eos_token_id = min(data.stop_token_ids, default=-1)
@@ -101,6 +104,7 @@ class SimulatedRunner(RunnerInterface):
         self._config = config.runner
         self._step_time = step_time_model(config.runner)
         self._vocab_size = model_info.vocab_size
+        self._factor = HASH_MULTIPLIER % self._vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
         self._rows: dict[str, _Row] = {}
         # Nobody has wanted more than one token a step so far.
@@ -168,7 +172,7 @@ class SimulatedRunner(RunnerInterface):
         config = self._config
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
-            row = _Row(data, config.simulated_output_tokens, config.seed)
+            row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
             self._rows[data.request_id] = row
             computed[data.request_id] = data.num_computed_tokens
             if row.num_logprobs is not None or row.encoder_inputs:
@@ -177,7 +181,8 @@ class SimulatedRunner(RunnerInterface):
 
     def _decode(self, cached: CachedRequestData) -> list[list[int]]:
         """One token each. The lab's hot path: millions of rows go through here."""
-        rows, vocab_size, special = self._rows, self._vocab_size, self._special_token_ids
+        rows, special = self._rows, self._special_token_ids
+        vocab_size, factor = self._vocab_size, self._factor
         sampled: list[list[int]] = []
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
@@ -187,7 +192,7 @@ class SimulatedRunner(RunnerInterface):
             if num_computed + 1 < num_tokens:  # a piece of a prompt
                 sampled.append([])
                 continue
-            token_id = (row.hash + HASH_MULTIPLIER * num_tokens) % vocab_size
+            token_id = (row.offset + factor * num_tokens) % vocab_size
             if token_id in special or num_tokens >= row.eos_position:
                 token_id = self._sample(row)
             else:
@@ -265,7 +270,7 @@ class SimulatedRunner(RunnerInterface):
         row.num_tokens = num_tokens + 1
         if num_tokens >= row.eos_position:
             return row.eos_token_id
-        token_id = (row.hash + HASH_MULTIPLIER * num_tokens) % self._vocab_size
+        token_id = (row.offset + self._factor * num_tokens) % self._vocab_size
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id

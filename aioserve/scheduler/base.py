@@ -229,7 +229,7 @@ class BaseScheduler(SchedulerInterface):
                 and len(token_ids) == 1
                 and token_ids[0] not in request.stop_token_ids
             ):  # the hot path: one more token that ends nothing
-                request.token_ids += token_ids
+                request.token_ids.append(token_ids[0])
                 request.num_tokens = num_tokens
                 output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
             else:

@@ -11,7 +11,7 @@ class ShortestFirstScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(token_budget=512)
-        for request in sorted(self.running, key=lambda r: r.is_prefill):
+        for request in step.run_decodes():
             step.run(request)
         for request in self.waiting:
             if not step.admit(request):

@@ -25,7 +25,7 @@ class ShortestFirstScheduler(BaseScheduler):
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step()
-        for request in sorted(self.running, key=lambda r: r.is_prefill):
+        for request in step.run_decodes():  # returns those that are half-way in their prompts
             step.run(request)
         for request in self.waiting:
             if not step.admit(request):
