@@ -26,6 +26,11 @@ def load(*argv: str) -> EngineConfig:
     return load_config(build_parser().parse_args(argv))
 
 
+def test_a_server_without_a_tokenizer_is_refused(capsys):
+    assert main([*SIMULATED, "--skip-tokenizer-init"]) == 2
+    assert "a server needs the tokenizer" in capsys.readouterr().err
+
+
 def test_without_arguments_every_setting_has_its_default():
     assert load() == EngineConfig()
 

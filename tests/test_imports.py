@@ -153,6 +153,20 @@ def test_importing_loads_no_torch(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_a_simulation_loads_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from aioserve.cli import main
+assert main(["compare", "configs/fcfs.yaml", "--workload", "configs/workloads/mixed.yaml",
+             "--limit", "5", "--jobs", "1"]) == 0
+print([m for m in ("torch", "transformers") if m in sys.modules])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 def test_every_public_name_can_be_had() -> None:
     import aioserve
 

@@ -257,11 +257,14 @@ class AsyncEngine:
         added: list[str] = []
         try:
             for index, sample_id in enumerate(sample_ids):
-                seed = None if params.seed is None else params.seed + index
+                own = params  # of this sample
+                if params.n > 1:
+                    seed = None if params.seed is None else params.seed + index
+                    own = msgspec.structs.replace(params, n=1, seed=seed)
                 request = Request(
                     sample_id,
                     token_ids,
-                    msgspec.structs.replace(params, n=1, seed=seed),
+                    own,
                     max_total_tokens=self.max_model_len,
                     arrival_time=arrival_time,
                     eos_token_ids=self.model_info.eos_token_ids,

@@ -5,6 +5,7 @@ cost on the way belongs to a step, too. Knows nothing about what the numbers are
 """
 
 import asyncio
+import math
 import platform
 import random
 import statistics
@@ -75,6 +76,21 @@ class StepRecorder(RunnerInterface):
         await self._runner.close()
 
 
+class Traffic(NamedTuple):
+    """So many clients, each of whom sends one request after the other."""
+
+    chunk_size: int
+    num_clients: int
+
+
+# Batches alone would find every key and value where the last step left it: in the CPU's caches.
+# Between prompts that come and go, decodes of the embedded model took half as long again.
+TRAFFIC = [Traffic(chunk, clients) for chunk in (512, 2048) for clients in (2, 8, 32)]
+REQUESTS_PER_CLIENT = 4
+MEDIAN_PROMPT = 200  # tokens, lognormal
+MEAN_OUTPUT = 30  # tokens, exponential
+
+
 class Measurements(NamedTuple):
     """What was seen of a model on a machine."""
 
@@ -94,7 +110,7 @@ class Batch(NamedTuple):
 
 def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
     """Prompts in chunks of several sizes, decodes in batches of several sizes and contexts, and
-    both together; the same twice, because a first time is never like a second.
+    both together.
     """
     longest = max_model_len - 64
     batches = [
@@ -110,25 +126,34 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
     ]
     batches += [Batch(chunk, 12, 300, 40) for chunk in (64, 256)]  # decodes beside prompts
     batches += [Batch(2048, count, 60, 6) for count in (1, 1, 3, 10)]  # rows, rather than tokens
-    return batches * 2
+    return batches
 
 
 async def measure(
     config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Measurements:
-    """Run the design on the engine that `config` describes.
+    """Run the design, and some traffic, on the engine that `config` describes.
 
     `progress` is told batches done and in all. Raises `ConfigError` for a simulated runner.
     """
     if config.runner.runner != "model":
         raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
     async with _recorded_engine(config) as (engine, recorder):
-        batches = design(engine.max_model_len, config.scheduler.max_num_seqs)
         rng = random.Random(0)
-        for done, batch in enumerate(batches):
-            progress(done, len(batches))
-            await _run(engine, batch, rng)
-        progress(len(batches), len(batches))
+        plan: list[Batch | Traffic] = [*TRAFFIC, *TRAFFIC]
+        plan += design(engine.max_model_len, config.scheduler.max_num_seqs)
+        # A shared machine is faster in one minute than in the next: in any order, no kind of step
+        # gets the blame.
+        rng.shuffle(plan)
+        await _serve(engine, TRAFFIC[0], rng)
+        recorder.steps.clear()  # a first time is never like a second
+        for done, load in enumerate(plan):
+            progress(done, len(plan))
+            if isinstance(load, Batch):
+                await _run(engine, load, rng)
+            else:
+                await _serve(engine, load, rng)
+        progress(len(plan), len(plan))
         steps = list(recorder.steps)
         first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
         machine = platform.processor() or platform.machine()
@@ -187,6 +212,22 @@ async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
             pass
 
     await asyncio.gather(*(one() for _ in range(batch.num_requests)))
+
+
+async def _serve(engine: AsyncEngine, traffic: Traffic, rng: random.Random) -> None:
+    engine.switch_policy("chunked_prefill", {"chunk_size": traffic.chunk_size})
+    vocab_size, longest = engine.model_info.vocab_size, engine.max_model_len // 2
+
+    async def client() -> None:
+        for _ in range(REQUESTS_PER_CLIENT):
+            num_tokens = min(int(rng.lognormvariate(math.log(MEDIAN_PROMPT), 1)) + 1, longest)
+            prompt = [rng.randrange(vocab_size) for _ in range(num_tokens)]
+            max_tokens = min(int(rng.expovariate(1 / MEAN_OUTPUT)) + 1, longest)
+            params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            async for _ in engine.generate(prompt, params):
+                pass
+
+    await asyncio.gather(*(client() for _ in range(traffic.num_clients)))
 
 
 async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:

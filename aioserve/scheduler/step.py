@@ -30,7 +30,7 @@ class Step:
         self._num_lookahead_tokens = scheduler.num_lookahead_tokens
         self._scheduler = scheduler
         self._kv_cache = scheduler.kv_cache
-        self._encoder = EncoderPlan(scheduler.encoder_cache, scheduler.max_encoder_tokens)
+        self._encoder_plan: EncoderPlan | None = None  # few steps need one
         self._tokens: dict[Request, int] = {}  # who was served, with how many tokens, in order
         self._num_prefill_tokens = 0
         self._drafts: dict[str, list[int]] = {}
@@ -218,11 +218,18 @@ class Step:
             finished_req_ids=finished_req_ids,
             num_common_prefix_blocks=scheduler._num_common_prefix_blocks(),
             scheduled_spec_decode_tokens=self._drafts,
-            scheduled_encoder_inputs=self._encoder.scheduled,
+            scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
             free_encoder_hashes=scheduler.encoder_cache.take_evicted() if is_sent else [],
         )
         scheduler._commit(output, requests, self._num_prefill_tokens)
         return output
+
+    @property
+    def _encoder(self) -> EncoderPlan:
+        if self._encoder_plan is None:
+            scheduler = self._scheduler
+            self._encoder_plan = EncoderPlan(scheduler.encoder_cache, scheduler.max_encoder_tokens)
+        return self._encoder_plan
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
         """Slots for so many tokens and for the drafts ahead of them; the last needs none."""
@@ -273,7 +280,8 @@ class Step:
         self.token_budget += num_tokens
         self._new_block_ids.pop(request.request_id, None)
         self._drafts.pop(request.request_id, None)
-        self._encoder.refund(request)
+        if self._encoder_plan is not None:
+            self._encoder_plan.refund(request)
         for block_id, owner in list(self._fresh_blocks.items()):
             if owner is request:
                 del self._fresh_blocks[block_id]

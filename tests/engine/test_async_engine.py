@@ -280,3 +280,26 @@ async def test_an_idle_engine_runs_no_steps(engine: AsyncEngine) -> None:
     before = stats_of(engine).num_steps
     await asyncio.sleep(0.2)
     assert stats_of(engine).num_steps == before
+
+
+async def test_without_a_tokenizer_token_ids_go_in_and_out() -> None:
+    config = EngineConfig(runner=FAST, model=ModelConfig(skip_tokenizer_init=True))
+    silent = SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
+    async with AsyncEngine(config) as engine:
+        outputs = [output async for output in engine.generate([20, 21, 22], silent)]
+        assert sum(len(output.token_ids) for output in outputs) == 5
+        assert not any(output.text for output in outputs)
+        with pytest.raises(RequestError, match=r"no tokenizer .*: send token ids"):
+            await engine.add_request("text", silent)
+        with pytest.raises(RequestError, match=r"no tokenizer .*: send token ids"):
+            await engine.add_request([{"role": "user", "content": "text"}], silent)
+        with pytest.raises(RequestError, match=r"no tokenizer .*: set detokenize=False"):
+            await engine.add_request([20, 21], SamplingParams(max_tokens=5))
+
+
+@pytest.mark.parametrize("bad", [2048, -1, True, 1.0, "7", None, 2**80])
+async def test_a_prompt_of_anything_but_token_ids_is_refused(
+    engine: AsyncEngine, bad: object
+) -> None:
+    with pytest.raises(RequestError, match=r"prompt\[2\] must be a token id from 0 to 2047"):
+        await engine.add_request([5, 6, bad, 7, -1])  # type: ignore[list-item]

@@ -44,3 +44,21 @@ def test_a_thread_can_still_wake_the_loop() -> None:
 
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
         assert runner.run(main()) == 7
+
+
+def test_the_clock_jumps_only_where_nothing_would_happen_on_the_way() -> None:
+    async def main() -> list[tuple[bool, float]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualClockEventLoop)
+        tried = [(loop.jump_to(3.0), loop.time())]
+        timer = loop.call_at(5.0, lambda: None)
+        tried.append((loop.jump_to(5.0), loop.time()))  # what is due then comes first
+        tried.append((loop.jump_to(4.0), loop.time()))
+        timer.cancel()
+        loop.call_soon(lambda: None)
+        tried.append((loop.jump_to(4.5), loop.time()))
+        return tried
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        tried = runner.run(main())
+    assert tried == [(True, 3.0), (False, 3.0), (True, 4.0), (False, 4.0)]

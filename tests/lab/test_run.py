@@ -6,6 +6,7 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
+from aioserve.lab.clock import VirtualClockEventLoop
 from aioserve.lab.record import RunRecord
 from aioserve.lab.run import check_fits, run_live, simulate, simulated
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest
@@ -138,3 +139,32 @@ def test_the_real_engine_serves_the_same_requests_in_real_time() -> None:
     assert all(r.arrival >= 0.05 * i for i, r in enumerate(record.requests))
     assert all(r.token_times[0] > r.arrival for r in record.requests)
     assert 0.15 < record.end < 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_clock_that_jumps_changes_nothing_but_the_cost(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    requests = [
+        request(0.05 * i, 20 + 37 * i % 300, 1 + 11 * i % 40, timeout=0.1 if i % 7 == 0 else None)
+        for i in range(40)
+    ]
+    settings = config(
+        "chunked_prefill", num_kv_blocks=60, pipeline_depth=depth, options={"chunk_size": 64}
+    )
+    times = []
+    for jumps in (True, False):
+        if not jumps:
+            monkeypatch.setattr(VirtualClockEventLoop, "jump_to", lambda self, when: False)
+        record = simulate(settings, workload(*requests))
+        assert record.num_preemptions > 0
+        assert {r.finish_reason for r in record.requests} == {"length", "timeout"}
+        times.append(
+            (
+                [(list(r.token_times), r.end, r.num_cached_tokens) for r in record.requests],
+                list(record.steps.start),
+                list(record.steps.seconds),
+                list(record.states.kv_usage),
+            )
+        )
+    assert times[0] == times[1]
