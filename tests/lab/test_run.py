@@ -146,11 +146,11 @@ def test_a_clock_that_jumps_changes_nothing_but_the_cost(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     requests = [
-        request(0.05 * i, 20 + 37 * i % 300, 1 + 11 * i % 40, timeout=0.1 if i % 7 == 0 else None)
+        request(0.03 * i, 20 + 37 * i % 300, 1 + 11 * i % 40, timeout=0.15 if i % 7 == 0 else None)
         for i in range(40)
     ]
     settings = config(
-        "chunked_prefill", num_kv_blocks=60, pipeline_depth=depth, options={"chunk_size": 64}
+        "chunked_prefill", num_kv_blocks=40, pipeline_depth=depth, options={"chunk_size": 64}
     )
     times = []
     for jumps in (True, False):
