@@ -1,96 +1,13 @@
 """A real server on a real socket for every test of this folder."""
 
-import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from socket import socket
-from typing import Any, NamedTuple
+from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
+from serving import SIMULATED, Server, running
 
-from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine import AsyncEngine
 from aioserve.runner.interface import RunnerInterface
-from aioserve.server.app import listening
-from aioserve.server.sockets import bind
-
-SIMULATED = EngineConfig(
-    scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
-    runner=RunnerConfig(
-        runner="simulated", step_base_ms=1, step_prefill_token_us=1, step_decode_us=1
-    ),
-)
-
-
-class Answer(NamedTuple):
-    """A response that was read to its end."""
-
-    status: int
-    headers: Any
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    def events(self) -> list[Any]:
-        """The JSON of each event; asserts that the stream ends with `[DONE]`."""
-        *events, done, end = self.body.split(b"\n\n")
-        assert (done, end) == (b"data: [DONE]", b"")
-        assert all(event.startswith(b"data: {") for event in events)
-        return [json.loads(event.removeprefix(b"data: ")) for event in events]
-
-
-class Server:
-    """A running server and the engine behind it."""
-
-    def __init__(
-        self, engine: AsyncEngine, url: str, session: aiohttp.ClientSession, socket: socket
-    ) -> None:
-        self.engine = engine
-        self.socket = socket  # what clients connect to
-        self.url = url
-        self.host, port = url.removeprefix("http://").split(":")
-        self.port = int(port)
-        self.session = session
-
-    async def request(self, method: str, path: str, **options: Any) -> Answer:
-        async with self.session.request(method, self.url + path, **options) as response:
-            return Answer(response.status, response.headers, await response.read())
-
-    async def get(self, path: str) -> Answer:
-        return await self.request("GET", path)
-
-    async def complete(self, prompt: Any = "Hello", **fields: Any) -> Answer:
-        body = {"prompt": prompt, **fields}
-        return await self.request("POST", "/v1/completions", json=body)
-
-    async def chat(self, content: Any = "Hello", **fields: Any) -> Answer:
-        body = {"messages": [{"role": "user", "content": content}], **fields}
-        return await self.request("POST", "/v1/chat/completions", json=body)
-
-    async def gauges(self) -> dict[str, float]:
-        """Running and waiting requests and used blocks, as /metrics tells them."""
-        lines = (await self.get("/metrics")).body.decode().splitlines()
-        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {
-            name: float(values[f"aioserve_{name}"])
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks")
-        }
-
-
-@asynccontextmanager
-async def running(
-    config: EngineConfig = SIMULATED, runner: RunnerInterface | None = None
-) -> AsyncIterator[Server]:
-    sockets = bind("127.0.0.1", 0)
-    async with (
-        AsyncEngine(config, runner=runner) as engine,
-        listening(engine, sockets) as url,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-    ):
-        yield Server(engine, url, session, sockets[0])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from conftest import SIMULATED
+from serving import SIMULATED
 
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo

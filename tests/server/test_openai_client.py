@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from conftest import SIMULATED, running
+from serving import SIMULATED, running
 
 from aioserve.config import EngineConfig, RunnerConfig
 
