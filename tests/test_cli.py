@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -225,16 +226,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*argv), capture_output=True, text=True, timeout=60)
 
 
-@pytest.fixture
-def model_directory(tmp_path):
-    """A copy of the embedded model, to be broken."""
-    source = Path(__file__).parents[1] / "aioserve" / "embedded"
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
-
-
-def test_configurations_that_cannot_work_are_one_line_and_no_traceback(model_directory, tmp_path):
+def test_configurations_that_cannot_work_are_one_line_and_no_traceback(tmp_path):
     bad_yaml = tmp_path / "bad.yaml"
     bad_yaml.write_text("server: [unclosed")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -250,22 +242,38 @@ def test_configurations_that_cannot_work_are_one_line_and_no_traceback(model_dir
             (["--max-model-len", "10000000"], "max_model_len"),
         ]
         for argv, message in cases:
-            check_refusal(argv, message)
+            result = run(*argv)
+            assert result.returncode == 2, (argv, result.stderr)
+            check_refusal(result.stderr, message)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_corrupt_model_file_is_one_line_that_names_it(model_directory, name):
-    (model_directory / name).write_bytes(b"\x00 not what it should be")
-    argv = ["--model", str(model_directory), "--port", "0"]
-    check_refusal(argv, name if name != "tokenizer.json" else "tokenizer")
+def test_a_corrupt_model_file_is_one_line_that_names_it(tmp_path):
+    """One process for all three: most of its time it loads libraries."""
+    embedded = Path(__file__).parents[1] / "aioserve" / "embedded"
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    for name in names:
+        shutil.copytree(embedded, tmp_path / name)
+        (tmp_path / name / name).write_bytes(b"\x00 not what it should be")
+    code = (
+        "import sys; from aioserve.cli import main\n"
+        "for path in sys.argv[1:]:\n"
+        "    code = main(['--model', path, '--port', '0'])\n"
+        "    print(f'exit code {code}', file=sys.stderr)"
+    )
+    paths = [str(tmp_path / name) for name in names]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60
+    )
+    *refusals, end = result.stderr.split("exit code 2\n")
+    assert (len(refusals), end) == (3, ""), result.stderr
+    for stderr, name in zip(refusals, names, strict=True):
+        check_refusal(stderr, name if name != "tokenizer.json" else "tokenizer")
 
 
-def check_refusal(argv: list[str], message: str) -> None:
-    result = run(*argv)
-    assert result.returncode == 2, (argv, result.stderr)
-    assert "Traceback" not in result.stderr, result.stderr
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("aioserve: error: "), result.stderr
+def check_refusal(stderr: str, message: str) -> None:
+    assert "Traceback" not in stderr, stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith("aioserve: error: "), stderr
     assert message in last.lower() or message in last, last
 
 

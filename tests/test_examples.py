@@ -54,7 +54,10 @@ def test_it_passes_the_contract_by_name_from_anywhere(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     printed = run(
-        environment, "-m", "pytest", "-q", "--aioserve-policy", "shortest_first", cwd=tmp_path
+        environment,
+        *("-m", "pytest", "-q", "--aioserve-policy", "shortest_first"),
+        "--aioserve-examples=10",  # its own tests run all
+        cwd=tmp_path,
     )
     assert re.search(r"\d+ passed", printed)
     assert "failed" not in printed

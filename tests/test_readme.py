@@ -43,6 +43,7 @@ def test_the_engine_example_prints_text() -> None:
     assert run_python(code).strip()
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # ours only waits; the server has its own
 async def test_the_curl_command_streams_what_the_readme_shows() -> None:
     """Against the real server, on another port; the client example uses it as well."""
     server = await asyncio.create_subprocess_exec(

@@ -1,5 +1,6 @@
 """The table of a byte-level tokenizer gives the same text as its own decoder, or is not used."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ TOKEN_ID = st.one_of(
 )
 
 
+@cache  # the table of a tokenizer is made once, as in a server
 def prove(skip: bool, tokenizer: Any = TOKENIZER) -> TokenPieces | None:
     return prove_token_pieces(Wrapped(tokenizer), skip_special_tokens=skip)
 

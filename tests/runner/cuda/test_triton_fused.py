@@ -1,8 +1,11 @@
 """The Triton kernels of fused layers, in the interpreter: layer by layer, and token for token."""
 
+import json
 import os
 import subprocess
 import sys
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     "llama, odd sizes": {"hidden_size": 60, "intermediate_size": 70, "head_dim": 12},
 }
+NARROW = "narrow types"
 
 
 class OneByOne:
@@ -116,28 +120,42 @@ def check_bfloat16_and_fp8() -> None:
     assert torch.equal(qkv[:, :32], before[:, :32])
 
 
-def interpret(code: str) -> None:
+def report_all(directory: str) -> None:
+    """Run every check and print, as the last line, the errors by what was checked."""
+    torch.set_num_threads(1)
+    checks = {kind: partial(check_kind, kind, f"{directory}/{kind}") for kind in KINDS}
+    errors = {}
+    for name, check in {**checks, NARROW: check_bfloat16_and_fp8}.items():
+        try:
+            check()
+        except Exception:
+            errors[name] = traceback.format_exc()
+    sys.stdout.write("\n" + json.dumps(errors))
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of all checks, in one process: to import everything takes longer than any of them."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    code = (
+        "import sys; sys.path[:0] = ['tests/runner/cuda', 'tests/runner']\n"
+        f"from test_triton_fused import *; report_all({str(tmp_path_factory.mktemp('kinds'))!r})"
+    )
     result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; sys.path[:0] = ['tests/runner/cuda', 'tests/runner']\n"
-            f"import torch; torch.set_num_threads(1)\nfrom test_triton_fused import *\n{code}",
-        ],
+        [sys.executable, "-c", code],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
+    found: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
-def test_fused_layers_by_triton_are_the_modules_of_transformers(tmp_path: Path) -> None:
-    """Five architectures in one process: to import everything takes longer than any of them."""
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    interpret(f"for kind in KINDS: check_kind(kind, f'{tmp_path}/{{kind}}')")
+def test_fused_layers_by_triton_are_the_modules_of_transformers(errors: dict[str, str]) -> None:
+    assert {kind: error for kind, error in errors.items() if kind in KINDS} == {}
 
 
-def test_kernels_serve_narrow_types_and_saturate() -> None:
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    interpret("check_bfloat16_and_fp8()")
+def test_kernels_serve_narrow_types_and_saturate(errors: dict[str, str]) -> None:
+    assert NARROW not in errors, errors[NARROW]
