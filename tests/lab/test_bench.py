@@ -232,13 +232,15 @@ async def test_extra_fields_reach_the_server_and_null_removes_one() -> None:
 async def test_a_run_can_be_cut_by_time() -> None:
     load = None
     async with serving() as (url, _engine):
-        load = Load(Target(url=url), closed(2, 10_000))
+        load = Load(Target(url=url), closed(8, 10_000))
         await load.run(max_seconds=0.3)
     document = summarize(load)
     assert load.is_cut
     assert 0 < document["requests"]["finished"] < 10_000
-    assert document["requests"]["unfinished"] == 2
-    assert "Cut short: 2 requests had no end yet" in document["notes"][0]
+    unfinished = document["requests"]["unfinished"]
+    assert 0 < unfinished <= 8  # without clients that were between two requests
+    assert document["requests"]["finished"] + unfinished == document["requests"]["sent"]
+    assert f"Cut short: {unfinished} requests had no end yet" in document["notes"][0]
 
 
 def test_nobody_there_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,9 +253,9 @@ def test_nobody_there_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(printed.splitlines()[-1])["requests"]["failed"] == 3
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url() -> Any:
-    """A server in a process of its own, 5 ms a step."""
+    """A server in a process of its own, 5 ms a step; the tests take turns."""
     words = ["--port", "0", "--runner", "simulated", "--step-base-ms", "5"]
     with subprocess.Popen(
         [sys.executable, "-m", "aioserve", *words], stderr=subprocess.PIPE, text=True
@@ -297,7 +299,8 @@ def test_ctrl_c_prints_what_was_measured_so_far(url: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "aioserve", *words], stdout=subprocess.PIPE, text=True
     )
-    while num_finished(url) < 10:
+    before = num_finished(url)
+    while num_finished(url) < before + 10:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     printed, _ = process.communicate(timeout=10)
