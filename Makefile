@@ -13,8 +13,8 @@ install: .venv/runtime  ## create .venv with pinned dependencies
 serve: .venv/runtime  ## start the server on the embedded model (ARGS="--port 9000" adds flags)
 	@exec $(BIN)/python -m aioserve $(ARGS)
 
-test: .venv/test check  ## install what tests need, check style and types, run the tests
-	$(BIN)/python -m pytest -q $(ARGS)
+test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 check: .venv/test  ## ruff and mypy alone
 	$(BIN)/ruff check .

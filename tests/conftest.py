@@ -1,9 +1,15 @@
-"""Every asynchronous test runs on asyncio's own loop and on uvloop."""
+"""Every asynchronous test runs on asyncio's loop and on uvloop; torch starts with one thread."""
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import uvloop
+
+# Read when torch is loaded, here and in processes that tests start. Two test workers share the
+# cores: a second thread, where a test does not ask for one, would mostly wait, and waiting spins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
