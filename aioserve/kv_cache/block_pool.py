@@ -3,9 +3,8 @@
 Knows block ids, reference counts and hashes. Knows nothing about requests or tokens.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
@@ -24,14 +23,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._unused = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # Entries of blocks that were found again stay in it, and are counted by block in _stale: a
+        # block's first entries are the stale ones. Cheaper than to unlink a block from the middle.
+        self._evictable: deque[int] = deque()
+        self._stale: dict[int, int] = {}
+        self._num_stale = 0
         self._index: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * num_blocks  # per block: its key in _index
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can hand out, evicting from the index if need be."""
-        return len(self._unused) + len(self._evictable)
+        return len(self._unused) + len(self._evictable) - self._num_stale
 
     @property
     def num_used_blocks(self) -> int:
@@ -41,12 +44,13 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list, evicting cached ones last, oldest first."""
         assert num_blocks <= self.num_free_blocks, "callers check num_free_blocks first"
-        num_unused = min(num_blocks, len(self._unused))
-        block_ids = self._unused[: -num_unused - 1 : -1]
-        del self._unused[len(self._unused) - num_unused :]
+        unused, ref_counts = self._unused, self.ref_counts
+        num_unused = len(unused)
+        if num_unused > num_blocks:
+            num_unused = num_blocks
+        block_ids = [unused.pop() for _ in range(num_unused)]
         if num_blocks > num_unused:
-            block_ids += self._evict(num_blocks - num_unused)
-        ref_counts = self.ref_counts
+            self._evict(num_blocks - num_unused, block_ids)
         for block_id in block_ids:
             ref_counts[block_id] = 1
         return block_ids
@@ -55,20 +59,24 @@ class BlockPool:
         """Take one more reference to blocks found by `lookup`."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
-                del self._evictable[block_id]
+                self._stale[block_id] = self._stale.get(block_id, 0) + 1
+                self._num_stale += 1
             self.ref_counts[block_id] += 1
+        if self._num_stale > self.num_blocks:  # so that they cost no more than blocks do
+            self._evictable.extend(self._take_evictable())
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""
         ref_counts, hashes, evictable = self.ref_counts, self._hashes, self._evictable
         for block_id in block_ids:
             ref_counts[block_id] = count = ref_counts[block_id] - 1
-            assert count >= 0, f"block {block_id} freed twice"
-            if count == 0:
+            if not count:
                 if hashes[block_id] is None:
                     self._unused.append(block_id)
                 else:
-                    evictable[block_id] = None
+                    evictable.append(block_id)
+            else:
+                assert count > 0, f"block {block_id} freed twice"
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None if there is none."""
@@ -93,23 +101,38 @@ class BlockPool:
 
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
-        self._unused.extend(reversed(self._evictable))
-        self._evictable.clear()
+        self._unused.extend(reversed(self._take_evictable()))
         self._index.clear()
         self._hashes = [None] * self.num_blocks
         if self._on_event is not None:
             self._on_event(AllBlocksCleared())
 
-    def _evict(self, num_blocks: int) -> list[int]:
-        """The blocks that were freed first, now without content."""
-        evictable, index, hashes = self._evictable, self._index, self._hashes
-        block_ids = list(islice(evictable, num_blocks))
-        for block_id in block_ids:
-            del evictable[block_id]
+    def _evict(self, num_blocks: int, block_ids: list[int]) -> None:
+        """Append the blocks that were freed first, now without content, to `block_ids`."""
+        evictable, stale, index, hashes = self._evictable, self._stale, self._index, self._hashes
+        while num_blocks:
+            block_id = evictable.popleft()
+            if block_id in stale and self._is_stale(block_id):
+                continue
             block_hash = hashes[block_id]
             assert block_hash is not None
             hashes[block_id] = None
             del index[block_hash]
+            block_ids.append(block_id)
+            num_blocks -= 1
             if self._on_event is not None:
                 self._on_event(BlockRemoved(block_hash))
+
+    def _is_stale(self, block_id: int) -> bool:
+        """Whether this entry, just taken from the front, stands for nothing; then it is forgotten."""
+        count = self._stale.pop(block_id, 0)
+        if count > 1:
+            self._stale[block_id] = count - 1
+        self._num_stale -= count > 0
+        return count > 0
+
+    def _take_evictable(self) -> list[int]:
+        """All that can be evicted, oldest first; `_evictable` is empty then."""
+        block_ids = [block_id for block_id in self._evictable if not self._is_stale(block_id)]
+        self._evictable.clear()
         return block_ids

@@ -126,11 +126,14 @@ class KVCacheManager:
         Called when a step is scheduled, before it runs: steps run in order, and within a step
         keys and values are written before they are read.
         """
-        num_known = min(request.num_computed_tokens, request.num_tokens)
+        num_known = request.num_computed_tokens
+        if num_known > request.num_tokens:
+            num_known = request.num_tokens
         first, end = request.num_cached_blocks, num_known // self.block_size
         if first >= end or not self.enable_prefix_caching:
             return []
-        self._hash_blocks(request, end)
+        if end > len(request.block_hashes):
+            self._hash_blocks(request, end)
         block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
         if self._on_event is not None:
             for i, block_hash in enumerate(hashes, start=first):

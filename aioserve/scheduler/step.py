@@ -63,13 +63,18 @@ class Step:
                 prefills.append(request)
             elif (
                 end == request.num_target_tokens
-                and end + num_lookahead_tokens <= request.num_slots
                 and request.status is running
                 and budget > 0
                 and not request.encoder_inputs
                 and not request.draft_token_ids
                 and request not in tokens
-            ):  # it has room in its last block, and nothing else to be seen to
+            ):  # one token, and nothing but room to be seen to
+                if end + num_lookahead_tokens > request.num_slots:
+                    self.token_budget = budget
+                    if not self._find_blocks(request, end):
+                        budget = self.token_budget
+                        continue
+                    budget = self.token_budget
                 budget -= 1
                 tokens[request] = 1
                 request.num_computed_tokens = end
@@ -237,11 +242,12 @@ class Step:
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""
-        kv_cache, scheduler = self._kv_cache, self._scheduler
+        kv_cache, pool = self._kv_cache, self._kv_cache.pool
         num_missing = kv_cache.num_missing_blocks(request, self._num_slots(request, num_tokens))
         if num_missing <= 0:
             return True  # near its limit it needs no lookahead
-        while num_missing > kv_cache.pool.num_free_blocks:
+        while num_missing > pool.num_free_blocks:
+            scheduler = self._scheduler
             victim = scheduler.choose_victim()
             if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(
