@@ -14,6 +14,21 @@ from aioserve.errors import RequestError
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
 
+RANGES: list[tuple[str, Callable[[float], bool], str]] = [
+    ("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"),
+    ("max_tokens", lambda v: v >= 1, "at least 1"),
+    ("min_tokens", lambda v: v >= 0, "at least 0"),
+    ("temperature", lambda v: v >= 0, "a number of at least 0"),
+    ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("top_k", lambda v: v >= -1, "-1 or 0 (all tokens) or at least 1"),
+    ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
+    ("presence_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
+    ("frequency_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
+    ("repetition_penalty", lambda v: v > 0, "above 0"),
+    ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+]
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request is sampled and when it stops. Raises `RequestError` that names the field.
@@ -44,23 +59,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
-        def require(name: str, is_valid: Callable[[float], bool], expected: str) -> None:
+        for name, is_valid, expected in RANGES:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and is_valid(value)):
                 raise RequestError(f"{name} must be {expected}, got {value}", param=name)
-
-        require("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}")
-        require("max_tokens", lambda v: v >= 1, "at least 1")
-        require("min_tokens", lambda v: v >= 0, "at least 0")
-        require("temperature", lambda v: v >= 0, "a number of at least 0")
-        require("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
-        require("top_k", lambda v: v >= -1, "-1 or 0 (all tokens) or at least 1")
-        require("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
-        require("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
-        require("presence_penalty", lambda v: -2 <= v <= 2, "between -2 and 2")
-        require("frequency_penalty", lambda v: -2 <= v <= 2, "between -2 and 2")
-        require("repetition_penalty", lambda v: v > 0, "above 0")
-        require("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",

@@ -18,6 +18,20 @@ from aioserve.request import Request
 class RequestState:
     """What delivery needs to know of one sample between two of its outputs."""
 
+    __slots__ = (
+        "detokenizer",
+        "has_stops",
+        "index",
+        "is_final_only",
+        "last_token_time",
+        "merged",
+        "num_output_tokens",
+        "request",
+        "stops",
+        "stream",
+        "waits_for_end",
+    )
+
     def __init__(
         self,
         request: Request,

@@ -21,6 +21,7 @@ class BlockPool:
         """`on_event` hears of every content that leaves the index."""
         self._on_event = on_event
         self.num_blocks = num_blocks
+        self.num_free_blocks = num_blocks  # that `allocate` can hand out, evicting if need be
         self.ref_counts = [0] * num_blocks
         self._unused = list(range(num_blocks - 1, -1, -1))
         # Entries of blocks that were found again stay in it, and are counted by block in _stale: a
@@ -30,11 +31,6 @@ class BlockPool:
         self._num_stale = 0
         self._index: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * num_blocks  # per block: its key in _index
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can hand out, evicting from the index if need be."""
-        return len(self._unused) + len(self._evictable) - self._num_stale
 
     @property
     def num_used_blocks(self) -> int:
@@ -51,6 +47,7 @@ class BlockPool:
         block_ids = [unused.pop() for _ in range(num_unused)]
         if num_blocks > num_unused:
             self._evict(num_blocks - num_unused, block_ids)
+        self.num_free_blocks -= num_blocks
         for block_id in block_ids:
             ref_counts[block_id] = 1
         return block_ids
@@ -61,22 +58,23 @@ class BlockPool:
             if self.ref_counts[block_id] == 0:
                 self._stale[block_id] = self._stale.get(block_id, 0) + 1
                 self._num_stale += 1
+                self.num_free_blocks -= 1
             self.ref_counts[block_id] += 1
         if self._num_stale > self.num_blocks:  # so that they cost no more than blocks do
             self._evictable.extend(self._take_evictable())
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each. What is given first is evicted first."""
-        ref_counts, hashes, evictable = self.ref_counts, self._hashes, self._evictable
+        ref_counts, hashes = self.ref_counts, self._hashes
+        unused, evictable = self._unused, self._evictable
+        num_entries = len(unused) + len(evictable)
         for block_id in block_ids:
             ref_counts[block_id] = count = ref_counts[block_id] - 1
             if not count:
-                if hashes[block_id] is None:
-                    self._unused.append(block_id)
-                else:
-                    evictable.append(block_id)
+                (unused if hashes[block_id] is None else evictable).append(block_id)
             else:
                 assert count > 0, f"block {block_id} freed twice"
+        self.num_free_blocks += len(unused) + len(evictable) - num_entries
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None if there is none."""
@@ -124,7 +122,7 @@ class BlockPool:
                 self._on_event(BlockRemoved(block_hash))
 
     def _is_stale(self, block_id: int) -> bool:
-        """Whether this entry, just taken from the front, stands for nothing; then it is forgotten."""
+        """Whether the entry of it that was just taken from the front is stale; if so, forget it."""
         count = self._stale.pop(block_id, 0)
         if count > 1:
             self._stale[block_id] = count - 1

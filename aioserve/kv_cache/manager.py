@@ -6,14 +6,13 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 from bisect import bisect_left
 from collections.abc import Callable
 from hashlib import blake2b
-
-import msgspec
+from struct import pack
 
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.request import Request
 
-_encode = msgspec.msgpack.Encoder().encode  # numbers to bytes, no two lists to the same
+HASH_BYTES = 16
 
 
 class KVCacheManager:
@@ -109,10 +108,6 @@ class KVCacheManager:
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
 
-    def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks that the request lacks to hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size) - len(request.block_ids)
-
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append new blocks to the request and return them; the pool must have them."""
         block_ids = self.pool.allocate(num_blocks)
@@ -159,16 +154,17 @@ class KVCacheManager:
         A cryptographic hash, since equal hashes share memory between strangers.
         """
         hashes, size = request.block_hashes, self.block_size
-        first = len(hashes)
-        if first >= num_blocks:
+        start, end = len(hashes) * size, num_blocks * size
+        if start >= end:
             return
-        parent = hashes[-1] if hashes else _root(request)
-        token_ids, encoder_inputs = request.token_ids, request.encoder_inputs
-        for start in range(first * size, num_blocks * size, size):
-            data = parent + _encode(token_ids[start : start + size])
+        parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
+        data = pack(f"{end - start}I", *request.token_ids[start:end])
+        for offset in range(0, len(data), 4 * size):
+            block = parent + data[offset : offset + 4 * size]
             if encoder_inputs:
-                data += _encoder_key(request, start, start + size)
-            parent = blake2b(data, digest_size=16).digest()
+                position = start + offset // 4
+                block += _encoder_key(request, position, position + size)
+            parent = blake2b(block).digest()[:HASH_BYTES]
             hashes.append(parent)
 
     def _stored(self, request: Request, i: int) -> BlockStored:
@@ -180,7 +176,7 @@ class KVCacheManager:
 def _root(request: Request) -> bytes:
     """What must match besides tokens: salt and adapter; the length keeps them apart."""
     salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
-    return _digest(b"%d:%b%b" % (len(salt), salt, adapter))
+    return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
 
 
 def _encoder_key(request: Request, start: int, end: int) -> bytes:
@@ -190,7 +186,3 @@ def _encoder_key(request: Request, start: int, end: int) -> bytes:
         for item in request.encoder_inputs
         if item.position < end and item.end > start
     )
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()

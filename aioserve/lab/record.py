@@ -101,14 +101,14 @@ class RunRecorder:
         # kept as who they are and when its steps ended.
         self._req_ids: list[str] = []
         self._ends = array("d")
-        self._next_state = 0.0
+        self._next_state = start
         self._last_end = 0.0
 
     def note(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
     ) -> None:
         """A step that is handed over when it `began` will end at `end` with this output."""
-        if scheduler_output.preempted_req_ids or began - self._start >= self._next_state:
+        if began >= self._next_state or scheduler_output.preempted_req_ids:
             self.note_start(scheduler_output, began)
         self.note_step(scheduler_output, output, began, end)
 
@@ -117,14 +117,13 @@ class RunRecorder:
         for request_id in scheduler_output.preempted_req_ids:
             self._record.requests[int(request_id)].num_preemptions += 1
             self._record.num_preemptions += 1
-        time = now - self._start
-        if time >= self._next_state and (stats := self._get_stats()) is not None:
+        if now >= self._next_state and (stats := self._get_stats()) is not None:
             states = self._record.states
-            states.time.append(time)
+            states.time.append(now - self._start)
             states.num_running.append(stats.num_running_reqs)
             states.num_waiting.append(stats.num_waiting_reqs)
             states.kv_usage.append(stats.kv_cache_usage)
-            self._next_state = time + self._interval
+            self._next_state = now + self._interval
 
     def note_step(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, began: float, end: float
@@ -149,7 +148,7 @@ class RunRecorder:
         steps.num_decodes.append(num_decodes)
         self._record.num_scheduled_tokens += num_tokens
         if self._notes_tokens:
-            self._note_tokens(output, end)
+            self._note_tokens(scheduler_output, output, end)
 
     def close(self) -> None:
         """The run has ended."""
@@ -159,10 +158,15 @@ class RunRecorder:
             while request.token_times and request.token_times[-1] > request.end:
                 request.token_times.pop()
 
-    def _note_tokens(self, output: ModelRunnerOutput, end: float) -> None:
+    def _note_tokens(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, end: float
+    ) -> None:
         req_ids, sampled = output.req_ids, output.sampled_token_ids
-        if list(map(len, sampled)).count(1) == len(req_ids):
-            if req_ids != self._req_ids:
+        # Without drafts a row has one token or none.
+        if not scheduler_output.scheduled_spec_decode_tokens and sum(map(len, sampled)) == len(
+            req_ids
+        ):
+            if req_ids is not self._req_ids and req_ids != self._req_ids:
                 self._end_series()
                 self._req_ids = req_ids
             self._ends.append(end)

@@ -5,8 +5,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from struct import pack
+from collections.abc import Callable, Generator
 from typing import Any
 from zlib import crc32
 
@@ -30,9 +29,22 @@ HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
 # Without steps for so long, threads sleep and caches are cold. A guess.
 IDLE_SECONDS = 0.001
 
+_encode = msgspec.msgpack.Encoder().encode
+
 
 class _Row:
     """What the runner remembers of a request in the batch."""
+
+    __slots__ = (
+        "encoder_inputs",
+        "eos_position",
+        "eos_token_id",
+        "hash",
+        "num_logprobs",
+        "num_prompt_tokens",
+        "num_tokens",
+        "offset",
+    )
 
     def __init__(
         self, data: NewRequestData, mean_output_tokens: int, seed: int, vocab_size: int
@@ -44,7 +56,7 @@ class _Row:
         self.num_logprobs = params.logprobs
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
-        self.hash = crc32(pack(f"{len(prompt) + 1}q", seed, *prompt))
+        self.hash = crc32(_encode([seed, prompt]))
         self.offset = self.hash % vocab_size
         # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
         num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
@@ -129,9 +141,10 @@ class SimulatedRunner(RunnerInterface):
         loop = asyncio.get_running_loop()
         # Steps run in order: this one starts when the last one ends.
         now = loop.time()
-        started = max(now, self._busy_until)
-        if now - self._busy_until > IDLE_SECONDS:
-            started += 1e-3 * self._step_time.idle_ms
+        started = self._busy_until
+        if now > started:
+            is_idle = now - started > IDLE_SECONDS
+            started = now + 1e-3 * self._step_time.idle_ms if is_idle else now
         try:
             seconds, output = self._compute(scheduler_output)
         except Exception as error:
@@ -216,7 +229,11 @@ class SimulatedRunner(RunnerInterface):
             if end < row.num_tokens:
                 sampled.append([])
                 continue
-            token_ids = self._sample_and_verify(row, drafted.get(request_id, ()))
+            drafts_of_row = drafted.get(request_id)
+            if drafts_of_row is None:
+                token_ids = [self._sample(row)]
+            else:
+                token_ids = self._verify(row, drafts_of_row)
             sampled.append(token_ids)
             if row.num_logprobs is not None:  # all probability on the one token
                 top = min(row.num_logprobs, 1)
@@ -244,7 +261,7 @@ class SimulatedRunner(RunnerInterface):
             if item.position < end and item.end > start:
                 assert item.content_hash in self._encoder_outputs, "a token before its image"
 
-    def _sample_and_verify(self, row: _Row, drafts: Sequence[int]) -> list[int]:
+    def _verify(self, row: _Row, drafts: list[int]) -> list[int]:
         """The drafts that are right, and one token more."""
         token_ids: list[int] = []
         for draft in [*drafts, None]:

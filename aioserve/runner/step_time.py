@@ -67,12 +67,13 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def seconds(self, features: StepFeatures, num_encoder_tokens: int = 0) -> float:
         """Predicted duration of one step."""
+        num_prefill_tokens, num_decodes, num_context, num_query_context, num_prefills = features
         return 1e-3 * self.base_ms + 1e-6 * (
-            self.prefill_token_us * features.num_prefill_tokens
-            + self.decode_us * features.num_decodes
-            + self.context_token_us * features.num_context_tokens
-            + 1e-3 * self.query_context_ns * features.num_query_context
-            + self.prefill_us * features.num_prefills
+            self.prefill_token_us * num_prefill_tokens
+            + self.decode_us * num_decodes
+            + self.context_token_us * num_context
+            + 1e-3 * self.query_context_ns * num_query_context
+            + self.prefill_us * num_prefills
             + self.encoder_token_us * num_encoder_tokens
         )
 

@@ -25,7 +25,7 @@ from aioserve.scheduler.admission import check_encoder_inputs, check_queue, chec
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
-from aioserve.scheduler.step import Step
+from aioserve.scheduler.step import Decodes, Step
 from aioserve.scheduler.timers import Timers
 from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
@@ -77,6 +77,7 @@ class BaseScheduler(SchedulerInterface):
         self._finished_req_ids: list[str] = []  # not yet told to the runner
         self._timers = Timers(config.queue_timeout)
         self._open_step: Step | None = None
+        self._last_decodes = Decodes([])
         self._last_output: SchedulerOutput | None = None
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._num_added = 0

@@ -14,11 +14,39 @@ if TYPE_CHECKING:
     from aioserve.scheduler.base import BaseScheduler
 
 
+class Decodes:
+    """Who had one token each in a step, in the forms in which the runner is told."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.req_ids = [request.request_id for request in requests]
+        self.num_scheduled = dict.fromkeys(self.req_ids, 1)
+
+
 class Step:
     """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
     """
+
+    __slots__ = (
+        "_admitted",
+        "_dependents",
+        "_drafts",
+        "_encoder_plan",
+        "_fresh_blocks",
+        "_kv_cache",
+        "_new_block_ids",
+        "_num_lookahead_tokens",
+        "_num_prefill_tokens",
+        "_preempted",
+        "_preempted_req_ids",
+        "_request_limit",
+        "_scheduler",
+        "_tokens",
+        "step_id",
+        "token_budget",
+    )
 
     def __init__(
         self, scheduler: "BaseScheduler", token_budget: int, preempted_req_ids: list[str]
@@ -196,12 +224,17 @@ class Step:
         scheduler._close_step(self)
         requests = list(tokens)
         total = sum(tokens.values())
-        cached = [r for r in requests if r not in admitted] if admitted else requests
-        req_ids = [r.request_id for r in cached]
-        if total == len(requests):  # nothing but decodes: most steps are
-            num_computed = [r.num_computed_tokens - 1 for r in cached]
+        if total == len(requests) and not admitted:  # nothing but decodes: most steps are
+            last = scheduler._last_decodes
+            if requests != last.requests:  # and most repeat the last one's rows
+                scheduler._last_decodes = last = Decodes(requests)
+            requests, req_ids, num_scheduled = last.requests, last.req_ids, last.num_scheduled
+            num_computed = [r.num_computed_tokens - 1 for r in requests]
         else:
+            cached = [r for r in requests if r not in admitted]
+            req_ids = [r.request_id for r in cached]
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
+            num_scheduled = {r.request_id: n for r, n in tokens.items()}
         finished_req_ids, scheduler._finished_req_ids = scheduler._finished_req_ids, []
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self._preempted_req_ids)
@@ -213,11 +246,7 @@ class Step:
                 num_computed_tokens=num_computed,
                 new_block_ids=self._new_block_ids,
             ),
-            num_scheduled_tokens=(
-                {r.request_id: n for r, n in tokens.items()}
-                if admitted
-                else dict(zip(req_ids, tokens.values(), strict=True))
-            ),
+            num_scheduled_tokens=num_scheduled,
             total_num_scheduled_tokens=total,
             preempted_req_ids=self._preempted_req_ids,
             finished_req_ids=finished_req_ids,
@@ -243,7 +272,8 @@ class Step:
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens, preempting victims; False if it lost its own place."""
         kv_cache, pool = self._kv_cache, self._kv_cache.pool
-        num_missing = kv_cache.num_missing_blocks(request, self._num_slots(request, num_tokens))
+        num_slots = self._num_slots(request, num_tokens)
+        num_missing = -(-num_slots // kv_cache.block_size) - len(request.block_ids)
         if num_missing <= 0:
             return True  # near its limit it needs no lookahead
         while num_missing > pool.num_free_blocks:
