@@ -118,6 +118,8 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
         for chunk in (32, 128, 512, 1024)
         for prompt in (600, 2500)
     ]
+    # Whole prompts: what a token costs grows with what lies in the caches beside it.
+    batches += [Batch(4096, 2, min(prompt, longest), 2) for prompt in (1200, 2500, 3200, 4000)]
     batches += [
         Batch(2048, min(num_requests, max_num_seqs), min(context, longest), 24)
         for num_requests in (1, 2, 4, 8, 16, 32, 64)

@@ -20,6 +20,10 @@ NUM_ROUNDS = 20
 # something else must not set the price of tokens. Wide, because steps that take a little long are
 # part of what steps take: without them every simulation would be too fast.
 HUBER = 6.0
+# Kinds of steps count alike, however many steps there were of each: a whole prompt is one step in a
+# thousand, and the one that everybody waits for. Below so many, a kind counts by its steps: a guess
+# that keeps one odd step from setting a price.
+MIN_STEPS_OF_A_KIND = 5
 
 
 def fit_step_time(
@@ -37,7 +41,7 @@ def fit_step_time(
         raise ConfigError(
             f"cannot fit step times to {len(taken)} steps: at least {MIN_STEPS} are needed"
         )
-    coefficients = _fit_robustly(columns, taken)
+    coefficients = _fit_robustly(columns, taken, _importance(columns))
     predicted = columns @ coefficients
     errors = np.abs(predicted / taken - 1)
     base, prefill, decode, context, attention, row = map(float, coefficients)
@@ -56,7 +60,15 @@ def fit_step_time(
     )
 
 
-def _fit_robustly(columns: Array, taken: Array) -> Array:
+def _importance(columns: Array) -> Array:
+    """The weight of each step: kinds are prefill tokens and decodes to the next power of two."""
+    kinds = np.ceil(np.log2(columns[:, 1:3] + 1))
+    _, kind, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
+    weights: Array = 1.0 / np.maximum(counts, MIN_STEPS_OF_A_KIND)[kind.ravel()]
+    return weights
+
+
+def _fit_robustly(columns: Array, taken: Array, importance: Array) -> Array:
     """Least squares of errors relative to the prediction, reweighted until outliers have little
     to say. Relative to what was measured, noise would make every prediction too small.
     """
@@ -65,7 +77,7 @@ def _fit_robustly(columns: Array, taken: Array) -> Array:
     coefficients = np.zeros(columns.shape[1])
     for _ in range(NUM_ROUNDS):
         before = coefficients
-        factor = weights / scale
+        factor = weights * np.sqrt(importance) / scale
         coefficients = non_negative_least_squares(columns * factor[:, None], taken * factor)
         predicted = columns @ coefficients
         scale = np.maximum(predicted, 1e-3 * taken)  # it may be 0 where nothing costs anything
