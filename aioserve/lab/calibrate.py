@@ -18,6 +18,7 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
+from aioserve.lab.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.step_time import StepFeatures, StepTimeModel, step_features
@@ -77,18 +78,23 @@ class StepRecorder(RunnerInterface):
 
 
 class Traffic(NamedTuple):
-    """So many clients, each of whom sends one request after the other."""
+    """So many clients, each of whom sends one request after the other, with pauses of `pause`
+    seconds on average.
+    """
 
     chunk_size: int
     num_clients: int
+    mean_output_tokens: int = 30
+    pause: float = 0.0
 
 
 # Batches alone would find every key and value where the last step left it: in the CPU's caches.
-# Between prompts that come and go, decodes of the embedded model took half as long again.
+# Between prompts that come and go, decodes of the embedded model took half as long again; in quiet
+# hours, which most engines have, they did not.
 TRAFFIC = [Traffic(chunk, clients) for chunk in (512, 2048) for clients in (2, 8, 32)]
+TRAFFIC += [Traffic(2048, clients, 80, 0.1) for clients in (1, 4, 8)]
 REQUESTS_PER_CLIENT = 4
 MEDIAN_PROMPT = 200  # tokens, lognormal
-MEAN_OUTPUT = 30  # tokens, exponential
 
 
 class Measurements(NamedTuple):
@@ -121,9 +127,9 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
     # Whole prompts: what a token costs grows with what lies in the caches beside it.
     batches += [Batch(4096, 2, min(prompt, longest), 2) for prompt in (1200, 2500, 3200, 4000)]
     batches += [
-        Batch(2048, min(num_requests, max_num_seqs), min(context, longest), 24)
+        Batch(2048, min(num_requests, max_num_seqs), min(context, longest), 40)
         for num_requests in (1, 2, 4, 8, 16, 32, 64)
-        for context in (16, 400, 1500)
+        for context in (16, 400, 1500, 3500)
         if num_requests * context <= 26_000
     ]
     batches += [Batch(chunk, 12, 300, 40) for chunk in (64, 256)]  # decodes beside prompts
@@ -209,7 +215,7 @@ async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
     vocab_size = engine.model_info.vocab_size
 
     async def one() -> None:
-        prompt = [rng.randrange(vocab_size) for _ in range(batch.prompt_tokens)]
+        prompt = text_tokens(rng.getrandbits(64), batch.prompt_tokens, vocab_size)
         async for _ in engine.generate(prompt, params):
             pass
 
@@ -223,11 +229,13 @@ async def _serve(engine: AsyncEngine, traffic: Traffic, rng: random.Random) -> N
     async def client() -> None:
         for _ in range(REQUESTS_PER_CLIENT):
             num_tokens = min(int(rng.lognormvariate(math.log(MEDIAN_PROMPT), 1)) + 1, longest)
-            prompt = [rng.randrange(vocab_size) for _ in range(num_tokens)]
-            max_tokens = min(int(rng.expovariate(1 / MEAN_OUTPUT)) + 1, longest)
+            prompt = text_tokens(rng.getrandbits(64), num_tokens, vocab_size)
+            max_tokens = min(int(rng.expovariate(1 / traffic.mean_output_tokens)) + 1, longest)
             params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
             async for _ in engine.generate(prompt, params):
                 pass
+            if traffic.pause:
+                await asyncio.sleep(rng.expovariate(1 / traffic.pause))
 
     await asyncio.gather(*(client() for _ in range(traffic.num_clients)))
 
@@ -236,7 +244,7 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
     """One request after a pause: all that lies between asking and reading, and its one step."""
     await asyncio.sleep(IDLE_SECONDS)
     size = min(IDLE_PROMPT, engine.max_model_len // 2)
-    prompt = [rng.randrange(engine.model_info.vocab_size) for _ in range(size)]
+    prompt = text_tokens(rng.getrandbits(64), size, engine.model_info.vocab_size)
     loop = asyncio.get_running_loop()
     began = loop.time()
     async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
