@@ -164,8 +164,11 @@ async def measure(
         progress(len(plan), len(plan))
         steps = list(recorder.steps)
         first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
-        machine = platform.processor() or platform.machine()
-        what = f"{config.model.served_name}, dtype {config.model.dtype}, on {machine}"
+        threads = config.runner.threads or "one per core"
+        what = (
+            f"{config.model.served_name}, dtype {config.model.dtype}, threads: {threads}, on "
+            f"{platform.processor() or platform.machine()}"
+        )
         return Measurements(steps, first_tokens, what)
 
 

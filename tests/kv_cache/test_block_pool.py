@@ -1,5 +1,7 @@
 """BlockPool: every block is held, unused or evictable, and nothing else."""
 
+import random
+
 import pytest
 
 from aioserve.kv_cache import BlockPool
@@ -66,3 +68,33 @@ def test_freeing_twice_is_noticed() -> None:
     pool.free([block])
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free([block])
+
+
+def test_blocks_found_again_and_again_are_evicted_by_their_last_use() -> None:
+    # Against a list in which a block that is found is unlinked at once.
+    rng, pool = random.Random(0), BlockPool(6)
+    blocks = pool.allocate(6)
+    for block_id in blocks:
+        pool.register([block_id], [b"%d" % block_id])
+    pool.free(blocks)
+    in_order, held = list(blocks), list[int]()
+    for _ in range(5000):
+        if in_order and (not held or rng.random() < 0.5):
+            block_id = rng.choice(in_order)
+            pool.touch([block_id])
+            in_order.remove(block_id)
+            held.append(block_id)
+        else:
+            block_id = held.pop(rng.randrange(len(held)))
+            pool.free([block_id])
+            in_order.append(block_id)
+        assert pool.num_free_blocks == len(in_order)
+        if in_order and rng.random() < 0.1:
+            (block_id,) = pool.allocate(1)
+            assert block_id == in_order.pop(0)
+            pool.register([block_id], [b"%d" % block_id])
+            held.append(block_id)
+        assert len(pool._evictable) <= 3 * pool.num_blocks  # what is stale does not pile up
+    pool.free(held)
+    pool.clear_index()
+    assert sorted(pool.allocate(6)) == sorted(blocks)

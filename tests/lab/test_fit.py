@@ -61,6 +61,16 @@ def test_noise_and_accidents_move_it_little() -> None:
     assert sum(clean) / len(clean) == pytest.approx(1.0, abs=0.04)  # noise makes it no faster
 
 
+def test_a_kind_of_step_counts_however_seldom_it_is() -> None:
+    # Tokens of long prompts take a third longer than those of short ones; no line fits both.
+    short, long = StepFeatures(100, 0, 100, 5_000, 1), StepFeatures(4000, 0, 4000, 8_000_000, 1)
+    steps, seconds = [short] * 990 + [long] * 10, [0.004] * 990 + [0.2] * 10
+    steps += [StepFeatures(1000, 0, 1000, 500_000, 1)] * 500
+    seconds += [0.03] * 500
+    model = fit_step_time(steps, seconds, "a test")
+    assert model.seconds(long) == pytest.approx(0.2, rel=0.1)
+
+
 def test_no_coefficient_is_negative_and_what_never_occurred_costs_nothing() -> None:
     rng = random.Random(2)
     steps = [StepFeatures(0, rng.randrange(1, 9), 10, 0) for _ in range(100)]
