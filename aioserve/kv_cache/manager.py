@@ -158,7 +158,7 @@ class KVCacheManager:
         if start >= end:
             return
         parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
-        data = pack(f"{end - start}I", *request.token_ids[start:end])
+        data = pack(f"<{end - start}I", *request.token_ids[start:end])
         for offset in range(0, len(data), 4 * size):
             block = parent + data[offset : offset + 4 * size]
             if encoder_inputs:

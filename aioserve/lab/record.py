@@ -162,10 +162,9 @@ class RunRecorder:
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, end: float
     ) -> None:
         req_ids, sampled = output.req_ids, output.sampled_token_ids
-        # Without drafts a row has one token or none.
-        if not scheduler_output.scheduled_spec_decode_tokens and sum(map(len, sampled)) == len(
-            req_ids
-        ):
+        has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
+        num_tokens = sum(map(len, sampled))
+        if num_tokens == len(req_ids) and not has_drafts:  # without them, a row has one or none
             if req_ids is not self._req_ids and req_ids != self._req_ids:
                 self._end_series()
                 self._req_ids = req_ids

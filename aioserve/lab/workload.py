@@ -14,7 +14,7 @@ import numpy as np
 
 from aioserve.errors import ConfigError
 
-NOISE_LENGTH = 65536
+NOISE_LENGTH = 65536  # tokens; prompts are pieces of it
 FIRST_TOKEN_ID = 16  # tokenizers keep their special tokens below; a live model never sees one
 
 
