@@ -29,7 +29,8 @@ MIN_STEPS_OF_A_KIND = 5
 def fit_step_time(
     features: Sequence[StepFeatures], seconds: Sequence[float], source: str
 ) -> StepTimeModel:
-    """The model whose relative errors over these steps are least; `error` says how large they are.
+    """The model whose relative errors over these steps, kind by kind, are least; `error` says how
+    large they are, step by step.
 
     Coefficients of features that no step has are 0. Raises `ConfigError` if there are fewer than
     `MIN_STEPS` steps that took any time.
