@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels, one extension per instruction set; all else is in pyproject.toml.
+"""Compiles the CPU kernels, one extension per instruction set, and what tells which of them serve.
 
 They are optional: without Linux or a C compiler the package installs without them, and says at
-start that it runs on plain torch.
+start that it runs on plain torch. All else is in pyproject.toml.
 """
 
 import platform
@@ -22,19 +22,28 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 setup(
     ext_modules=[
+        *(
+            Extension(
+                f"aioserve.kernels._{variant}",
+                sources=[str(SOURCES / "kernels.c")],
+                depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
+                # -fopenmp only here, not for the linker: the runtime is the one that torch brings
+                extra_compile_args=[
+                    *("-O3", "-std=gnu11", "-fopenmp", "-fvisibility=default", "-Wno-psabi"),
+                    *("-fno-math-errno", "-fno-trapping-math"),
+                    *flags,
+                ],
+                optional=True,
+            )
+            for variant, flags in FLAGS.items()
+        ),
         Extension(
-            f"aioserve.kernels._{variant}",
-            sources=[str(SOURCES / "kernels.c")],
-            depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
-            # -fopenmp only here, not for the linker: the runtime is the one that torch brings
-            extra_compile_args=[
-                *("-O3", "-std=gnu11", "-fopenmp", "-fvisibility=default", "-Wno-psabi"),
-                *("-fno-math-errno", "-fno-trapping-math"),
-                *flags,
-            ],
+            "aioserve.kernels._cpu",
+            sources=[str(SOURCES / "cpu.c")],
+            extra_compile_args=["-std=gnu11", "-fvisibility=default"],
             optional=True,
-        )
-        for variant, flags in FLAGS.items()
-        if sys.platform == "linux"
+        ),
     ]
+    if sys.platform == "linux"
+    else []
 )

@@ -33,6 +33,7 @@ ALLOWED = {
         "aioserve.config",
         "aioserve.errors",
         "aioserve.kernels",
+        "aioserve.kernels.cpu",
         "aioserve.kernels.decoder",
         "aioserve.model_info",
         "aioserve.outputs",

@@ -1,16 +1,15 @@
 """Finds and loads the compiled kernels: one shared library per instruction set.
 
-Knows files, CPU flags and OpenMP runtimes; knows nothing about what the kernels compute.
+Knows files, what they need and OpenMP runtimes; knows nothing about what the kernels compute.
 """
 
 import ctypes
 import os
-import platform
 import re
-import sysconfig
 from pathlib import Path
 
 from aioserve.errors import ConfigError
+from aioserve.kernels.cpu import cpu_flags, extension
 
 ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
 
@@ -28,8 +27,8 @@ class KernelsUnavailableError(Exception):
 
 def usable_variants() -> list[str]:
     """Variants that were built and that this CPU runs, best first."""
-    flags = _cpu_flags()
-    return [name for name, needs in VARIANTS.items() if needs <= flags and _path(name).exists()]
+    flags = cpu_flags()
+    return [name for name, needs in VARIANTS.items() if needs <= flags and extension(name).exists()]
 
 
 def choose_variant() -> str:
@@ -59,21 +58,9 @@ def open_library(variant: str) -> ctypes.CDLL:
         raise KernelsUnavailableError("torch came without an OpenMP runtime")
     try:
         ctypes.CDLL(runtime[0], mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(_path(variant)))
+        return ctypes.CDLL(str(extension(variant)))
     except OSError as error:
         raise KernelsUnavailableError(str(error)) from error
-
-
-def _path(variant: str) -> Path:
-    suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
-    return Path(__file__).with_name(f"_{variant}{suffix}")
-
-
-def _cpu_flags() -> set[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return set()
-    match = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return set(match[1].split()) if match else set()
 
 
 def _read(path: str) -> str:

@@ -1,13 +1,15 @@
 """What this machine offers to compute with: cores, free memory, native bfloat16.
 
-Asks the operating system, not torch; where it does not answer (not Linux), the answers are
-cautious.
+Asks the operating system and the CPU, not torch; where they do not answer (not Linux), the answers
+are cautious.
 """
 
 import ctypes
 import os
 import re
 from pathlib import Path
+
+from aioserve.kernels.cpu import cpu_flags
 
 _CPU_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _CGROUP = Path("/sys/fs/cgroup")
@@ -43,8 +45,7 @@ def available_memory() -> int:
 
 def has_native_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is faster."""
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match is not None and not _NATIVE_BF16.isdisjoint(match[1].split())
+    return not _NATIVE_BF16.isdisjoint(cpu_flags())
 
 
 def keep_freed_memory() -> None:
