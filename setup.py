@@ -1,14 +1,15 @@
 """Compiles the CPU kernels, one extension per instruction set, and what tells which of them serve.
 
 They are optional: without Linux or a C compiler the package installs without them, and says at
-start that it runs on plain torch. All else is in pyproject.toml.
+start that it runs on plain torch. The packages are listed here too, since one is not found by
+its place: `policies/` is installed as `aioserve.policies`. All else is in pyproject.toml.
 """
 
 import platform
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 SOURCES = Path("aioserve/kernels/src")
 # What a variant may use; the CPU flags it needs are in aioserve/kernels/library.py: keep in step.
@@ -21,6 +22,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     ]
 
 setup(
+    packages=[*find_packages(include=["aioserve*"]), "aioserve.policies"],
     ext_modules=[
         *(
             Extension(
@@ -45,5 +47,5 @@ setup(
         ),
     ]
     if sys.platform == "linux"
-    else []
+    else [],
 )

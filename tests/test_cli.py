@@ -176,7 +176,7 @@ def test_a_signal_before_the_server_is_up_ends_it_as_well(tmp_path):
     policy = tmp_path / "slow.py"
     policy.write_text(
         "import os, signal\n"
-        "from policies.fcfs import FCFSScheduler as Slow\n"
+        "from aioserve.policies.fcfs import FCFSScheduler as Slow\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     result = run("--policy", f"{policy}:Slow", *SIMULATED)

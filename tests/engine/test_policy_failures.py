@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
@@ -13,7 +14,6 @@ from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.scheduler import Request, SchedulerOutput
-from policies.chunked_prefill import ChunkedPrefillScheduler
 
 BAD = 13  # a prompt that begins with this token provokes the policy
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import Request, load_policy
-from policies.fcfs import FCFSScheduler
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
@@ -18,7 +19,6 @@ from aioserve.lab.decision_log import Chronicle, DecisionLog
 from aioserve.lab.replay import replay
 from aioserve.request import Request
 from aioserve.scheduler.records import Closed, Discarded, Planned, Updated
-from policies.chunked_prefill import ChunkedPrefillScheduler
 from tests.lab.traffic import make_config, record, serve
 
 

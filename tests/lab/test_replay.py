@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
@@ -23,8 +25,6 @@ from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, availabl
 from aioserve.scheduler.recording import RecordingScheduler
 from aioserve.scheduler.records import AnyRecord, Discarded, Header, Planned, Record, Switched
 from aioserve.testing import SchedulerHarness
-from policies.chunked_prefill import ChunkedPrefillScheduler
-from policies.fcfs import FCFSScheduler
 from tests.engine.test_policy_failures import BAD, RaisesInUpdate, RaisesMidway, ReturnsAnOldStep
 from tests.lab.traffic import make_config, record
 

@@ -4,10 +4,10 @@ import random
 from typing import Any
 
 import pytest
+from aioserve.policies.fair import FairScheduler
 from simulate import Job, Served, mean, serve
 
 from aioserve.testing import SchedulerHarness
-from policies.fair import FairScheduler
 
 
 def test_a_light_client_does_not_wait_behind_the_backlog_of_a_heavy_one() -> None:

@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
+from aioserve.policies.mlfq import MLFQScheduler
 from simulate import Job, Served, mean, serve
 
 from aioserve.testing import SchedulerHarness
-from policies.mlfq import MLFQScheduler
 
 
 def mixed_answers() -> list[Job]:

@@ -1,6 +1,9 @@
 """BaseScheduler and the verbs of Step, one rule at a time, on the harness."""
 
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
+from aioserve.policies.fcfs import FCFSScheduler
+from aioserve.policies.priority import PriorityScheduler
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError
@@ -8,9 +11,6 @@ from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from policies.chunked_prefill import ChunkedPrefillScheduler
-from policies.fcfs import FCFSScheduler
-from policies.priority import PriorityScheduler
 
 
 class Scripted(BaseScheduler):

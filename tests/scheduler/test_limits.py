@@ -1,6 +1,8 @@
 """Limits, timeouts, victims, reasons: what holds under every policy."""
 
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError
@@ -8,8 +10,6 @@ from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import SchedulerHarness
-from policies.chunked_prefill import ChunkedPrefillScheduler
-from policies.fcfs import FCFSScheduler
 
 
 def make_harness(

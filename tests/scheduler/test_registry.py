@@ -26,7 +26,7 @@ def test_the_built_in_policies_are_installed_and_loadable() -> None:
 
 
 def test_a_policy_can_be_a_module_and_class() -> None:
-    assert load_policy("policies.fcfs:FCFSScheduler") is load_policy("fcfs")
+    assert load_policy("aioserve.policies.fcfs:FCFSScheduler") is load_policy("fcfs")
 
 
 def test_a_policy_can_be_a_file_and_class(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_a_policy_can_be_a_file_and_class(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("fcsf", r"unknown policy 'fcsf'; available: .*fcfs.*; or give package.module:Class"),
-        ("policies.fcfs:Nope", "no 'Nope' in policies.fcfs"),
-        ("policies.nope:Nope", "no module named 'policies.nope'"),
+        ("aioserve.policies.fcfs:Nope", "no 'Nope' in aioserve.policies.fcfs"),
+        ("aioserve.policies.nope:Nope", "no module named 'aioserve.policies.nope'"),
         ("nowhere/file.py:Class", "no file nowhere/file.py"),
     ],
 )
@@ -63,6 +63,17 @@ def test_an_error_inside_a_policy_module_is_not_masked(tmp_path: Path) -> None:
     path.write_text("import a_module_that_is_not_there")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
         load_policy(f"{path}:Mine")
+
+
+def test_a_package_called_policies_in_the_working_directory_is_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies/__init__.py").write_text("raise ImportError('this one is not ours')")
+    code = "from aioserve.scheduler import *; print(*map(load_policy, available_policies()))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert "aioserve.policies.fcfs.FCFSScheduler" in result.stdout
 
 
 @pytest.mark.parametrize("name", sorted(available_policies()))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
@@ -12,7 +13,6 @@ from aioserve.engine.metrics import Histogram
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import SchedulerOutput
-from policies.fcfs import FCFSScheduler
 
 
 async def serve_many(engine: AsyncEngine) -> list[list[int]]:
