@@ -15,11 +15,9 @@ SOURCES = Path("aioserve/kernels/src")
 # What a variant may use; the CPU flags it needs are in aioserve/kernels/library.py: keep in step.
 FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS["avx2"] = ["-mavx2", "-mfma"]
-    FLAGS["avx512"] = [
-        *FLAGS["avx2"],
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"),
-    ]
+    FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
+    FLAGS["avx512_bf16"] = [*FLAGS["avx512"], "-mavx512bf16"]
 
 setup(
     packages=[*find_packages(include=["aioserve*"]), "aioserve.policies"],

@@ -2,7 +2,8 @@
 
 Thin calls into C on torch tensors, without the GIL, on as many threads as the calling thread gave
 torch. Knows shapes and pointers; knows nothing about models, requests or steps. The environment
-variable AIOSERVE_KERNELS (off, baseline, avx2, avx512) overrides the choice of instruction set.
+variable AIOSERVE_KERNELS (off, baseline, avx2, avx512, avx512_bf16) overrides the choice of
+instruction set.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ from aioserve.kernels.library import (
 __all__ = ["Kernels", "KernelsUnavailableError", "load_kernels", "usable_variants"]
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @functools.cache
@@ -36,7 +37,7 @@ class Kernels:
     """One variant of the library.
 
     Nothing is checked per call: tensors are contiguous unless said otherwise, of one dtype
-    (float32 or bfloat16; sums are float32), and rows have a multiple of 16 numbers.
+    (float32, bfloat16 or float16; sums are float32), and rows have a multiple of 16 numbers.
     """
 
     dtypes = frozenset(_SUFFIXES)

@@ -14,10 +14,13 @@ from aioserve.kernels.cpu import cpu_flags, extension
 ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and reports of bugs
 
 # Best first, with the CPU flags of what setup.py compiles each for: keep the two in step.
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 VARIANTS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"},
-    "avx2": {"avx2", "fma"},
-    "baseline": set[str](),
+    "avx512_bf16": {*_AVX512, "avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "baseline": set[str](),  # SSE2, or NEON
 }
 
 

@@ -35,8 +35,16 @@ def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cpu_gets_no_instructions_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
-    assert "avx512" not in usable_variants()
+    avx2 = {"avx2", "fma", "f16c"}
+    avx512 = {*avx2, "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    for flags, best in [
+        ({"avx2", "fma"}, "baseline"),
+        ({*avx2, "avx512f"}, "avx2"),
+        (avx512, "avx512"),
+        ({*avx512, "avx512_bf16"}, "avx512_bf16"),
+    ]:
+        monkeypatch.setattr(library, "cpu_flags", lambda flags=flags: flags)
+        assert usable_variants()[0] == best
     monkeypatch.setattr(library, "cpu_flags", set[str])
     assert usable_variants() == ["baseline"]
 

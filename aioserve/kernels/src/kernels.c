@@ -1,4 +1,4 @@
-// The kernels for both element types; built once per instruction set (see setup.py), called
+// The kernels for all element types; built once per instruction set (see setup.py), called
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
 #include "plan.h"
 #include "vector.h"
@@ -10,6 +10,17 @@
 #define LOAD load_f32
 #define STORE store_f32
 #define NAME(name) JOIN(name, f32)
+#include "elementwise.h"
+#include "attention.h"
+#undef T
+#undef LOAD
+#undef STORE
+#undef NAME
+
+#define T f16
+#define LOAD load_f16
+#define STORE store_f16
+#define NAME(name) JOIN(name, f16)
 #include "elementwise.h"
 #include "attention.h"
 #undef T

@@ -3,11 +3,13 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #define W 16
 #elif defined(__AVX2__)
 #define W 8
@@ -15,7 +17,7 @@
 #define W 4
 #endif
 
-typedef uint16_t bf16;
+typedef uint16_t bf16, f16;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
@@ -31,7 +33,7 @@ INLINE vf splat_bits(const float *p) {  // whatever the 32 bits mean
 }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf maximum(vf a, vf b) {  // b where a is NaN
-#ifdef __AVX512BF16__
+#if W == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return pick(a > b, a, b);
@@ -41,30 +43,79 @@ INLINE vf maximum(vf a, vf b) {  // b where a is NaN
 INLINE vf load_f32(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
+// 16 bits to 32, and the low 16 back. By hand for 16 lanes: gcc 12 would convert two halves.
+INLINE vu widen(vh h) {
+#if W == 16
+    return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#else
+    return __builtin_convertvector(h, vu);
+#endif
+}
+INLINE vh narrow(vu v) {
+#if W == 16
+    return (vh)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+    return __builtin_convertvector(v, vh);
+#endif
+}
+
 INLINE vf load_bf16(const bf16 *p) {
     vh h;
     memcpy(&h, p, sizeof h);
-#ifdef __AVX512BF16__  // gcc 12 would convert two halves
-    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
-#else
-    return (vf)(__builtin_convertvector(h, vu) << 16);
-#endif
+    return (vf)(widen(h) << 16);
 }
 
 INLINE void store_bf16(bf16 *p, vf v) {  // to nearest, ties to even; NaN stays NaN
 #ifdef __AVX512BF16__
-    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    vh h = (vh)_mm512_cvtneps_pbh((__m512)v);
 #else
     vu bits = (vu)v;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    bits = (vu)pick(v == v, (vf)bits, (vf)((vu){0} + 0x7fc0));
-    vh h = __builtin_convertvector(bits, vh);
+    vh h = narrow((vu)pick(v == v, (vf)bits, (vf)((vu){0} + 0x7fc0)));
+#endif
+    memcpy(p, &h, sizeof h);
+}
+
+#if defined(__F16C__) || defined(__aarch64__)
+#define HAS_F16
+#endif
+
+INLINE vf load_f16(const f16 *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+#if W == 16
+    return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif W == 8 && defined(HAS_F16)
+    return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif defined(HAS_F16)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)h));
+#else  // the exponent is moved by a product, which also serves numbers too small for their own
+    vu bits = widen(h), sign = (bits & 0x8000) << 16;
+    vf v = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)v | sign | ((vu)(v >= 0x1p16f) & 0x7f800000));
+#endif
+}
+
+INLINE void store_f16(f16 *p, vf v) {  // as store_bf16; beyond 65519 it is infinite
+#if W == 16
+    vh h = (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif W == 8 && defined(HAS_F16)
+    vh h = (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(HAS_F16)
+    vh h = (vh)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v));
+#else
+    vu sign = (vu)v >> 16 & 0x8000, size = (vu)v & 0x7fffffff;
+    vu normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    vu small = (vu)((vf)size + 0.5f) - 0x3f000000;  // the sum rounds to steps of 2^-24
+    vu bits = (vu)pick((vi)((vf)size < 0x1p-14f), (vf)small, (vf)normal);
+    vu huge = (vu)pick(v == v, (vf)((vu){0} + 0x7c00), (vf)((vu){0} + 0x7e00));
+    vh h = narrow((vu)pick((vi)((vf)size < 65520.f), (vf)bits, (vf)huge) | sign);
 #endif
     memcpy(p, &h, sizeof h);
 }
 
 INLINE float sum(vf v) {
-#ifdef __AVX512BF16__
+#if W == 16
     return _mm512_reduce_add_ps((__m512)v);
 #else
     float total = 0;
@@ -74,7 +125,7 @@ INLINE float sum(vf v) {
 }
 
 INLINE float highest(vf v) {
-#ifdef __AVX512BF16__
+#if W == 16
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float top = v[0];
@@ -121,7 +172,7 @@ INLINE vf exp2_rough(vf x) {
     p = p * r + 2.402474e-1f;
     p = p * r + 6.931218e-1f;
     p = p * r + 9.999993e-1f;
-#ifdef __AVX512BF16__
+#if W == 16
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     return (vf)((x >= -126.f) & ((vi)p + ((vi)(n + ROUNDER) << 23)));
