@@ -195,7 +195,7 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
         raise UnsupportedModelError(
             f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
         )
-    if not all(map(torch.equal, probe.queries, default.queries)):
+    if not all(map(_same, probe.queries, default.queries)):
         raise UnsupportedModelError("its positions do not count from 0")
     if not any(call.sliding_window for call in probe.calls) and _masks_a_window(module, info):
         raise UnsupportedModelError(
@@ -203,6 +203,11 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
             f"{info.hf_config.sliding_window}"
         )
     return probe
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, but for what is not a number."""
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _masks_a_window(module: nn.Module, info: ModelInfo) -> bool:

@@ -9,13 +9,14 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.place import CPU, Place
 from aioserve.runner.fused.proof import Proof
-from aioserve.runner.fused.recognize import LayerParts, NotFusedError, find_parts
+from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
 from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.served_model import ServedModel
 
@@ -48,21 +49,18 @@ def fuse(
 ) -> FusedModel:
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
-    Raises `NotFusedError`, with `module` intact, unless every layer gives the same results.
+    Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
+    `ConfigError` for a setting that is wrong.
     """
-    parts = find_parts(module, probe, max_model_len)
-    ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
-    embedding = parts.embedding.weight.data.clone()  # the file that it may be mapped to can go
-    next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
-    modules = [layer.module for layer in parts.layers]
-    proof = Proof(original, modules, len(embedding), max_model_len, place)
-    proof.check_embedding(embedding)
-    # one layer at a time, twice: there may not be memory for all layers beside the originals, and
-    # the originals are needed until the last one is proved
-    for index, (layer, next_norm) in enumerate(zip(parts.layers, next_norms, strict=True)):
-        proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
-    head = _fuse_linears((parts.head,), ops)
-    proof.check_head(parts.norm, head, ops)
+    try:
+        parts = find_parts(module, probe, max_model_len)
+        ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
+        proof = Proof(original, parts, max_model_len, place)
+        embedding, head = _prove(parts, proof, ops)
+    except (ConfigError, NotFusedError):
+        raise
+    except Exception as error:  # code of any kind of model, on weights of any kind
+        raise NotFusedError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     layers = []
     for layer in parts.layers:
         layers.append(_fuse_layer(layer, ops))
@@ -71,11 +69,28 @@ def fuse(
     decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
     if WholeDecoder.serves(layers, head):
         whole = WholeDecoder(embedding, layers, parts.norm, head, ops)
-        if proof.agree(whole, decoder):
+        difference = proof.difference(whole, decoder)
+        if difference is None:
             decoder = whole
         else:
-            logger.warning("%s: the compiled loop over layers is wrong and not used", original.name)
+            logger.warning(
+                "%s: the compiled loop over layers is not used: %s", original.name, difference
+            )
     return FusedModel(original, decoder)
+
+
+def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]:
+    """Embedding and head of the fused model. Raises `NotFusedError`."""
+    embedding = parts.embedding.weight.data.clone()  # the file that it may be mapped to can go
+    proof.check_embedding(embedding)
+    # one layer at a time, and all of them again later: there may not be memory for all layers
+    # beside the originals, and the originals are needed until the last one is proved
+    next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
+    for index, (layer, next_norm) in enumerate(zip(parts.layers, next_norms, strict=True)):
+        proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
+    head = _fuse_linears((parts.head,), ops)
+    proof.check_head(parts.norm, head, ops)
+    return embedding, head
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:

@@ -17,7 +17,7 @@ from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
 from aioserve.runner.fused.place import Place
-from aioserve.runner.fused.recognize import NotFusedError
+from aioserve.runner.fused.recognize import DecoderParts, NotFusedError
 from aioserve.runner.served_model import ServedModel
 
 _LENGTHS = (21, 1, 9)  # tokens of the rows: a chunk, a decode, a shorter chunk
@@ -36,17 +36,19 @@ class Proof:
     def __init__(
         self,
         original: ServedModel,
-        layers: list[nn.Module],
-        vocab_size: int,
+        parts: DecoderParts,
         max_model_len: int,
         place: Place,
     ) -> None:
-        step = _random_step(vocab_size, max_model_len)
+        """Raises `NotFusedError` if there is nothing to compare with."""
+        step = _random_step(parts.embedding.num_embeddings, max_model_len)
         self._inputs, self._attention = place.begin_alone(
             original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE, step
         )
-        with _states(layers) as self._states:
+        with _states([layer.module for layer in parts.layers]) as self._states:
             self._logits = original.forward(self._inputs, self._attention)
+        if not all(bool(x.isfinite().all()) for x in (*self._states, self._logits)):
+            raise NotFusedError("it computes infinities or what is not a number")
 
     def check_embedding(self, embedding: Tensor) -> None:
         """Raises `NotFusedError` if the first layer is given anything but rows of `embedding`."""
@@ -61,27 +63,35 @@ class Proof:
         state = layer.start(before.clone(), ops)
         layer.feed_forward(layer.attend(state, ops), state, next_norm, ops)
         error = _norm(state.residual - after) - torch.finfo(after.dtype).eps * _norm(after)
-        self._judge(f"layer {index}", error / _norm(after - before))
+        self._judge(f"layer {index}", error, _norm(after - before))
 
     def check_head(self, norm: RMSNorm, head: Linear, ops: Ops) -> None:
         """Raises `NotFusedError` if `norm` and `head` are not all that follows the layers."""
         last = self._states[-1][self._inputs.logits_rows]
         normed = torch.empty_like(last)
         ops.rms_norm(last, norm, out=normed)
-        self._judge("the head", _norm(head(normed) - self._logits) / _norm(self._logits))
+        self._judge("the head", _norm(head(normed) - self._logits), _norm(self._logits))
 
-    def agree(self, one: FusedDecoder, other: FusedDecoder) -> bool:
-        """Whether two loops over the same layers give the same logits, to the bit."""
-        first, second = (decoder.forward(self._inputs, self._attention) for decoder in (one, other))
-        return torch.equal(first, second)
+    def difference(self, one: FusedDecoder, other: FusedDecoder) -> str | None:
+        """Why `one` cannot take the place of `other`, which is proved: None if it gives the same
+        logits, to the bit.
+        """
+        expected = other.forward(self._inputs, self._attention)
+        try:
+            found = one.forward(self._inputs, self._attention)
+        except Exception as error:  # the other one serves
+            return f"{type(error).__name__}: {error}"
+        return None if torch.equal(found, expected) else "its logits are others"
 
-    def _judge(self, what: str, error: float) -> None:
-        if not error < _TOLERANCE[self._logits.dtype]:  # NaN is an error, too
-            raise NotFusedError(f"{what} is not that of Llama: its results differ by {error:.1%}")
+    def _judge(self, what: str, error: float, size: float) -> None:
+        """`error` and `size` are norms; a layer that adds nothing is of size 0."""
+        if not error <= _TOLERANCE[self._logits.dtype] * size:  # NaN is an error, too
+            share = f"{error / size:.1%}" if size else f"{error:.2g} where it adds nothing"
+            raise NotFusedError(f"{what} is not that of Llama: its results differ by {share}")
 
 
 def _norm(x: Tensor) -> float:
-    return float(x.float().norm())
+    return float(x.double().norm())  # squares of large numbers are beyond float32
 
 
 @contextmanager

@@ -1,0 +1,179 @@
+"""Models that are hard to compare: nothing that the proof meets ends a start."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fused import compute, one_prompt, relative_error
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from aioserve.errors import ConfigError
+from aioserve.kernels import load_kernels
+from aioserve.model_info import ModelInfo
+from aioserve.runner import fused
+from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.fused import CPU, FusedModel
+from aioserve.runner.fused.whole import WholeDecoder
+from aioserve.runner.loader import AnyModel, load_model, prepare_model
+from aioserve.runner.model_runner import ModelRunner
+from aioserve.runner.served_model import ServedModel
+from tests.models import make_model
+from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
+
+STEP = one_prompt(30, sampling=[0, 29])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+
+
+def edited(path: Path, edit: Callable[[dict[str, Tensor]], object], **fields: Any) -> Path:
+    """A tiny Llama whose weights `edit` changed in place."""
+    make_model("llama", path, **fields)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        edit(dict(model.named_parameters()))
+    model.save_pretrained(path)
+    return path
+
+
+def load(path: Path, **model: Any) -> ServedModel:
+    config = make_config(path, **model).model
+    return load_model(config, ModelInfo(config))
+
+
+def nothing_added(weights: dict[str, Tensor]) -> None:
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"model.layers.1.{name}.weight"].zero_()
+
+
+@DTYPES
+def test_a_layer_that_adds_nothing_is_fused(dtype: str, tmp_path: Path) -> None:
+    path = edited(tmp_path, nothing_added)
+    model = load(path, dtype=dtype)
+    assert isinstance(model, FusedModel)
+    error = relative_error(
+        compute(model, STEP), compute(load(path, dtype=dtype, fused=False), STEP)
+    )
+    assert error < (1e-5 if dtype == "float32" else 0.05)
+
+
+def test_a_head_of_zeros_is_fused(tmp_path: Path) -> None:
+    path = edited(tmp_path, lambda weights: weights["lm_head.weight"].zero_())
+    model = load(path)
+    assert isinstance(model, FusedModel)
+    assert not compute(model, STEP).any()
+
+
+def test_a_wrong_layer_is_found_where_the_right_one_adds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fuse_layer = edited(tmp_path, nothing_added), fused._fuse_layer
+
+    def spoil(parts: Any, ops: Any) -> Any:
+        from dataclasses import replace
+
+        layer = fuse_layer(parts, ops)
+        return replace(layer, down=lambda x: layer.down(x) + 1e-3)
+
+    monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops: (
+        spoil if parts.attention.index == 1 else fuse_layer)(parts, ops))  # fmt: skip
+    caplog.set_level("INFO")
+    assert isinstance(load(path), AnyModel)
+    assert "layer 1 is not that of Llama" in caplog.text
+
+
+NOT_NUMBERS = {
+    "a NaN in a layer": ("model.layers.1.mlp.down_proj.weight", float("nan")),
+    "infinity in a layer": ("model.layers.1.mlp.down_proj.weight", float("inf")),
+    "a NaN in the embedding": ("model.embed_tokens.weight", float("nan")),
+    "a NaN in a norm": ("model.layers.0.input_layernorm.weight", float("nan")),
+    "a NaN in the head": ("lm_head.weight", float("nan")),
+}
+
+
+@pytest.mark.parametrize("case", NOT_NUMBERS)
+def test_weights_that_are_not_numbers_are_served_unfused_and_the_log_says_why(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, value = NOT_NUMBERS[case]
+    path = edited(tmp_path, lambda weights: weights[name].fill_(value))
+    caplog.set_level("INFO")
+    config = make_config(path)
+    runner = ModelRunner(config, ModelInfo(config.model))
+    runner.load()
+    (line,) = [r.message for r in caplog.records if r.name == "aioserve.runner.loader"]
+    assert line.startswith("LlamaForCausalLM runs as transformers wrote it, not fused: ")
+    driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+    driver.add("a", [1, 2, 3])
+    assert len(driver.generate("a", 2)) == 2  # whatever they are
+    runner.close()
+
+
+class Moody(nn.SiLU):
+    """Raises where its input has so many dimensions, and hidden layers have three."""
+
+    dimensions = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == self.dimensions:
+            raise ValueError("not today")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("when", ["its activation is looked at", "the proof runs it"])
+def test_a_module_that_raises_is_served_unfused_and_the_log_says_why(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(make_model("llama", tmp_path)).model
+    module = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=ATTN_IMPLEMENTATION
+    ).eval()
+
+    def fail_on_long_input(_: nn.Module, args: Any) -> None:
+        if args[0].shape[1] > 8:  # more than what finds out about its attention
+            raise ValueError("not today")
+
+    hook = None
+    if when == "the proof runs it":
+        hook = module.model.layers[1].register_forward_pre_hook(fail_on_long_input)
+    else:
+        activation = module.model.layers[1].mlp.act_fn = Moody()
+        activation.dimensions = 1
+    caplog.set_level("INFO")
+    model = prepare_model(module, config, ModelInfo(config), CPU)
+    assert isinstance(model, AnyModel)
+    assert "not fused: ValueError: not today" in caplog.text
+    if hook is not None:
+        hook.remove()
+    assert torch.equal(compute(model, STEP), compute(load(tmp_path, fused=False), STEP))
+
+
+def test_a_compiled_loop_that_raises_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path)
+    expected = load(tmp_path, dtype="bfloat16")
+    assert isinstance(expected, FusedModel)
+    if not isinstance(expected.decoder, WholeDecoder):
+        pytest.skip("the kernels of this CPU have no compiled loop")
+
+    def fail(*_: object) -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(WholeDecoder, "forward", fail)
+    model = load(tmp_path, dtype="bfloat16")
+    assert isinstance(model, FusedModel)
+    assert "not today" in caplog.text
+    monkeypatch.undo()
+    assert torch.equal(compute(model, STEP), compute(expected, STEP))
+
+
+def test_a_wrong_setting_still_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path)
+    monkeypatch.setenv("AIOSERVE_KERNELS", "mmx")
+    load_kernels.cache_clear()
+    with pytest.raises(ConfigError, match="not 'mmx'"):
+        load(tmp_path)
