@@ -59,6 +59,7 @@ ALLOWED = {
         "aioserve.config",
         "aioserve.engine",
         "aioserve.engine.async_engine",
+        "aioserve.engine.clock",
         "aioserve.engine.core",
         "aioserve.engine.decision_log",
         "aioserve.engine.request_log",

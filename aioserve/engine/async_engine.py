@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.clock import clock_of
 from aioserve.engine.core import EngineCore
 from aioserve.engine.decision_log import recorded
 from aioserve.engine.input_processor import InputProcessor, Prompt
@@ -104,7 +105,7 @@ class AsyncEngine:
             )
             self.config = msgspec.structs.replace(self.config, scheduler=scheduler)
         if self.config.server.request_log is not None:
-            now = asyncio.get_running_loop().time()
+            now = clock_of(asyncio.get_running_loop())()
             self._request_log = RequestLog(self.config.server.request_log, now)
         try:
             await self._runner.load()
@@ -123,7 +124,7 @@ class AsyncEngine:
             on_event=self._on_kv_event,
         )
         self.max_model_len = self._fit_max_model_len(kv_cache.num_slots)
-        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._clock = clock_of(asyncio.get_running_loop())
         # A policy that implements the interface without BaseScheduler is built the same way.
         make_scheduler: Callable[..., SchedulerInterface] = policy
         if self.config.scheduler.decision_log is not None:

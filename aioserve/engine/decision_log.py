@@ -23,6 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from aioserve.config import SchedulerConfig
+from aioserve.engine.clock import is_real
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.scheduler import SchedulerInterface
@@ -152,9 +153,6 @@ def recorded(
         clock: Callable[[], float],
     ) -> RecordingScheduler:
         assert config.decision_log is not None
-        # uvloop's clock moves in milliseconds; steps of a small model do, too. On a virtual clock
-        # nothing else tells the time, no loop is late, and a timer more could move the others.
-        is_real = abs(clock() - time.monotonic()) < 1.0
         sink = LogWriter(Path(config.decision_log))
         try:
             return RecordingScheduler(
@@ -164,8 +162,8 @@ def recorded(
                 max_model_len=max_model_len,
                 clock=clock,
                 sink=sink,
-                stopwatch=time.monotonic if is_real else None,
-                loop_lag=LoopLag() if is_real else None,
+                # On a virtual clock no loop is late, and a timer more could move the others.
+                loop_lag=LoopLag() if is_real(clock) else None,
             )
         except BaseException:
             sink.close()

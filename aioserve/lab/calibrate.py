@@ -17,6 +17,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
+from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError
 from aioserve.lab.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
@@ -59,15 +60,15 @@ class StepRecorder(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        clock = clock_of(asyncio.get_running_loop())
+        now = clock()
         if self._features is not None and 0 <= now - self._ended < MAX_HANDOVER_SECONDS:
             self.steps.append(RecordedStep(self._features, now - self._began))
         self._features = None
         if scheduler_output.total_num_scheduled_tokens:
             self._features, self._began = step_features(scheduler_output), now
         future = self._runner.execute_model(scheduler_output)
-        future.add_done_callback(lambda _: self._note_end(loop.time()))
+        future.add_done_callback(lambda _: self._note_end(clock()))
         return future
 
     def _note_end(self, now: float) -> None:
@@ -248,9 +249,9 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
     await asyncio.sleep(IDLE_SECONDS)
     size = min(IDLE_PROMPT, engine.max_model_len // 2)
     prompt = text_tokens(rng.getrandbits(64), size, engine.model_info.vocab_size)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    clock = clock_of(asyncio.get_running_loop())
+    began = clock()
     async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
         pass
-    seconds = loop.time() - began
+    seconds = clock() - began
     return StepFeatures(size, 0, size, size * (size + 1) // 2, 1), seconds

@@ -169,7 +169,7 @@ class Chronicle:
 
     def feed(self, record: Record) -> StepLife | None:
         """Take in one record; the step, if it brought one back."""
-        self.now = self._time(record)
+        self.now = record.time - self._header.time
         match record:
             case Added():
                 self._add(record)
@@ -202,11 +202,6 @@ class Chronicle:
     def req_ids(self, planned: Planned) -> list[str]:
         """Who is in a step, in batch order; to be asked before it is fed."""
         return self._req_ids if planned.requests is None else self.names(planned.requests)
-
-    def _time(self, record: Record) -> float:
-        if isinstance(record, Planned | Updated):  # the stopwatch is finer than the clock
-            return record.stamp - self._header.stamp
-        return max(record.time - self._header.time, self.now)
 
     def _add(self, added: Added) -> None:
         if added.error is not None:
@@ -275,7 +270,7 @@ class Chronicle:
             life.enter("decode", self.now)
 
     def _step(self, planned: Planned, features: StepFeatures) -> StepLife:
-        asked = planned.stamp - self._header.stamp
+        asked = planned.time - self._header.time
         is_busy = asked - self._last_back < MAX_HANDOVER_SECONDS
         step = StepLife(
             planned.step_id,

@@ -8,6 +8,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
+from aioserve.engine.clock import clock_of
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -87,9 +88,9 @@ class RunRecorder:
         get_stats: Callable[[], SchedulerStats | None],
         notes_tokens: bool,
     ) -> None:
-        """`start`, on the loop's clock, is the run's second 0. The state is noted every `interval`
-        seconds. `notes_tokens` says whether a token's time is taken here, as the end of its step,
-        or by whoever reads it.
+        """`start`, on the engine's clock, is the run's second 0. The state is noted every
+        `interval` seconds. `notes_tokens` says whether a token's time is taken here, as the end of
+        its step, or by whoever reads it.
         """
         self._record = record
         self._start = start
@@ -197,15 +198,15 @@ class RecordingRunner(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
-        recorder, loop = self.recorder, asyncio.get_running_loop()
-        began = loop.time()
+        recorder, clock = self.recorder, clock_of(asyncio.get_running_loop())
+        began = clock()
         if recorder is None:
             return self._runner.execute_model(scheduler_output)
         recorder.note_start(scheduler_output, began)
 
         def note(future: "asyncio.Future[ModelRunnerOutput]") -> None:
             if not future.cancelled() and future.exception() is None:
-                recorder.note_step(scheduler_output, future.result(), began, loop.time())
+                recorder.note_step(scheduler_output, future.result(), began, clock())
 
         future = self._runner.execute_model(scheduler_output)
         future.add_done_callback(note)

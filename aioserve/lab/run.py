@@ -12,6 +12,7 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.async_engine import make_runner
+from aioserve.engine.clock import clock_of
 from aioserve.errors import AioserveError, EngineOverloadedError
 from aioserve.lab.clock import VirtualClockEventLoop
 from aioserve.lab.record import RecordingRunner, RequestRecord, RunRecord, RunRecorder
@@ -114,8 +115,8 @@ class _Clients:
                 self._followers.setdefault(request.follows, []).append(i)
         self._is_replied_to = replied_to(workload.requests)
         self._replies: dict[int, list[int]] = {}
-        self._loop = asyncio.get_running_loop()
-        self._start = self._loop.time()
+        self._clock = clock_of(asyncio.get_running_loop())
+        self._start = self._clock()
         self._record = RunRecord(len(workload.requests))
         self.recorder = RunRecorder(
             self._record,
@@ -134,24 +135,24 @@ class _Clients:
                 await self._sleep_until(self._start + self._requests[i].arrival)
                 tasks.create_task(self._serve(i, tasks))
         self.recorder.close()
-        self._record.end = self._loop.time() - self._start
+        self._record.end = self._clock() - self._start
         return self._record
 
     async def _sleep_until(self, time: float) -> None:
-        if time > self._loop.time():
-            await asyncio.sleep(time - self._loop.time())
+        if time > self._clock():
+            await asyncio.sleep(time - self._clock())
 
     async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
         """One request to its end, then those that follow it."""
         record = self._record.requests[i]
-        record.arrival = self._loop.time() - self._start
+        record.arrival = self._clock() - self._start
         try:
             await self._send(i, self._requests[i], record)
         except EngineOverloadedError:
             record.finish_reason = "refused"
         except AioserveError:
             record.finish_reason = FinishReason.ERROR
-        record.end = self._loop.time() - self._start
+        record.end = self._clock() - self._start
         self._progress(1)
         for follower in self._followers.get(i, ()):
             tasks.create_task(self._follow(follower, tasks))
@@ -182,7 +183,7 @@ class _Clients:
                 token_ids += output.token_ids
                 record.num_cached_tokens = output.num_cached_tokens
                 if self._is_live:
-                    now = self._loop.time() - self._start
+                    now = self._clock() - self._start
                     record.token_times.extend([now] * len(output.token_ids))
                 if output.finish_reason is not None:
                     record.finish_reason = output.finish_reason

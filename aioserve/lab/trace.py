@@ -230,5 +230,5 @@ def _instant(name: str, time: float, pid: int, tid: int) -> Event:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds; a request may have come a moment before the log began."""
-    return round(1e6 * max(seconds, 0.0), 3)
+    """Microseconds, to the nanosecond."""
+    return round(1e6 * seconds, 3)

@@ -91,14 +91,10 @@ class RecordingScheduler(DelegatingScheduler):
         max_model_len: int,
         clock: Clock,
         sink: RecordSink,
-        stopwatch: Clock | None = None,
         loop_lag: Clock | None = None,
     ) -> None:
-        """`stopwatch` measures what takes how long, finer than `clock` may (default: `clock`);
-        `loop_lag` says by how much the event loop was late since it was last asked. Seconds.
-        """
+        """`loop_lag` says by how many seconds the event loop was late since it was last asked."""
         self.clock = FrozenClock(clock)
-        self._stopwatch = stopwatch or clock
         self._loop_lag = loop_lag
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
@@ -117,7 +113,6 @@ class RecordingScheduler(DelegatingScheduler):
             time=now,
             version=__version__,
             unix_time=time.time(),
-            stamp=self._stopwatch(),
             scheduler=_plain(config),
             max_model_len=self._max_model_len,
             num_kv_blocks=self._kv_cache.pool.num_blocks,
@@ -138,21 +133,19 @@ class RecordingScheduler(DelegatingScheduler):
             raise error
 
     def schedule(self) -> SchedulerOutput:
-        stamp = self._stopwatch()
         now, output, error = self._call(self.live.schedule)
-        took = self._stopwatch() - stamp
-        self._note(lambda: self._planned(now, output, error, stamp, took))
+        took = self.clock() - now
+        self._note(lambda: self._planned(now, output, error, took))
         return _result(output, error)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        stamp = self._stopwatch()
         num_before = self.live.get_num_unfinished_requests()
         now, outputs, error = self._call(
             lambda: self.live.update_from_output(scheduler_output, model_runner_output)
         )
-        took = self._stopwatch() - stamp
+        took = self.clock() - now
         # In most steps nobody ends, and then nobody has to be looked for.
         num_ended = num_before - self.live.get_num_unfinished_requests()
         ended = _ended(outputs) if outputs and num_ended else []
@@ -164,7 +157,6 @@ class RecordingScheduler(DelegatingScheduler):
                 model_runner_output.sampled_token_ids,
                 self._short.named(model_runner_output.draft_token_ids),
                 [(self._short.name(request_id), reason) for request_id, reason in ended],
-                stamp,
                 took,
             )
         )
@@ -251,14 +243,13 @@ class RecordingScheduler(DelegatingScheduler):
         now: float,
         output: SchedulerOutput | None,
         error: Exception | None,
-        stamp: float,
         took: float,
     ) -> Planned:
         lag = self._loop_lag() if self._loop_lag is not None else 0.0
         if not isinstance(output, SchedulerOutput):
             text = _text(error) or f"schedule() returned {type(output).__name__}"
-            return self._short.failed(now, text, self._counts(), (stamp, took, lag))
-        return self._short.planned(now, output, self._counts(), (stamp, took, lag))
+            return self._short.failed(now, text, self._counts(), (took, lag))
+        return self._short.planned(now, output, self._counts(), (took, lag))
 
     def _counts(self) -> tuple[int, int, int]:
         return *self.live.get_request_counts(), self._kv_cache.pool.num_used_blocks

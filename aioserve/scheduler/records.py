@@ -15,7 +15,7 @@ from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 
-FORMAT_VERSION = 1  # raise it with every change of a record
+FORMAT_VERSION = 2  # raise it with every change of a record
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -34,7 +34,6 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
 
     version: str  # of aioserve
     unix_time: float  # at `time`
-    stamp: float  # the stopwatch at `time`, seconds
     scheduler: dict[str, Any]  # SchedulerConfig, with policy and options
     max_model_len: int
     num_kv_blocks: int
@@ -100,7 +99,7 @@ class Added(Record, frozen=True, array_like=True, tag="A"):
 class Planned(Record, frozen=True, array_like=True, tag="S"):
     """`schedule`. Who runs, and with how many tokens, is left out where it can be."""
 
-    MEASURED = ("stamp", "took", "lag")
+    MEASURED = ("took", "lag")
 
     error: str | None
     step_id: int
@@ -117,22 +116,20 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     num_running: int  # after the step was planned
     num_waiting: int
     num_used_blocks: int
-    stamp: float  # the stopwatch before the call, seconds
-    took: float  # seconds
+    took: float  # by the call, seconds
     lag: float  # by how much the event loop was late at worst since the last step, seconds
 
 
 class Updated(Record, frozen=True, array_like=True, tag="U"):
     """`update_from_output`: a step is back."""
 
-    MEASURED = ("stamp", "took")
+    MEASURED = ("took",)
 
     error: str | None
     step_id: int
     sampled_token_ids: list[list[int]]
     drafts: list[tuple[Name, list[int]]]  # proposed for the next step
     ended: list[tuple[Name, str]]  # who ended by it, with the finish reason
-    stamp: float
     took: float
 
 
@@ -224,7 +221,7 @@ class Shorthand:
         time: float,
         output: SchedulerOutput,
         counts: tuple[int, int, int],
-        measured: tuple[float, float, float],
+        measured: tuple[float, float],
     ) -> Planned:
         """`counts` and `measured` are the last fields of the record."""
         tokens = output.num_scheduled_tokens
@@ -261,7 +258,7 @@ class Shorthand:
         time: float,
         error: str,
         counts: tuple[int, int, int],
-        measured: tuple[float, float, float],
+        measured: tuple[float, float],
     ) -> Planned:
         """A call of `schedule` that planned nothing."""
         return Planned(

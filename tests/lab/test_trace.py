@@ -1,14 +1,19 @@
 """A trace is valid in Chrome's trace event format, and says what the log says."""
 
+import asyncio
 import json
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from aioserve.cli import main as command
+from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.decision_log import Chronicle, DecisionLog
+from aioserve.lab.trace import trace_events
 from tests.lab.traffic import record
 
 Event = dict[str, Any]
@@ -69,6 +74,29 @@ def test_slices_of_a_track_are_apart_or_nested(events: list[Event]) -> None:
                     open_until.pop()
                 assert not open_until or end <= open_until[-1] + 0.01
                 open_until.append(end)
+
+
+@pytest.mark.parametrize("loop_factory", [VirtualClockEventLoop, uvloop.new_event_loop])
+def test_nothing_begins_before_its_request_or_ends_after_it(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    path = tmp_path / "log"
+    record(path, loop_factory=loop_factory, num_requests=60, seconds=1.0)
+    num_phases = 0
+    for track in slices(list(trace_events(DecisionLog(path))), "requests").values():
+        # In the file a request comes first, and its phases after it, one where the last one ended.
+        begin = end = last = 0.0
+        for event in track:
+            if "finish reason" in event["args"]:
+                begin = last = event["ts"]
+                end = begin + event["dur"]
+                continue
+            num_phases += 1
+            assert event["ts"] == pytest.approx(last, abs=0.002)
+            assert begin <= event["ts"]
+            last = event["ts"] + event["dur"]
+            assert last <= end + 0.002
+    assert num_phases > 100
 
 
 def test_steps_and_requests_are_those_of_the_log(log: DecisionLog, events: list[Event]) -> None:

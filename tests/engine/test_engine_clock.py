@@ -1,0 +1,41 @@
+"""One clock for all timestamps: finer than a millisecond where time is real, virtual where not."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import uvloop
+
+from aioserve.engine.clock import clock_of, is_real
+from aioserve.lab import VirtualClockEventLoop
+from aioserve.lab.decision_log import Chronicle, DecisionLog
+from tests.lab.traffic import record
+
+
+def test_a_loop_with_a_time_of_its_own_keeps_it() -> None:
+    class SlowLoop(uvloop.Loop):
+        def time(self) -> float:
+            return super().time() / 2
+
+    for loop, has_real_time in (
+        (asyncio.new_event_loop(), True),
+        (uvloop.new_event_loop(), True),
+        (VirtualClockEventLoop(), False),
+        (SlowLoop(), False),
+    ):
+        clock = clock_of(loop)
+        assert is_real(clock) == has_real_time
+        assert clock == (time.monotonic if has_real_time else loop.time)
+        loop.close()
+
+
+def test_arrivals_are_finer_than_a_millisecond_on_every_loop(tmp_path: Path) -> None:
+    for number, loop_factory in enumerate((asyncio.new_event_loop, uvloop.new_event_loop)):
+        path = tmp_path / f"log{number}"
+        record(path, loop_factory=loop_factory, num_requests=20, seconds=0.1)
+        log = DecisionLog(path)
+        chronicle = Chronicle(log.header)
+        for item in log:
+            chronicle.feed(item)
+        fractions = [1e3 * life.arrival % 1 for life in chronicle.lives]
+        assert sum(0.01 < fraction < 0.99 for fraction in fractions) > len(fractions) / 2
