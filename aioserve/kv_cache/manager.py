@@ -75,6 +75,17 @@ class KVCacheManager:
         )
         return num_found * self.block_size
 
+    def refresh(self, request: Request, num_tokens: int) -> int:
+        """Make the cached prefix of the request's first `num_tokens` tokens the last to be evicted.
+
+        For a prefix that will be asked for again. Takes no reference: if a running request needs
+        the block, it gets it. The request need not live. Returns the tokens that are cached.
+        """
+        block_ids = self.get_computed_blocks(request)[: num_tokens // self.block_size]
+        self.pool.touch(block_ids)
+        self.pool.free(reversed(block_ids))  # as `free` does: the tail goes first
+        return len(block_ids) * self.block_size
+
     def can_admit(
         self,
         request: Request,

@@ -1,0 +1,36 @@
+"""State per client: nobody has more than `seats` requests running at once.
+
+Requests of a client who has all its seats are passed by, not waited for. Who is counted is `user`
+of the request; requests without one share a client.
+"""
+
+from collections import Counter
+
+from aioserve.scheduler import (
+    BaseScheduler,
+    PolicyOptions,
+    PositiveInt,
+    SchedulerOutput,
+    WaitReason,
+)
+
+
+class SeatsPerClientScheduler(BaseScheduler):
+    """Order of arrival, but for clients who have their share of the seats."""
+
+    class Options(PolicyOptions):
+        seats: PositiveInt = 4  # most requests of one client that run at once
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in step.run_decodes():  # returns those that are half-way in their prompts
+            step.run(request)
+        seats = Counter(request.user for request in self.running)
+        for request in self.waiting:
+            if seats[request.user] >= self.options.seats:
+                step.hold(request, WaitReason.POLICY)
+            elif step.admit(request):
+                seats[request.user] += 1
+            else:
+                break  # nobody passes one that does not fit, or it would never fit
+        return step.output()

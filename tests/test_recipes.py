@@ -1,0 +1,130 @@
+"""Every recipe for policies keeps the contract and does what it is for; its page shows its file."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioserve.errors import EngineOverloadedError
+from aioserve.scheduler import BaseScheduler, load_policy
+from aioserve.testing import SchedulerHarness
+from aioserve.testing.contract import PolicyContract, Subject
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "examples/recipes").glob("*.py"))
+PAGE = (ROOT / "docs/policy-recipes.md").read_text()
+
+
+def policy(name: str) -> type[BaseScheduler]:
+    path = ROOT / f"examples/recipes/{name}.py"
+    (class_name,) = re.findall(r"^class (\w+)\(BaseScheduler\)", path.read_text(), re.MULTILINE)
+    loaded = load_policy(f"{path}:{class_name}")
+    assert issubclass(loaded, BaseScheduler)
+    return loaded
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
+class TestContract(PolicyContract):
+    @pytest.fixture
+    def subject(self, recipe: str) -> Subject:
+        return Subject(policy(recipe), max_examples=10)
+
+
+def test_the_page_shows_every_recipe_as_it_is() -> None:
+    shown = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert sorted(shown) == sorted(path.read_text() for path in RECIPES)
+
+
+def order_of_first_tokens(harness: SchedulerHarness) -> list[str]:
+    """Who was first served when, by the steps so far."""
+    seen: dict[str, None] = {}
+    for step in harness.steps:
+        seen |= dict.fromkeys(step.num_scheduled_tokens)
+    return list(seen)
+
+
+def test_no_client_has_more_seats_than_it_may() -> None:
+    harness = SchedulerHarness(policy("seats_per_client"), options={"seats": 2})
+    for i in range(6):
+        harness.add_request(f"a{i}", [i] * 4, max_tokens=8, user="a")
+    harness.add_request("b", [9] * 4, max_tokens=8, user="b")
+    harness.run_until_idle()
+    per_step = [[name[0] for name in step.num_scheduled_tokens] for step in harness.steps]
+    assert max(names.count("a") for names in per_step) == 2
+    assert order_of_first_tokens(harness).index("b") == 2  # it passed those who were held
+
+
+def test_a_client_in_debt_waits_while_another_has_tokens_left() -> None:
+    options = {"rate": 1.0, "burst": 20.0}
+    harness = SchedulerHarness(policy("token_bucket"), options=options)
+    harness.add_request("heavy", [1] * 40, max_tokens=10, user="heavy")
+    harness.step()
+    harness.add_request("heavy again", [2] * 4, max_tokens=1, user="heavy")
+    harness.add_request("light", [3] * 4, max_tokens=1, user="light")
+    harness.run_until_idle()
+    assert order_of_first_tokens(harness) == ["heavy", "light", "heavy again"]
+
+
+def test_a_client_in_debt_is_served_when_nobody_else_waits() -> None:
+    harness = SchedulerHarness(policy("token_bucket"), options={"rate": 1e-6, "burst": 1.0})
+    for i in range(3):
+        harness.add_request(f"r{i}", [i] * 8, max_tokens=2, user="a")
+    harness.run_until_idle()
+    assert set(harness.finished) == {"r0", "r1", "r2"}
+
+
+def test_a_share_of_the_step_is_kept_for_the_urgent() -> None:
+    limits: dict[str, Any] = {"max_num_batched_tokens": 16, "num_blocks": 64}
+    harness = SchedulerHarness(policy("reserved_budget"), options={"reserved": 0.75}, **limits)
+    harness.add_request("batch", [1] * 40, max_tokens=1)
+    harness.step()
+    harness.add_request("urgent", [2] * 12, max_tokens=1, priority=-1)
+    harness.step()
+    assert [step.num_scheduled_tokens for step in harness.steps] == [
+        {"batch": 4},
+        {"batch": 4, "urgent": 12},
+    ]
+
+
+def test_the_door_closes_when_the_line_is_too_long() -> None:
+    """A step takes a second and holds 8 prompt tokens: 8 tokens a second."""
+    harness = SchedulerHarness(
+        policy("bounded_wait"), options={"max_wait": 4.0}, max_num_batched_tokens=8
+    )
+    for i in range(8):  # 64 tokens: nothing was measured yet, so nobody is refused
+        harness.add_request(f"early{i}", [i] * 8, max_tokens=1)
+    harness.step()
+    harness.step()
+    with pytest.raises(EngineOverloadedError, match=r"in about [67]\.\d s, later than max_wait"):
+        harness.add_request("late", [9] * 8, max_tokens=1)
+    harness.run_until_idle()
+    harness.add_request("later", [9] * 8, max_tokens=1)
+    harness.run_until_idle()
+    assert "later" in harness.finished
+
+
+def test_the_earliest_deadline_goes_first_and_those_without_one_last() -> None:
+    harness = SchedulerHarness(policy("earliest_deadline"), max_num_seqs=1)
+    harness.add_request("none", [1] * 4, max_tokens=1)
+    harness.add_request("late", [2] * 4, max_tokens=1, deadline=50.0)
+    harness.add_request("soon", [3] * 4, max_tokens=1, deadline=20.0)
+    harness.run_until_idle()
+    assert order_of_first_tokens(harness) == ["soon", "late", "none"]
+
+
+@pytest.mark.parametrize(("users", "num_cached"), [(["a"], 12), ([], 0)])
+def test_a_pinned_prefix_outlives_traffic_that_would_have_evicted_it(
+    users: list[str], num_cached: int
+) -> None:
+    harness = SchedulerHarness(
+        policy("pinned_prefix"), options={"users": users, "num_tokens": 12}, num_blocks=12
+    )
+    harness.add_request("first", [1] * 16, max_tokens=1, user="a")
+    harness.run_until_idle()
+    for i in range(10):  # each takes 5 of the 12 blocks of 4
+        harness.add_request(f"other{i}", [10 + i] * 16, max_tokens=4, user="b")
+        harness.run_until_idle()
+    again = harness.add_request("again", [1] * 16, max_tokens=1, user="a")
+    harness.run_until_idle()
+    assert again.num_cached_tokens == num_cached
