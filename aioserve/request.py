@@ -137,38 +137,39 @@ class Request:
         """`max_total_tokens` bounds prompt and output together (the model's length limit);
         `encoder_inputs` come in order of position; `deadline` is a time of the scheduler's clock.
         """
-        self.request_id = request_id
-        self.sampling_params = sampling_params
+        self.request_id = request_id  # unique among those that live
+        self.sampling_params = sampling_params  # how its tokens are chosen; `max_tokens` is in it
         self.arrival_time = arrival_time  # scheduler clock, seconds
         self.priority = priority  # smaller is more urgent
-        self.user = user
+        self.user = user  # the client, as it names itself; empty: none named
         self.cache_salt = cache_salt  # requests share blocks only within one salt
-        self.adapter_id = adapter_id  # and within one adapter
-        self.encoder_inputs = tuple(encoder_inputs)
+        self.adapter_id = adapter_id  # requests share blocks only within one adapter
+        self.encoder_inputs = tuple(encoder_inputs)  # images and sounds, in order of position
         self.deadline = deadline  # it ends with a timeout if it has not finished by then
-        self.client_index = client_index
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | None = None
+        self.client_index = client_index  # which front end hears of it
+        self.status = RequestStatus.WAITING  # set by the scheduler alone
+        self.stop_reason: int | None = None  # the stop token that ended it
         self.token_ids = list(prompt_token_ids)  # prompt, then output
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_tokens = self.num_prompt_tokens
+        self.num_prompt_tokens = len(self.token_ids)  # of the prompt
+        self.num_tokens = self.num_prompt_tokens  # known: the prompt and the output so far
         if sampling_params.max_tokens is not None:
             max_total_tokens = min(
                 max_total_tokens, self.num_prompt_tokens + sampling_params.max_tokens
             )
-        self.max_total_tokens = max_total_tokens
+        self.max_total_tokens = max_total_tokens  # most that prompt and output can become
         eos = () if sampling_params.ignore_eos else eos_token_ids
+        # tokens that end it: the EOS of the model, unless ignored, and those it asked for
         self.stop_token_ids = frozenset((*eos, *sampling_params.stop_token_ids))
-        self.num_computed_tokens = 0
-        self.num_target_tokens = self.num_tokens
-        self.num_preemptions = 0
+        self.num_computed_tokens = 0  # scheduled so far, the cached prefix included
+        self.num_target_tokens = self.num_tokens  # what `num_computed_tokens` chases
+        self.num_preemptions = 0  # how often it lost its blocks
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
         self.draft_token_ids: list[int] = []  # to be verified by its next step
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
-        self.wait_step_id = 0
+        self.wait_step_id = 0  # the last step in which it was passed over with a reason
         self.order_key: Any = None  # set by the scheduler when the request enters its queue
         # Owned by the KV cache manager:
-        self.block_ids: list[int] = []
+        self.block_ids: list[int] = []  # where its keys and values are; empty unless it runs
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index

@@ -1,13 +1,17 @@
 """The example package installs, is found by its name, passes the contract and serves.
 
-And `docs/writing-a-policy.md`, which builds it, shows exactly its files.
+And `docs/writing-a-policy.md`, which builds it, shows exactly its files. The notebook runs.
 """
 
+import ast
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,3 +99,23 @@ def test_every_file_and_option_that_the_page_names_exists() -> None:
             from aioserve.config import EngineConfig
 
             EngineConfig.load(ROOT / command.split()[-1])
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_the_notebook_runs_in_a_loop_that_runs_already(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cell by cell, with `await` at the top level, as a notebook's kernel does it."""
+    notebook = json.loads((ROOT / "examples/compare.ipynb").read_text())
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        code = compile("".join(cell["source"]), cell["id"], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, names)
+        if inspect.isawaitable(result):
+            await result
+    printed = capsys.readouterr().out
+    assert "chunks of 256" in printed
+    assert re.search(r"fcfs: gap p99 \d+ ms", printed)
+    assert len(names["replies"]["fcfs"]) == 2

@@ -30,7 +30,7 @@ class KVCacheManager:
         """`watermark` is the share of the pool that `can_admit` keeps free; `on_event` hears of
         every content that becomes findable or is lost.
         """
-        self.block_size = block_size
+        self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, on_event)
         self._on_event = on_event

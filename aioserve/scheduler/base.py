@@ -56,16 +56,16 @@ class BaseScheduler(SchedulerInterface):
         clock: Callable[[], float],
     ) -> None:
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
-        self.options: Any = self.parse_options(config.options)
-        self.max_num_batched_tokens = self.check_limits(config, max_model_len)
-        self.max_num_seqs = config.max_num_seqs
+        self.options: Any = self.parse_options(config.options)  # of the class `Options`
+        self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # of a step
+        self.max_num_seqs = config.max_num_seqs  # seats: most requests that run at once
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.num_lookahead_tokens = config.num_lookahead_tokens
         self.max_encoder_tokens = config.max_encoder_tokens
-        self.kv_cache = kv_cache
+        self.kv_cache = kv_cache  # blocks and cached prefixes
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_tokens)
-        self.clock = clock
-        self.waiting = RequestQueue()
+        self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
+        self.waiting = RequestQueue()  # in the order of `order`
         self.running: list[Request] = []  # in order of admission; replaced, never shrunk in place
         self.num_steps = 0  # planned so far
         self._config = config

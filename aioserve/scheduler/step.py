@@ -52,8 +52,8 @@ class Step:
         self, scheduler: "BaseScheduler", token_budget: int, preempted_req_ids: list[str]
     ) -> None:
         """`preempted_req_ids` are those of a step that was discarded before the runner saw it."""
-        self.step_id = scheduler.num_steps + 1
-        self.token_budget = token_budget
+        self.step_id = scheduler.num_steps + 1  # counts the steps planned
+        self.token_budget = token_budget  # tokens that remain
         self._request_limit = scheduler.long_prefill_token_threshold or token_budget
         self._num_lookahead_tokens = scheduler.num_lookahead_tokens
         self._scheduler = scheduler

@@ -1,0 +1,149 @@
+"""Writes docs/policy-api.md: what a policy can read and call, from the source and its docstrings.
+
+    python docs/make_policy_api.py
+
+Attributes are those that `__init__` assigns with a comment beside them, or that a property gives.
+"""
+
+import ast
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from aioserve.kv_cache import KVCacheManager
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler import BaseScheduler, RequestQueue, Step
+
+PAGE = Path(__file__).with_name("policy-api.md")
+
+HEAD = """\
+# What a policy can read and call
+
+Made from the docstrings by `python docs/make_policy_api.py`; a test keeps it true. How to put it
+together is in [writing-a-policy.md](writing-a-policy.md) and, by example, in
+[policy-recipes.md](policy-recipes.md). All names come from `aioserve.scheduler`.
+"""
+
+# Section, class, what of it; None: all that is public.
+SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
+    (
+        "What you write: `BaseScheduler`",
+        BaseScheduler,
+        ["schedule", "order", "victim", "add_request", "update_from_output", "take_over"],
+    ),
+    (
+        "What you have: `self`",
+        BaseScheduler,
+        [
+            *("new_step", "options", "clock", "running", "waiting", "kv_cache", "num_steps"),
+            *("max_num_seqs", "max_num_batched_tokens"),
+        ],
+    ),
+    ("The step: `Step`", Step, None),
+    ("A request: `Request`", Request, None),
+    ("The line: `self.waiting`, a `RequestQueue`", RequestQueue, ["num_tokens", "heads"]),
+    (
+        "The cache: `self.kv_cache`, a `KVCacheManager`",
+        KVCacheManager,
+        ["block_size", "num_slots", "estimate_cached_tokens", "refresh"],
+    ),
+]
+
+
+def render() -> str:
+    """The page."""
+    parts = [HEAD]
+    for title, cls, names in SECTIONS:
+        parts.append(f"## {title}\n")
+        if names is None:
+            parts.append(_prose(cls.__doc__) + "\n")
+        found = _members(cls)
+        for name in found if names is None else names:
+            parts.append(found[name])
+        parts.append("")
+    for enum in (RequestStatus, WaitReason):
+        parts.append(f"## `{enum.__name__}`\n\n{_prose(enum.__doc__)}\n")
+        comments = _comments(enum)
+        for member in enum:
+            note = comments.get(member.name)
+            parts.append(f"- `{member.name}`" + (f": {note}" if note else ""))
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _members(cls: type[Any]) -> dict[str, str]:
+    """A line of Markdown for each public attribute, property and method, in order of the source."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    lines = source.splitlines()
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    attributes: dict[str, str] = {}
+    callables: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if node.name == "__init__":
+            for statement in node.body:
+                attributes |= _attribute(statement, lines)
+        elif not node.name.startswith("_"):
+            text = _prose(ast.get_docstring(node)) or _inherited(cls, node.name)
+            if any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list):
+                attributes[node.name] = f"- `{node.name}`: {text}"
+            else:
+                callables[node.name] = f"- `{node.name}({_signature(node)})`: {text}"
+    return attributes | callables
+
+
+def _attribute(statement: ast.stmt, lines: list[str]) -> dict[str, str]:
+    target: ast.expr
+    if isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    else:
+        return {}
+    if not isinstance(target, ast.Attribute) or target.attr.startswith("_"):
+        return {}
+    _, _, comment = lines[(statement.end_lineno or statement.lineno) - 1].partition("  # ")
+    note = f": {comment.strip()}" if comment else ""
+    return {target.attr: f"- `{target.attr}`{note}"}
+
+
+def _comments(cls: type[Any]) -> dict[str, str]:
+    """The comments beside the members of an enumeration."""
+    found = {}
+    for line in inspect.getsource(cls).splitlines():
+        code, _, comment = line.partition("  # ")
+        if comment and " = " in code:
+            found[code.split(" = ")[0].strip()] = comment.strip()
+    return found
+
+
+def _signature(node: ast.FunctionDef) -> str:
+    arguments = ast.unparse(node.args)
+    return arguments.removeprefix("self").removeprefix(", ")
+
+
+def _prose(docstring: str | None) -> str:
+    """All paragraphs in one line; what is indented stands in a block of its own."""
+    if docstring is None:
+        return ""
+    blocks = []
+    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
+        if paragraph.startswith("    "):
+            blocks.append("\n\n```text\n" + textwrap.dedent(paragraph) + "\n```\n\n")
+        else:
+            blocks.append(" ".join(paragraph.split()))
+    return " ".join(blocks).replace(" \n\n", "\n\n").replace("\n\n ", "\n\n").strip()
+
+
+def _inherited(cls: type[Any], name: str) -> str:
+    for base in cls.__mro__[1:]:
+        if doc := getattr(getattr(base, name, None), "__doc__", None):
+            return _prose(doc)
+    return ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
