@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,12 +30,14 @@ from aioserve.scheduler.records import (
     Name,
     Planned,
     Record,
+    Switched,
     Updated,
 )
 
 # Between the end of a step and the plan of the next, if the engine has work: what is longer is
 # idleness. A guess, ten times what a busy engine takes.
 MAX_HANDOVER_SECONDS = 0.005
+MAX_NAMED_SWITCHES = 3
 
 
 class DecisionLog:
@@ -151,12 +153,20 @@ class StepLife(NamedTuple):
     seconds: float  # what it cost, with planning and hand-over if the engine was busy
 
 
+class Switch(NamedTuple):
+    """Another policy took over. Time in seconds since the log began."""
+
+    time: float
+    scheduler: dict[str, Any]  # SchedulerConfig
+
+
 class Chronicle:
     """What the records say of requests and steps so far. Feed it every record, in order."""
 
     def __init__(self, header: Header, *, keep_prompts: bool = False) -> None:
         self.lives: list[Life] = []  # of all requests that were accepted
         self.active: dict[str, Life] = {}
+        self.switches: list[Switch] = []  # without the refused ones
         self.num_refused = 0
         self.num_steps = 0  # planned
         self.now = 0.0
@@ -185,11 +195,23 @@ class Chronicle:
                 self._end(record.ended, status.finish_reason)
             case Expired():
                 self._end(record.ended, FinishReason.TIMEOUT)
+            case Switched(error=None):
+                self.switches.append(Switch(self.now, record.scheduler))
             case Discarded():
                 while self._in_flight and self._in_flight[-1][0].step_id > record.last_step_id:
                     self._in_flight.pop()
                 self._end(record.ended, FinishReason.ERROR)
         return None
+
+    @property
+    def policies(self) -> str:
+        """Those that decided so far, in words: "fcfs, then hrrn from 3.2 s"."""
+        words = [self._header.scheduler["policy"]]
+        for switch in self.switches[:MAX_NAMED_SWITCHES]:
+            words.append(f"then {switch.scheduler['policy']} from {switch.time:.1f} s")
+        if more := len(self.switches[MAX_NAMED_SWITCHES:]):
+            words.append(f"then {more} more, the last {self.switches[-1].scheduler['policy']}")
+        return ", ".join(words)
 
     def name(self, name: Name) -> str:
         """The request's id."""

@@ -81,9 +81,8 @@ def run_trace(argv: Sequence[str]) -> int:
 
 def _check(log: DecisionLog) -> int:
     result = replay(log)
-    policy = log.config.policy
     if result.divergence is not None:
-        print(f"{policy}: today's code diverges {_where(result.divergence)}")
+        print(f"{result.policies}: today's code diverges {_where(result.divergence)}")
         for title, lines in (
             ("What differs", result.divergence.differences),
             ("Just before", result.divergence.state),
@@ -92,7 +91,8 @@ def _check(log: DecisionLog) -> int:
             for line in lines:
                 print(f"  {line}")
     else:
-        print(f"{policy}: {result.num_steps} steps, {result.num_requests} requests, identical")
+        counts = f"{result.num_steps} steps, {result.num_requests} requests"
+        print(f"{result.policies}: {counts}, identical")
         _say_if_cut(log)
     print(
         json.dumps(
@@ -121,13 +121,15 @@ def _say_if_cut(log: DecisionLog) -> None:
 
 def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]) -> int:
     result = what_if(log, policy, settings)
-    name = " ".join([policy or log.config.policy, *(f"{n}={v}" for n, v in settings)])
+    name = policy or result.policies
+    if settings:
+        name += f" with {', '.join(f'{n}={v}' for n, v in settings)}"
     header = ("", "recorded", "simulated", "what if")
     print("{:22}{:>14}{:>14}{:>14}".format(*header))
     for measure, real in result.recorded.items():
         row = (real, result.same[measure], result.other[measure])
         print(f"{measure:22}" + "".join(f"{value:14.6g}" for value in row))
-    print(f"recorded, simulated: {log.config.policy}; what if: {name}")
+    print(f"recorded, simulated: {result.policies}; what if: {name}")
     print(f"step times: {result.step_time.error}")
     errors = _errors(result)
     listed = ", ".join(f"{measure} {error:+.1%}" for measure, error in errors.items())
@@ -140,7 +142,7 @@ def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str
     if result.num_refused:
         print(f"{result.num_refused} requests that were refused are left out of the simulations")
     _say_if_cut(log)
-    print(json.dumps(_as_json(result, log, name)))
+    print(json.dumps(_as_json(result, name)))
     return 0
 
 
@@ -153,9 +155,9 @@ def _errors(result: WhatIf) -> dict[str, float]:
     }
 
 
-def _as_json(result: WhatIf, log: DecisionLog, name: str) -> dict[str, Any]:
+def _as_json(result: WhatIf, name: str) -> dict[str, Any]:
     return {
-        "policies": {"recorded": log.config.policy, "what_if": name},
+        "policies": {"recorded": result.policies, "what_if": name},
         "recorded": result.recorded,
         "simulated": result.same,
         "what_if": result.other,

@@ -52,6 +52,7 @@ class ReplayResult(NamedTuple):
 
     num_steps: int
     num_requests: int
+    policies: str  # that were replayed, in words
     divergence: Divergence | None
 
 
@@ -188,7 +189,7 @@ def replay(log: DecisionLog, make_scheduler: MakeScheduler | None = None) -> Rep
             )
             break
         chronicle.feed(record)
-    return ReplayResult(chronicle.num_steps, len(chronicle.lives), divergence)
+    return ReplayResult(chronicle.num_steps, len(chronicle.lives), chronicle.policies, divergence)
 
 
 def agree(recorded: Record, replayed: Record) -> bool:

@@ -35,23 +35,28 @@ def write_trace(log: DecisionLog, file: BinaryIO, *, with_reasons: bool = True) 
     encoder = msgspec.json.Encoder()
     count = 0
     began = datetime.fromtimestamp(log.header.unix_time, UTC)
-    about = {
-        "aioserve": log.header.version,
-        "policy": log.config.policy,
-        "began": began.isoformat(timespec="seconds"),
-    }
-    file.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[' % encoder.encode(about))
-    for event in trace_events(log, with_reasons=with_reasons):
+    chronicle = Chronicle(log.header)
+    file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+    for event in trace_events(log, chronicle, with_reasons=with_reasons):
         file.write(b",\n" if count else b"\n")
         file.write(encoder.encode(event))
         count += 1
-    file.write(b"\n]}\n")
+    about = {
+        "aioserve": log.header.version,
+        "policy": chronicle.policies,
+        "began": began.isoformat(timespec="seconds"),
+    }
+    file.write(b'\n],"otherData":%b}\n' % encoder.encode(about))
     return count
 
 
-def trace_events(log: DecisionLog, *, with_reasons: bool = True) -> Iterator[Event]:
-    """The events; requests come last, because their tracks are shared out once all are known."""
-    chronicle = Chronicle(log.header)
+def trace_events(
+    log: DecisionLog, chronicle: Chronicle, *, with_reasons: bool = True
+) -> Iterator[Event]:
+    """The events; requests come last, because their tracks are shared out once all are known.
+
+    `chronicle`, a new one, is told the whole log on the way.
+    """
     counters = _Counters()
     reasons = _Reasons(log) if with_reasons else None
     yield from _names(ENGINE, "engine", {STEPS: "steps", SCHEDULER: "scheduler"})
@@ -162,8 +167,11 @@ def _scheduler_events(record: AnyRecord, chronicle: Chronicle) -> Iterator[Event
             yield _instant("step discarded", now, ENGINE, SCHEDULER)
         case Reset():
             yield _instant("prefix cache reset", now, ENGINE, SCHEDULER)
+        case Switched(error=None):
+            yield _instant(f"policy {record.scheduler['policy']}", now, ENGINE, SCHEDULER)
         case Switched():
-            yield _instant(f"policy {record.config.policy}", now, ENGINE, SCHEDULER)
+            name = f"switch to {record.scheduler['policy']} refused: {record.error}"
+            yield _instant(name, now, ENGINE, SCHEDULER)
 
 
 def _request_events(

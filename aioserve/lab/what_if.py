@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.core import EngineCore
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.clock import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog, Life
+from aioserve.lab.decision_log import Chronicle, DecisionLog, Life, Switch
 from aioserve.lab.fit import fit_step_time
 from aioserve.lab.playback import PlaybackRunner
 from aioserve.lab.replay import make_request
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.step_time import StepFeatures, StepTimeModel
-from aioserve.scheduler import SchedulerInterface, load_policy
+from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.scheduler.recording import RecordingScheduler
 from aioserve.scheduler.records import Header, Record, Reset
 
@@ -44,14 +44,24 @@ class Traffic(NamedTuple):
     header: Header
     lives: list[Life]
     resets: list[float]  # of the prefix cache, seconds since the log began
+    switches: list[Switch]  # of the policy
+    policies: str  # that decided, in words
     num_refused: int  # left out: nobody knows their replies
     recorded: Measures
     step_time: StepTimeModel
 
 
-class WhatIf(NamedTuple):
-    """Measures of reality, of the recorded policy simulated, and of the other one simulated."""
+class Plan(NamedTuple):
+    """The settings of a simulation, and with which the scheduler goes on from when, in seconds."""
 
+    config: EngineConfig
+    switches: list[tuple[float, SchedulerConfig]]
+
+
+class WhatIf(NamedTuple):
+    """Measures of reality, of the recorded policies simulated, and of the other one simulated."""
+
+    policies: str  # the recorded ones, in words
     recorded: Measures
     same: Measures
     other: Measures
@@ -65,10 +75,12 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     Call it outside of a loop. Raises `ConfigError` for settings that cannot work, a damaged log, or
     one with too few steps to learn from.
     """
-    same = make_config(log.header, None, [])
-    other = make_config(log.header, policy, settings)
+    make_config(log.header, policy, settings)  # before the file is read: it may not make sense
     traffic = read_traffic(log)
+    same = make_plan(traffic, None, [])
+    other = make_plan(traffic, policy, settings)
     return WhatIf(
+        traffic.policies,
         traffic.recorded,
         simulate(traffic, same),
         simulate(traffic, other),
@@ -77,10 +89,22 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     )
 
 
+def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, str]]) -> Plan:
+    """What was recorded, switches included, with `settings` laid over all of it; or another
+    policy, from the beginning to the end. Raises `ConfigError`.
+    """
+    header = traffic.header
+    switches = []
+    for time, scheduler in traffic.switches if policy is None else ():
+        after = msgspec.structs.replace(header, scheduler=scheduler)
+        switches.append((time, make_config(after, None, settings).scheduler))
+    return Plan(make_config(header, policy, settings), switches)
+
+
 def make_config(
     header: Header, policy: str | None, settings: list[tuple[str, str]]
 ) -> EngineConfig:
-    """The recorded settings, with others laid over them. Raises `ConfigError`."""
+    """The settings of `header`, with others laid over them. Raises `ConfigError`."""
     for name, _ in settings:
         if not name.startswith(("scheduler.", "cache.")):
             raise ConfigError(f"{name} plays no part in a replay; scheduler.* and cache.* do")
@@ -94,7 +118,12 @@ def make_config(
         ("cache.enable_prefix_caching", header.enable_prefix_caching),
         ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
     ]
-    return EngineConfig.load(None, [*recorded, *settings])
+    config = EngineConfig.load(None, [*recorded, *settings])
+    loaded = load_policy(config.scheduler.policy)
+    if issubclass(loaded, BaseScheduler):
+        loaded.parse_options(config.scheduler.options)
+        loaded.check_limits(config.scheduler, header.max_model_len)
+    return config
 
 
 def read_traffic(log: DecisionLog) -> Traffic:
@@ -113,22 +142,31 @@ def read_traffic(log: DecisionLog) -> Traffic:
     source = f"fitted to the {len(features)} steps of decision log {log.path.name}"
     step_time = fit_step_time(features, seconds, source)
     measures = measure(chronicle, chronicle.lives)
-    return Traffic(log.header, chronicle.lives, resets, chronicle.num_refused, measures, step_time)
+    return Traffic(
+        log.header,
+        chronicle.lives,
+        resets,
+        chronicle.switches,
+        chronicle.policies,
+        chronicle.num_refused,
+        measures,
+        step_time,
+    )
 
 
-def simulate(traffic: Traffic, config: EngineConfig) -> Measures:
-    """The same traffic under `config`."""
+def simulate(traffic: Traffic, plan: Plan) -> Measures:
+    """The same traffic under `plan`. Raises `PolicyError` if a policy cannot take over."""
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        chronicle = runner.run(_Simulation(traffic, config).run())
+        chronicle = runner.run(_Simulation(traffic, plan).run())
     return measure(chronicle, traffic.lives)
 
 
 class _Simulation:
     """One run. Its recording is the result: measured as the real one is."""
 
-    def __init__(self, traffic: Traffic, config: EngineConfig) -> None:
+    def __init__(self, traffic: Traffic, plan: Plan) -> None:
         self._traffic = traffic
-        self._config = config
+        self._config, self._switches = plan
         self._chronicle: Chronicle | None = None
         self._num_left: dict[str, int] = {}  # tokens until the reply is complete
         self._replies: dict[str, array[int]] = {}
@@ -147,7 +185,9 @@ class _Simulation:
         for when in self._traffic.resets:
             loop.call_at(when + MOMENT, core.scheduler.reset_prefix_cache)
         task = asyncio.create_task(core.run())
+        switching = asyncio.create_task(self._switch(loop.time))
         await asyncio.sleep(last + POLL_SECONDS)
+        await switching
         while core.scheduler.has_requests() and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
         task.cancel()
@@ -157,10 +197,15 @@ class _Simulation:
         assert self._chronicle is not None
         return self._chronicle
 
+    async def _switch(self, clock: Callable[[], float]) -> None:
+        for when, scheduler in self._switches:
+            await asyncio.sleep(when - clock())
+            self._recorder.switch(scheduler)
+
     def _make_core(self, clock: Callable[[], float]) -> EngineCore:
         cache, scheduler = self._config.cache, self._config.scheduler
         assert cache.num_kv_blocks is not None
-        recorder: SchedulerInterface = RecordingScheduler(
+        self._recorder = RecordingScheduler(
             load_policy(scheduler.policy),
             scheduler,
             KVCacheManager(
@@ -174,7 +219,7 @@ class _Simulation:
             sink=self,
         )
         return EngineCore(
-            recorder,
+            self._recorder,
             PlaybackRunner(self._replies, self._traffic.step_time),
             pipeline_depth=scheduler.depth,
             stall_timeout=scheduler.stall_timeout,

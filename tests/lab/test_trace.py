@@ -82,8 +82,10 @@ def test_nothing_begins_before_its_request_or_ends_after_it(
 ) -> None:
     path = tmp_path / "log"
     record(path, loop_factory=loop_factory, num_requests=60, seconds=1.0)
+    log = DecisionLog(path)
+    events = list(trace_events(log, Chronicle(log.header)))
     num_phases = 0
-    for track in slices(list(trace_events(DecisionLog(path))), "requests").values():
+    for track in slices(events, "requests").values():
         # In the file a request comes first, and its phases after it, one where the last one ended.
         begin = end = last = 0.0
         for event in track:
@@ -123,6 +125,23 @@ def test_counters_and_reasons_are_there_and_only_changes(events: list[Event]) ->
     assert last["waiting"] == 0
     reasons = Counter(e["name"] for e in events if e["name"].startswith("waits: "))
     assert reasons.keys() >= {"waits: blocks", "waits: policy"}
+
+
+def test_a_switch_is_drawn_and_a_refused_one_is_called_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    switches: list[tuple[float, str, dict[str, Any]]] = [
+        (0.1, "priority", {"no_such": 1}),
+        (0.2, "hrrn", {}),
+    ]
+    record(path, num_requests=30, policy="fcfs", switches=switches)
+    out = tmp_path / "trace.json"
+    assert command(["trace", str(path), "-o", str(out)]) == 0
+    trace = json.loads(out.read_text())
+    instants = [e for e in trace["traceEvents"] if e["ph"] == "i" and e["pid"] == 1]
+    drawn = [e["name"] for e in instants if "policy" in e["name"]]
+    assert drawn[1:] == ["policy hrrn"]
+    assert drawn[0].startswith("switch to priority refused: ConfigError: options of policy")
+    assert trace["otherData"]["policy"] == "fcfs, then hrrn from 0.2 s"
 
 
 def test_without_the_policy_there_is_a_trace_without_reasons(

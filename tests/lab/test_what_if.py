@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,33 @@ def test_the_recorded_policy_simulated_does_what_it_did(depth: int, tmp_path: Pa
     assert result.recorded["preemptions"] > 0
     assert result.step_time.base_ms == pytest.approx(4.0, rel=0.05)
     assert result.step_time.prefill_token_us == pytest.approx(50.0, rel=0.05)
+
+
+def test_switches_of_the_policy_are_simulated_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    switches: list[tuple[float, str, dict[str, Any]]] = [
+        (0.3, "priority", {}),
+        (0.4, "chunked_prefill", {"chunk_sise": 64}),  # refused
+        (0.5, "chunked_prefill", {"chunk_size": 64}),
+    ]
+    record(path, num_requests=150, policy="fcfs", switches=switches)
+    result = what_if(DecisionLog(path), None, [])
+    for name, real in result.recorded.items():
+        if name not in CHAOTIC:
+            assert result.same[name] == pytest.approx(real, rel=0.1, abs=5), name
+    assert result.other == result.same
+    named = "fcfs, then priority from 0.3 s, then chunked_prefill from 0.5 s"
+    assert command(["replay", str(path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{named}: ")
+    assert command(["replay", str(path), "--set", "scheduler.max_num_seqs=2"]) == 0
+    out = capsys.readouterr().out
+    assert f"recorded, simulated: {named}; what if: {named} with scheduler.max_num_seqs=2" in out
+    other = what_if(DecisionLog(path), "fcfs", [])  # without switches
+    assert other.same == result.same != other.other
+    assert command(["replay", str(path), "--set", "scheduler.options.chunk_size=32"]) == 2
+    assert "FCFSScheduler" in capsys.readouterr().err  # it has no such option
 
 
 def test_real_time_is_simulated_roughly(tmp_path: Path) -> None:

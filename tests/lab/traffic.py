@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,30 @@ def record(
     num_requests: int = 80,
     seconds: float = 0.8,
     is_failing: bool = False,
+    switches: Sequence[tuple[float, str, dict[str, Any]]] = (),
     **scheduler: Any,
 ) -> None:
-    """Serve on a loop of that kind and leave the log at `path`."""
+    """Serve on a loop of that kind and leave the log at `path`.
+
+    `switches` are tried at their times: second, policy, options.
+    """
     config = make_config(path, **scheduler)
+
+    async def switch(engine: AsyncEngine) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for when, policy, options in switches:
+            await asyncio.sleep(began + when - clock())
+            with suppress(AioserveError):  # refused: that is in the log, too
+                engine.switch_policy(policy, options)
 
     async def main() -> None:
         engine = AsyncEngine(config)
         runner = FailingRunner(config, engine.model_info) if is_failing else None
         async with AsyncEngine(config, runner=runner) as engine:
+            switching = asyncio.create_task(switch(engine))
             await serve(engine, seed, num_requests, seconds)
+            await switching
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
