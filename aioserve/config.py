@@ -70,7 +70,11 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = None
     kv_cache_gib: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="memory for the KV pool (default: a quarter of what is free, at most 4)"),
+        Meta(
+            description="most memory for the KV pool, taken as it fills (default: a quarter of "
+            "what is free, at most 4; never more than max_num_seqs times max_model_len tokens "
+            "need, and a quarter of that for cached prefixes)"
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],

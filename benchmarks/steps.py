@@ -67,6 +67,7 @@ class StepBench:
         self._info = ModelInfo(config.model)
         self.runner = ModelRunner(config, self._info)
         self.runner.load()
+        self.runner._backend.memory.commit(self.runner.num_kv_blocks)
         if _resident_bytes() < self.runner.num_kv_blocks * BLOCK_SIZE * kv_bytes_per_token:
             # All its pages would be one page of zeros, which never leaves the cache.
             raise SystemExit("the KV pool is not in memory yet: reading it would look too fast")

@@ -8,6 +8,7 @@ from aioserve.runner import machine
 
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded
 DEFAULT_MEMORY_LIMIT = 4 << 30  # bytes
+PREFIX_SHARE = 0.25  # of what all requests can use: room for prefixes of those that have left
 MIB = 1 << 20
 
 
@@ -54,8 +55,7 @@ def expected_bytes_per_token(hf_config: Any, itemsize: int) -> int | None:
 def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
     """Blocks of the KV pool: the setting, else what fits into the memory meant for it.
 
-    Never more than `max_num_seqs` requests of `max_model_len` tokens can use, unless set. Raises
-    `ConfigError` if not even one block fits.
+    Never more than `max_useful_blocks`, unless set. Raises `ConfigError` if not even one fits.
     """
     cache = config.cache
     if cache.num_kv_blocks is not None:
@@ -71,4 +71,14 @@ def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_l
             f"not one KV block fits: {cache.block_size} tokens need {bytes_per_block / MIB:.1f} "
             f"MiB, the pool has {budget / MIB:.1f} MiB (cache.kv_cache_gib, cache.block_size)"
         )
-    return min(num_blocks, config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size))
+    if cache.kv_cache_gib is not None:
+        return num_blocks
+    return min(num_blocks, max_useful_blocks(config, max_model_len))
+
+
+def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
+    """What `max_num_seqs` requests of `max_model_len` tokens use, and `PREFIX_SHARE` of it more."""
+    num_blocks = config.scheduler.max_num_seqs * -(-max_model_len // config.cache.block_size)
+    if config.cache.enable_prefix_caching:
+        num_blocks += int(num_blocks * PREFIX_SHARE)
+    return num_blocks

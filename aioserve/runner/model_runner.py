@@ -4,6 +4,7 @@ Built, used and closed on one thread. Knows nothing about requests that are not 
 about text.
 """
 
+import itertools
 import logging
 
 import torch
@@ -51,6 +52,7 @@ class ModelRunner:
             config, spec.bytes_per_token, self._model_info.max_model_len
         )
         self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
+        self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
         self._model = loaded
         self._batch = InputBatch(
             config.scheduler.max_num_seqs,
@@ -60,8 +62,8 @@ class ModelRunner:
         )
         num_tokens = self.num_kv_blocks * cache.block_size
         logger.info(
-            "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, %.0f MiB; "
-            "%d threads",
+            "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, up to %.0f "
+            "MiB as it fills; %d threads",
             loaded.name,
             str(spec.dtype).removeprefix("torch."),
             loaded.num_parameters / 1e6,
@@ -90,6 +92,8 @@ class ModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
+        num_written = int(inputs.slot_mapping.max()) // self._config.cache.block_size + 1
+        self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._backend.prepare(inputs)
         logits = self._model.forward(ModelInputs.of(inputs), self._backend)
         sampled = sample(logits, self._batch.sampling_inputs(inputs))
@@ -98,8 +102,17 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give back weights and KV cache. Idempotent."""
+        if hasattr(self, "_backend"):
+            self._backend.memory.close()
         for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
+
+
+def _highest_new_block(step: SchedulerOutput) -> int:
+    """Of those that somebody got for this step or a later one; -1 if nobody did."""
+    given = [request.block_ids for request in step.scheduled_new_reqs]
+    given += step.scheduled_cached_reqs.new_block_ids.values()
+    return max(itertools.chain.from_iterable(given), default=-1)
 
 
 def _make_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutput:

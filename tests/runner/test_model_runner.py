@@ -4,15 +4,19 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from driver import Driver, make_config
+from driver import BLOCK_SIZE, Driver, make_config
+from resident import is_resident, resident_bytes
 
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine, model_runner
+from aioserve.runner.attention import kv_memory
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.kv_pool import choose_num_kv_blocks
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.sampling_params import SamplingParams
@@ -252,12 +256,77 @@ def test_seeded_sampling_does_not_depend_on_schedule_row_or_neighbours(
     assert driver.sequences["again"].output[:10] == alone
 
 
-def test_kv_pool_is_bounded_by_what_the_batch_can_use() -> None:
+@pytest.mark.parametrize(("caches_prefixes", "expected"), [(True, 4 * 7 + 7), (False, 4 * 7)])
+def test_kv_pool_is_bounded_by_what_the_batch_can_use_and_a_share_for_prefixes(
+    caches_prefixes: bool, expected: int
+) -> None:
     config = EngineConfig(
-        cache=CacheConfig(kv_cache_gib=1), scheduler=SchedulerConfig(max_num_seqs=4)
+        cache=CacheConfig(enable_prefix_caching=caches_prefixes),
+        scheduler=SchedulerConfig(max_num_seqs=4),
     )
-    assert choose_num_kv_blocks(config, bytes_per_token=16, max_model_len=100) == 4 * 7
-    assert choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096) == 64
+    assert choose_num_kv_blocks(config, bytes_per_token=16, max_model_len=100) == expected
+
+
+def test_kv_pool_by_default_takes_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 4 << 30)
+    number = choose_num_kv_blocks(EngineConfig(), bytes_per_token=1 << 20, max_model_len=4096)
+    assert number == 64
+
+
+@pytest.mark.parametrize("cache", [{"num_kv_blocks": 5000}, {"kv_cache_gib": 5000 / 1024 / 4}])
+def test_kv_pool_that_is_set_is_taken_as_it_is(cache: dict[str, Any]) -> None:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=16, **cache), scheduler=SchedulerConfig(max_num_seqs=4)
+    )
+    assert choose_num_kv_blocks(config, bytes_per_token=1 << 14, max_model_len=100) == 5000
+
+
+def test_a_large_pool_takes_no_memory_at_load(model_path: Callable[..., Path]) -> None:
+    model = make_config(model_path("llama")).model
+    config = EngineConfig(model=model, cache=CacheConfig(kv_cache_gib=1))
+    runner = ModelRunner(config, ModelInfo(model))
+    before = resident_bytes()
+    runner.load()
+    assert resident_bytes() - before < 256 << 20
+    runner.close()
+
+
+def test_blocks_are_in_memory_before_a_step_writes_to_them(
+    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_memory, "AHEAD_TOKENS", 1)
+    monkeypatch.setattr(kv_memory, "CHUNK_BYTES", 1)
+    driver = make_driver()
+    backend, forward = driver.runner._backend, driver.runner._model.forward
+    assert not is_resident(backend.key_caches[0], driver.free_blocks)
+
+    def watched(inputs: ModelInputs, attention: LayerAttention) -> torch.Tensor:
+        blocks = set((inputs.slots // BLOCK_SIZE).tolist())
+        for cache in (*backend.key_caches, *backend.value_caches):
+            assert is_resident(cache, blocks)
+        return forward(inputs, attention)
+
+    monkeypatch.setattr(driver.runner._model, "forward", watched)
+    driver.add("a", random_prompt(30))
+    driver.add("b", random_prompt(50))
+    for _ in range(20):
+        driver.step()
+
+
+def test_a_prompt_in_chunks_has_all_its_blocks_soon(
+    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_memory, "AHEAD_TOKENS", 1)
+    driver = make_driver()
+    driver.free_blocks.sort(reverse=True)  # from 0 upwards
+    driver.add("a", random_prompt(300))
+    driver.allocate(driver.sequences["a"], 300)
+    driver.step({"a": 8})
+    memory = driver.runner._backend.memory
+    memory.close()  # its thread has done what it was asked for
+    assert memory.num_committed_blocks >= len(driver.sequences["a"].block_ids) == 38
 
 
 def test_kv_pool_that_holds_no_block_is_refused_with_numbers() -> None:

@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from aioserve.runner.attention.kv_memory import KVMemory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -98,6 +101,10 @@ class AttentionBackend(LayerAttention):
     """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
 
     description = ""  # for the log: what computes, and why nothing faster does
+
+    def __init__(self, memory: "KVMemory") -> None:
+        self.memory = memory  # `prepare` trusts that the blocks of its step are committed
+        self.key_caches, self.value_caches = memory.key_caches, memory.value_caches
 
     @abstractmethod
     def prepare(self, step: StepInputs) -> None:

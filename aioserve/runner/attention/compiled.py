@@ -9,22 +9,18 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, StepInputs
+from aioserve.runner.attention.kv_memory import KVMemory
 
 MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
 
 
 class CompiledAttention(AttentionBackend):
-    """K and V of a layer are two tensors `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    """One call of the kernels stores and one attends, whatever a step holds."""
 
     def __init__(
         self, kernels: Kernels, spec: KVCacheSpec, num_kv_blocks: int, block_size: int
     ) -> None:
-        def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
-            # zeros commit the memory now; in steps, each new page would be a fault of some us
-            return torch.zeros(num_kv_blocks, num_kv_heads, block_size, head_dim, dtype=spec.dtype)
-
-        self.key_caches = [allocate(s.num_kv_heads, s.key_head_dim) for s in spec.layers]
-        self.value_caches = [allocate(s.num_kv_heads, s.value_head_dim) for s in spec.layers]
+        super().__init__(KVMemory(spec, num_kv_blocks, block_size))
         self._kernels = kernels
 
     @staticmethod

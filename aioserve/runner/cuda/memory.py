@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.runner.cuda.device import CardMemory
+from aioserve.runner.kv_pool import max_useful_blocks
 
 GIB = 1 << 30
 GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said beside what they took
@@ -59,7 +60,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Give the KV pool what the others leave. Raises `ConfigError` that names what to turn.
 
-    Never more than `max_num_seqs` requests of `max_model_len` tokens can use, unless set.
+    Never more than `max_useful_blocks`, unless set.
     """
     cache = config.cache
     budget = card.budget(config.runner.gpu_memory_utilization)
@@ -77,6 +78,5 @@ def plan_memory(
             "kv_cache_gib or num_kv_blocks, or set enforce_eager)"
         )
     if wanted is None:
-        most = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
-        wanted = min(num_pages, most)
+        wanted = min(num_pages, max_useful_blocks(config, max_model_len))
     return MemoryPlan(budget, weights, activations, graphs, wanted, page_bytes)

@@ -54,7 +54,7 @@ def test_the_pool_is_never_larger_than_all_requests_can_use() -> None:
     assert plan(make_config(), weights=GIB).num_pages < 64 * 8192 // 16
     sizes = {"weights": GIB, "activations": GIB, "graphs": 0, "page_bytes": PAGE_BYTES}
     short = plan_memory(CARD, make_config(), max_model_len=100, **sizes)
-    assert short.num_pages == 64 * 7
+    assert short.num_pages == 64 * 7 * 5 // 4  # a quarter for cached prefixes
 
 
 @pytest.mark.parametrize("settings", [{"num_kv_blocks": 500}, {"kv_cache_gib": 1000 / 1024}])
