@@ -1,15 +1,18 @@
 """Compiles the CPU kernels, one extension per instruction set, and what tells which of them serve.
 
 They are optional: without Linux or a C compiler the package installs without them, and says at
-start that it runs on plain torch. The packages are listed here too, since one is not found by
-its place: `policies/` is installed as `aioserve.policies`. All else is in pyproject.toml.
+start that it runs on plain torch. The packages are listed here too: two are not found by their
+places, since `configs/` and `policies/` stand at the top. All else is in pyproject.toml.
 """
 
+import copy
 import platform
 import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("aioserve/kernels/src")
 # What a variant may use; the CPU flags it needs are in aioserve/kernels/library.py: keep in step.
@@ -19,8 +22,33 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
     FLAGS["avx512_bf16"] = [*FLAGS["avx512"], "-mavx512bf16"]
 
+
+class BuildKernels(build_ext):
+    """Plain shared libraries: they call no Python, so their names have no Python version."""
+
+    def get_ext_filename(self, fullname):
+        return f"{fullname.replace('.', '/')}.so"
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or True  # as many at a time as there are cores
+
+    def build_extension(self, ext):
+        own = copy.copy(self)  # the variants have their sources in common: not their objects too
+        own.build_temp = f"{self.build_temp}/{ext.name}"
+        super(BuildKernels, own).build_extension(ext)
+
+
+class BuildWheel(bdist_wheel):
+    """One wheel for every Python, of one platform if there are kernels in it."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
-    packages=[*find_packages(include=["aioserve*"]), "aioserve.policies"],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel},
+    packages=[*find_packages(include=["aioserve*"]), "aioserve.configs", "aioserve.policies"],
     ext_modules=[
         *(
             Extension(

@@ -93,7 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings, or the name of a shipped one"
+    )
     parser.add_argument(
         "--set",
         metavar="SECTION.NAME=VALUE",

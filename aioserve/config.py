@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.shipped import find_config
 
 EMBEDDED_MODEL = "embedded"
 
@@ -273,11 +274,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ) -> "EngineConfig":
         """Read a YAML file and lay `overrides`, pairs of dotted name and value, over it.
 
+        A `path` that is a bare word is the name of a file in `configs/`, which comes with us.
         Overrides may be strings, as they come from a command line: they are converted to the
         type of the field. Raises `ConfigError` that names the file or the setting.
         """
         tree: dict[str, Any] = {}
         if path is not None:
+            path = find_config(path)
             tree = _read_yaml(path)
             _convert(tree, cls, where=str(path))  # a bad file is named before a bad flag
         for dotted, value in overrides:
@@ -292,11 +295,11 @@ def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
             yield section.name, field
 
 
-def _read_yaml(path: str | Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

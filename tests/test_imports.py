@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "aioserve.errors": set(),
     "aioserve.sampling_params": {"aioserve.errors"},
-    "aioserve.config": {"aioserve.errors"},
+    "aioserve.shipped": {"aioserve.errors"},
+    "aioserve.config": {"aioserve.errors", "aioserve.shipped"},
     "aioserve.outputs": set(),
     "aioserve.model_info": {"aioserve.config", "aioserve.errors"},
     "aioserve.request": {"aioserve.outputs", "aioserve.sampling_params"},
@@ -57,6 +58,7 @@ ALLOWED = {
     },
     "aioserve.lab": {
         "aioserve.config",
+        "aioserve.shipped",
         "aioserve.engine",
         "aioserve.engine.async_engine",
         "aioserve.engine.clock",

@@ -8,14 +8,12 @@ import ctypes
 import functools
 import itertools
 import re
-import sysconfig
 from pathlib import Path
 
 
 def extension(name: str) -> Path:
     """Where a compiled file of this package lies, if it was built."""
-    suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
-    return Path(__file__).with_name(f"_{name}{suffix}")
+    return Path(__file__).with_name(f"_{name}.so")
 
 
 @functools.cache

@@ -115,7 +115,9 @@ def _parser() -> _Parser:
     )
     arrivals.add_argument("--rate", type=_seconds, metavar="R", help="Poisson arrivals a second")
     arrivals.add_argument(
-        "--workload", metavar="FILE", help="a description or a trace, as for compare"
+        "--workload",
+        metavar="FILE",
+        help="as for compare: a description or a trace",
     )
     load.add_argument("--input-tokens", type=_count, default=128, metavar="N")
     load.add_argument("--output-tokens", type=_count, default=128, metavar="N")

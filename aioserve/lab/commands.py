@@ -25,6 +25,7 @@ from aioserve.lab.source import WorkloadSource
 from aioserve.lab.words import render_sweep, render_table
 from aioserve.lab.workload import Workload
 
+CONFIG_HELP = "YAML file of settings, or the name of a shipped one"
 EXIT_USAGE = 2
 DEFAULT_SEEDS = 5
 
@@ -32,7 +33,7 @@ DEFAULT_SEEDS = 5
 def run_compare(words: Sequence[str]) -> int:
     """`aioserve compare`; returns the exit code. Raises `AioserveError`."""
     parser = _parser("compare", "Run several configurations on the same requests.")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="YAML files of settings")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser).add_argument(
         "--replay",
         metavar="LOG",
@@ -70,7 +71,7 @@ def run_compare(words: Sequence[str]) -> int:
 def run_search(words: Sequence[str]) -> int:
     """`aioserve search`; returns the exit code. Raises `AioserveError`."""
     parser = _parser("search", "Find the highest rate at which a configuration meets its SLO.")
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of settings")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser)
     _add_common(parser, seeds=1)
     parser.add_argument(
@@ -121,7 +122,7 @@ def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
 def run_sweep(words: Sequence[str]) -> int:
     """`aioserve sweep`; returns the exit code. Raises `AioserveError`."""
     parser = _parser("sweep", "Run a configuration with several values of one setting.")
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of settings")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser)
     _add_common(parser)
     _add_jobs(parser)
@@ -182,7 +183,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiv
     sources.add_argument(
         "--workload",
         metavar="FILE",
-        help=".yaml: a description; .csv: an Azure trace; .jsonl: a Mooncake trace or request log",
+        help=".yaml, or the name of a shipped one: a description; .csv: an Azure trace; "
+        ".jsonl: a Mooncake trace or request log",
     )
     group.add_argument(
         "--time-scale", type=float, default=1.0, metavar="X", help="0.5: twice the rate"

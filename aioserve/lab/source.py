@@ -11,12 +11,13 @@ from aioserve.errors import ConfigError
 from aioserve.lab.recorded import read_trace
 from aioserve.lab.synthetic import generate, read_spec
 from aioserve.lab.workload import Workload
+from aioserve.shipped import find_workload
 
 
 class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     """A workload file and what to do with it. Times in seconds."""
 
-    path: str
+    path: str  # or a name in `configs/workloads/`
     time_scale: float = 1.0
     start: float = 0.0
     duration: float | None = None
@@ -29,15 +30,15 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
 
     def load(self, seed: int) -> Workload:
         """The requests for this seed. Raises `ConfigError` that says what is wrong where."""
-        suffix = Path(self.path).suffix
+        path = find_workload(self.path)
         if self.is_recorded:
             workload = read_trace(self.path, seed)
-        elif suffix in (".yaml", ".yml"):
-            workload = generate(read_spec(self.path), seed, Path(self.path).name)
+        elif path.suffix in (".yaml", ".yml"):
+            workload = generate(read_spec(path), seed, path.name)
         else:
             raise ConfigError(
                 f"workload {self.path}: expected .yaml (a description), .csv (Azure) or .jsonl "
-                f"(Mooncake or a request log), got {suffix or 'no suffix'!r}"
+                f"(Mooncake or a request log), got {path.suffix or 'no suffix'!r}"
             )
         return self.cut(workload)
 

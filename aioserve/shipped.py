@@ -1,0 +1,40 @@
+"""The files of `configs/`, which come with the package, by name.
+
+Knows where they lie: inside an installed package, or at the top of a clone. Knows nothing of what
+is in them.
+"""
+
+from pathlib import Path
+
+from aioserve.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """A YAML file of settings. Raises `ConfigError` that lists the names that there are."""
+    return _find(name_or_path, "config", "")
+
+
+def find_workload(name_or_path: str | Path) -> Path:
+    """A description of a workload, or a trace. Raises `ConfigError` as above."""
+    return _find(name_or_path, "workload", "workloads")
+
+
+def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
+    """A bare word is a name; whatever has a suffix or a folder is a path."""
+    path = Path(name_or_path)
+    if path.suffix or len(path.parts) != 1 or "/" in str(name_or_path):
+        return path
+    shipped = {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
+    if path.name not in shipped:
+        raise ConfigError(
+            f"unknown {kind} {path.name!r}; available: {', '.join(sorted(shipped)) or 'none'}; "
+            "or give a path to a .yaml file"
+        )
+    return shipped[path.name]
+
+
+def _configs() -> Path:
+    installed = HERE / "configs"
+    return installed if installed.is_dir() else HERE.parent / "configs"
