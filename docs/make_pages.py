@@ -1,8 +1,9 @@
-"""Writes docs/policy-api.md: what a policy can read and call, from the source and its docstrings.
+"""Writes the two pages of docs/ that are made from the source and its docstrings.
 
-    python docs/make_policy_api.py
+    python docs/make_pages.py
 
-Attributes are those that `__init__` assigns with a comment beside them, or that a property gives.
+`policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
+read and call: attributes that `__init__` assigns, with the comments beside them, properties, methods.
 """
 
 import ast
@@ -13,14 +14,23 @@ from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler import BaseScheduler, RequestQueue, Step
+from aioserve.scheduler import BaseScheduler, RequestQueue, Step, load_policy
 
-PAGE = Path(__file__).with_name("policy-api.md")
+HERE = Path(__file__).parent
+
+CATALOGUE_HEAD = """\
+# The policies that come with aioserve
+
+Made from their files by `python docs/make_pages.py`; a test keeps it true. Each is one file of
+[policies](../policies) and has a configuration in [configs](../configs) with all its options:
+`python -m aioserve --config configs/fair.yaml`, or `--policy fair` for the defaults. Which one is
+better for your traffic: [comparing-policies.md](comparing-policies.md).
+"""
 
 HEAD = """\
 # What a policy can read and call
 
-Made from the docstrings by `python docs/make_policy_api.py`; a test keeps it true. How to put it
+Made from the docstrings by `python docs/make_pages.py`; a test keeps it true. How to put it
 together is in [writing-a-policy.md](writing-a-policy.md) and, by example, in
 [policy-recipes.md](policy-recipes.md). All names come from `aioserve.scheduler`.
 """
@@ -51,8 +61,37 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
 ]
 
 
+def catalogue() -> str:
+    """The page `policies.md`."""
+    files = sorted((HERE.parent / "policies").glob("[!_]*.py"))
+    parts, table = [], ["| policy | in a line |", "|---|---|"]
+    for file in files:
+        name, source = file.stem, file.read_text(encoding="utf-8")
+        policy = load_policy(name)
+        title, _, text = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
+        table.append(f"| [{name}](#{name}) | {_prose(policy.__doc__)} |")
+        parts += [f"## {name}\n", f"**{_prose(title)}**\n", _prose(text) + "\n"]
+        if options := _options(source):
+            parts += ["| option | default | |", "|---|---|---|", *options, ""]
+    return "\n".join([CATALOGUE_HEAD, *table, "", *parts]).rstrip() + "\n"
+
+
+def _options(source: str) -> list[str]:
+    """A row for each field of the nested class `Options`."""
+    lines, rows = source.splitlines(), []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef) or node.name != "Options":
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                assert field.value is not None
+                note = lines[field.lineno - 1].partition("  # ")[2].removeprefix("noqa: RUF012 - ")
+                rows.append(f"| `{field.target.id}` | `{ast.unparse(field.value)}` | {note} |")
+    return rows
+
+
 def render() -> str:
-    """The page."""
+    """The page `policy-api.md`."""
     parts = [HEAD]
     for title, cls, names in SECTIONS:
         parts.append(f"## {title}\n")
@@ -146,4 +185,5 @@ def _inherited(cls: type[Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    (HERE / "policies.md").write_text(catalogue(), encoding="utf-8")
+    (HERE / "policy-api.md").write_text(render(), encoding="utf-8")

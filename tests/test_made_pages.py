@@ -1,0 +1,30 @@
+"""The pages of docs/ that are made from the source say what the source says today."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ANEW = "python docs/make_pages.py writes it anew"
+
+
+def test_what_a_policy_can_read_and_call_is_that_of_today(pages: ModuleType) -> None:
+    assert pages.render() == (DOCS / "policy-api.md").read_text(), ANEW
+
+
+def test_the_catalogue_has_the_policies_and_options_of_today(pages: ModuleType) -> None:
+    assert pages.catalogue() == (DOCS / "policies.md").read_text(), ANEW
