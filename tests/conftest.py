@@ -5,11 +5,17 @@ import os
 from collections.abc import Callable
 
 import uvloop
+from hypothesis import settings
 
 # Read when torch is loaded, here and in processes that tests start. Two test workers share the
 # cores: a second thread, where a test does not ask for one, would mostly wait, and waiting spins.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# No example is too slow: the machine may be busy.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -1,7 +1,7 @@
 """`AsyncClient` against a real server: the same outputs and errors as from the engine itself."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from aioserve.errors import (
 from aioserve.outputs import FinishReason
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
+from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(
@@ -95,7 +96,7 @@ async def test_samples_are_told_apart(client):
 
 async def until_aborted(engine) -> None:
     """One request was aborted, rather than run to its end, and nothing is left of it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while True:
             text = engine.metrics.render().decode()
             if "requests_running 0.0" in text and "used_blocks 0.0" in text:
@@ -204,19 +205,22 @@ async def test_a_server_that_is_not_there_is_an_engine_dead_error():
 
 
 async def answer_with(data: bytes, client_timeout: float | None = None):
-    """The client's outputs from a server that says `data` and hangs up, or hangs."""
+    """The client's outputs from a server that says `data` and hangs up, or hangs.
 
-    hung_up = asyncio.Event()
+    Nobody knows how far a client comes that gives up: it may not even have connected.
+    """
+    handlers = set()
 
     async def handle(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(data)
-        await writer.drain()
-        if client_timeout is not None:
-            await reader.read()
+        handlers.add(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(data)
+            await writer.drain()
+            if client_timeout is not None:
+                await reader.read()
         writer.close()
         await asyncio.wait([asyncio.ensure_future(writer.wait_closed())])
-        hung_up.set()
 
     async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
@@ -224,7 +228,8 @@ async def answer_with(data: bytes, client_timeout: float | None = None):
             async with AsyncClient(f"http://{host}:{port}", timeout=client_timeout) as client:
                 return [output async for output in client.generate("Hello")]
         finally:
-            await hung_up.wait()
+            if handlers:
+                await asyncio.wait(handlers)
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,6 +1,5 @@
 """The README is true: its code runs, its commands exist, its tree is the tree."""
 
-import asyncio
 import os
 import re
 import subprocess
@@ -8,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
+from tests.processes import PATIENCE, serving
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,9 +23,7 @@ PYTHON = blocks("python")
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    result = processes.run(sys.executable, "-c", code, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -43,38 +43,23 @@ def test_the_engine_example_prints_text() -> None:
     assert run_python(code).strip()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])  # ours only waits; the server has its own
-async def test_the_curl_command_streams_what_the_readme_shows() -> None:
+def test_the_curl_command_streams_what_the_readme_shows() -> None:
     """Against the real server, on another port; the client example uses it as well."""
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "aioserve", "--port", "0"),
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert server.stderr is not None
-        async with asyncio.timeout(90):
-            while not (found := re.search(rb"http://[\d.]+:\d+", await server.stderr.readline())):
-                pass
-        url = found.group().decode()
+    with serving(cwd=ROOT) as (server, url):
         (curl,) = [block for block in blocks("bash") if block.startswith("curl")]
-        shell = await asyncio.create_subprocess_shell(
-            curl.replace("http://127.0.0.1:8000", url), stdout=asyncio.subprocess.PIPE
-        )
-        streamed, _ = await asyncio.wait_for(shell.communicate(), 60)
-        assert streamed.endswith(b"data: [DONE]\n\n")
+        command = curl.replace("http://127.0.0.1:8000", url)
+        streamed = processes.run("sh", "-c", command).stdout
+        assert streamed.endswith("data: [DONE]\n\n")
         (shown,) = [block for block in blocks("text") if block.startswith("data:")]
         volatile = re.compile(r'"(id|created)":[^,]*,')
-        lines = [volatile.sub("", line) for line in streamed.decode().splitlines() if line]
+        lines = [volatile.sub("", line) for line in streamed.splitlines() if line]
         for line in filter(None, shown.splitlines()):
             if line != "...":
                 assert volatile.sub("", line) in lines
         (client,) = [code for code in PYTHON if "AsyncClient(" in code]
-        code = client.replace("http://127.0.0.1:8000", url)
-        assert (await asyncio.to_thread(run_python, code)).strip()
-    finally:
+        assert run_python(client.replace("http://127.0.0.1:8000", url)).strip()
         server.terminate()
-        assert await asyncio.wait_for(server.wait(), 30) == 0
+        assert server.wait(PATIENCE) == 0
 
 
 def test_the_comparison_prints_the_table_that_is_shown() -> None:

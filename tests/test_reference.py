@@ -76,14 +76,25 @@ def reference(model_path: Path) -> list[list[int]]:
 async def serve_all(
     config: EngineConfig, prompts: list[list[int]]
 ) -> tuple[list[list[int]], SchedulerStats]:
-    """All prompts at once, arriving a little apart; their tokens and the scheduler's counts."""
+    """All prompts, one after every second token that comes; their tokens, the scheduler's counts.
+
+    By tokens, not by time: how many run together does not depend on the machine.
+    """
     async with AsyncEngine(config) as engine:
+        num_tokens, has_come = 0, asyncio.Condition()
 
         async def one(number: int, prompt: list[int]) -> list[int]:
-            await asyncio.sleep(0.004 * number)
+            nonlocal num_tokens
+            async with has_come:
+                await has_come.wait_for(lambda: num_tokens >= 2 * number)
             params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
-            outputs = engine.generate(prompt, params, priority=number % 3)
-            return [token_id async for output in outputs for token_id in output.token_ids]
+            received = []
+            async for output in engine.generate(prompt, params, priority=number % 3):
+                received += output.token_ids
+                async with has_come:
+                    num_tokens += len(output.token_ids)
+                    has_come.notify_all()
+            return received
 
         tokens = await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
         assert engine._core is not None

@@ -59,8 +59,8 @@ def test_a_case_runs_its_steps_and_leaves_an_empty_batch(model: Path, shapes: Sh
     for _ in range(2):  # the blocks of the first are free for the second
         assert bench.measure(SMALL, chunk=32, min_seconds=0).median > 0
     parts = break_down(bench, SMALL, chunk=70, num_steps=3)
-    assert {"linear", "attention", "sampling", "input preparation", "Python"} <= set(parts)
-    assert max(parts, key=parts.__getitem__) != "sampling"
+    for purpose in ("linear", "attention", "sampling", "input preparation", "Python"):
+        assert parts[purpose] > 0
     bench.runner.close()
 
 

@@ -1,7 +1,7 @@
 """AsyncEngine on the simulated runner: the door, the streams, failures, the end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ from aioserve.errors import (
     RunnerDeadError,
 )
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
+from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
+from tests.processes import PATIENCE
 
 FAST = RunnerConfig(runner="simulated", step_base_ms=0.5, simulated_output_tokens=20)
 
@@ -34,6 +36,11 @@ async def engine() -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
+def in_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        runner.run(main())
+
+
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
     assert engine._core is not None
     stats = engine._core.scheduler.make_stats()
@@ -43,7 +50,7 @@ def stats_of(engine: AsyncEngine) -> SchedulerStats:
 
 async def until_idle(engine: AsyncEngine) -> None:
     """Until nothing is held; fails by timeout."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while (  # noqa: ASYNC110 - what is awaited has no event
             stats_of(engine).num_used_kv_blocks or stats_of(engine).num_running_reqs
         ):
@@ -191,24 +198,27 @@ async def test_a_dead_runner_tells_everybody_and_refuses_who_comes_later() -> No
         assert isinstance(engine.errored, RunnerDeadError)
 
 
-async def test_shutdown_lets_requests_finish_and_then_aborts_the_rest() -> None:
-    engine = AsyncEngine(make_config())
-    await engine.start()
-    short = await engine.add_request([1] * 5, SamplingParams(max_tokens=5, ignore_eos=True))
-    long = await engine.add_request([1] * 5, SamplingParams(max_tokens=4000, ignore_eos=True))
-    await engine.shutdown(drain_timeout=0.3)
-    await engine.shutdown()
-    assert [o.finish_reason async for o in short][-1] is FinishReason.LENGTH
-    assert [o.finish_reason async for o in long][-1] is FinishReason.ABORT
-    with pytest.raises(EngineDeadError, match="shutting down"):
-        await engine.add_request("too late")
+def test_shutdown_lets_requests_finish_and_then_aborts_the_rest() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(make_config())
+        await engine.start()
+        short = await engine.add_request([1] * 5, SamplingParams(max_tokens=5, ignore_eos=True))
+        long = await engine.add_request([1] * 5, SamplingParams(max_tokens=4000, ignore_eos=True))
+        await engine.shutdown(drain_timeout=0.3)
+        await engine.shutdown()
+        assert [o.finish_reason async for o in short][-1] is FinishReason.LENGTH
+        assert [o.finish_reason async for o in long][-1] is FinishReason.ABORT
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await engine.add_request("too late")
+
+    in_virtual_time(main)
 
 
 async def test_a_slow_reader_delays_nobody_and_gets_everything(engine: AsyncEngine) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     async with await engine.add_request([7] * 9, params) as slow:
         await collect(engine, [8] * 9, params)  # finishes although nobody reads the other
-        await asyncio.sleep(0.05)
+        await until_idle(engine)
         outputs = [o async for o in slow]
     assert sum(len(o.token_ids) for o in outputs) == 100
     assert len(outputs) < 5
@@ -274,12 +284,16 @@ async def test_metrics_say_why_requests_wait() -> None:
             stream.close()
 
 
-async def test_an_idle_engine_runs_no_steps(engine: AsyncEngine) -> None:
-    await collect(engine, [1] * 10, SamplingParams(max_tokens=3))
-    await asyncio.sleep(0.05)
-    before = stats_of(engine).num_steps
-    await asyncio.sleep(0.2)
-    assert stats_of(engine).num_steps == before
+def test_an_idle_engine_runs_no_steps() -> None:
+    async def main() -> None:
+        async with AsyncEngine(make_config()) as engine:
+            await collect(engine, [1] * 10, SamplingParams(max_tokens=3))
+            await asyncio.sleep(1)
+            before = stats_of(engine).num_steps
+            await asyncio.sleep(60)
+            assert stats_of(engine).num_steps == before
+
+    in_virtual_time(main)
 
 
 async def test_without_a_tokenizer_token_ids_go_in_and_out() -> None:

@@ -1,10 +1,13 @@
 """Callers that want no text, or nothing before the end, get that and the same tokens."""
 
+import asyncio
+
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig
 from aioserve.errors import RequestError
+from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import RequestOutput
 
 SIMULATED = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.1))
@@ -38,14 +41,19 @@ async def test_final_only_keeps_log_probabilities_and_stop_strings() -> None:
     assert stopped.text == final.text[: final.text.index(stop)]
 
 
-async def test_final_only_has_what_there_was_when_a_deadline_passed() -> None:
-    async with AsyncEngine(SIMULATED) as engine:
-        stream = await engine.add_request(
-            [5, 6, 7],
-            SamplingParams(max_tokens=4000, ignore_eos=True, output_kind="final_only"),
-            timeout=0.1,
-        )
-        (final,) = [o async for o in stream]
+def test_final_only_has_what_there_was_when_a_deadline_passed() -> None:
+    async def main() -> RequestOutput:
+        async with AsyncEngine(SIMULATED) as engine:
+            stream = await engine.add_request(
+                [5, 6, 7],
+                SamplingParams(max_tokens=4000, ignore_eos=True, output_kind="final_only"),
+                timeout=0.1,
+            )
+            (final,) = [o async for o in stream]
+            return final
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        final = runner.run(main())
     assert final.finish_reason == "timeout"
     assert 0 < len(final.token_ids) == final.num_output_tokens < 4000
 

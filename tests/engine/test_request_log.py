@@ -34,7 +34,7 @@ async def test_requests_are_read_back_as_they_came(tmp_path: Path) -> None:
     assert (bob.num_prompt_tokens, bob.max_tokens, bob.user) == (9, 2, "bob")
     assert bob.timeout == pytest.approx(60.0)
     assert (nobody.num_prompt_tokens, nobody.max_tokens, nobody.user) == (4, 40, "")
-    assert bob.arrival >= ann.arrival + 0.05
+    assert bob.arrival >= ann.arrival + 0.04  # a loop may have a grain of a millisecond
 
 
 async def test_a_client_that_leaves_has_read_so_many_tokens(tmp_path: Path) -> None:

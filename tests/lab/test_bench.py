@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +17,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from aioserve import AsyncEngine, EngineConfig
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.cli import main
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab.bench import Load, Target
@@ -29,6 +27,8 @@ from aioserve.lab.synthetic import WorkloadSpec, generate
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
+from tests import processes
+from tests.processes import PATIENCE
 
 
 def closed(clients: int, num_requests: int, **fields: Any) -> Workload:
@@ -139,18 +139,20 @@ async def test_words_stand_in_where_ids_are_not_sent(endpoint: str) -> None:
 
 
 async def test_a_wrong_model_and_a_full_queue_are_counted_by_kind() -> None:
-    async with serving(max_num_seqs=1, max_waiting_requests=1) as (url, _engine):
+    async with serving(max_num_seqs=1, max_waiting_requests=1) as (url, engine):
         _, wrong = await measure(url, closed(2, 6), model="another")
-        _, full = await measure(url, closed(8, 8))
+        endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+        async with await engine.add_request([5], endless) as stream:
+            await anext(aiter(stream))  # it has the seat: the next one waits
+            async with await engine.add_request([5], endless):
+                _, full = await measure(url, closed(8, 8))
     (error,) = wrong["errors"]
     assert (error["kind"], error["count"]) == ("HTTP 404", 6)
     assert "another" in error["example"]
     assert wrong["requests"]["failed"] == 6
     (error,) = full["errors"]
-    assert error["kind"] == "HTTP 429"
-    assert error["count"] + full["requests"]["finished"] == 8
-    assert 1 <= full["requests"]["finished"] <= 2
-    assert f"{error['count']} x HTTP 429" in render(full)
+    assert (error["kind"], error["count"]) == ("HTTP 429", 8)
+    assert "8 x HTTP 429" in render(full)
 
 
 async def test_a_server_that_dies_is_named() -> None:
@@ -230,13 +232,15 @@ async def test_extra_fields_reach_the_server_and_null_removes_one() -> None:
 
 
 async def test_a_run_can_be_cut_by_time() -> None:
-    load = None
-    async with serving() as (url, _engine):
-        load = Load(Target(url=url), closed(8, 10_000))
-        await load.run(max_seconds=0.3)
-    document = summarize(load)
-    assert load.is_cut
-    assert 0 < document["requests"]["finished"] < 10_000
+    for seconds in (0.3, 3, 30, PATIENCE):  # until it is enough for this machine
+        async with serving() as (url, _engine):
+            load = Load(Target(url=url), closed(8, 100_000))
+            await load.run(max_seconds=seconds)
+        document = summarize(load)
+        assert load.is_cut
+        if document["requests"]["finished"]:
+            break
+    assert 0 < document["requests"]["finished"] < 100_000
     unfinished = document["requests"]["unfinished"]
     assert 0 < unfinished <= 8  # without clients that were between two requests
     assert document["requests"]["finished"] + unfinished == document["requests"]["sent"]
@@ -256,15 +260,9 @@ def test_nobody_there_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.fixture(scope="module")
 def url() -> Any:
     """A server in a process of its own, 5 ms a step; the tests take turns."""
-    words = ["--port", "0", "--runner", "simulated", "--step-base-ms", "5"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "aioserve", *words], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "http://" in line)
-        yield "http://" + line.split("http://")[1].split()[0].rstrip(",")
-        process.terminate()
-        process.stderr.read()
+    words = ["--runner", "simulated", "--step-base-ms", "5"]
+    with processes.serving(*words) as (_, url):
+        yield url
 
 
 def test_the_command_prints_a_table_and_json(
@@ -295,18 +293,16 @@ def num_finished(url: str) -> float:
 
 
 def test_ctrl_c_prints_what_was_measured_so_far(url: str) -> None:
-    words = ["bench", url, "--concurrency", "2", "--output-tokens", "3", "--num-requests", "9999"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aioserve", *words], stdout=subprocess.PIPE, text=True
-    )
+    words = ["bench", url, "--concurrency", "2", "--output-tokens", "3", "--num-requests", "99999"]
     before = num_finished(url)
-    while num_finished(url) < before + 10:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    printed, _ = process.communicate(timeout=10)
+    command = [sys.executable, "-m", "aioserve", *words]
+    with processes.started(*command, stdout=subprocess.PIPE) as process:
+        processes.until(lambda: num_finished(url) >= before + 10, "ten requests")
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=PATIENCE)
     document = json.loads(printed.splitlines()[-1])
     assert process.returncode == 130
-    assert 0 < document["requests"]["finished"] < 9999
+    assert 0 < document["requests"]["finished"] < 99999
     assert "Cut short" in document["notes"][0]
 
 

@@ -1,5 +1,6 @@
 """Calibration: the recorder sees only steps of a busy engine, and a profile can be used at once."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from aioserve.lab.calibrate import (
     measure,
     write_profile,
 )
+from aioserve.lab.clock import VirtualClockEventLoop
 from aioserve.lab.run import simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
@@ -51,7 +53,12 @@ def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: P
     SimulatedRunner(config, ModelInfo(config.model))
 
 
-async def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -> None:
+def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -> None:
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        runner.run(record_three_steps())
+
+
+async def record_three_steps() -> None:
     config = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=1))
     recorder = StepRecorder(SimulatedRunner(config, ModelInfo(config.model)))
 
@@ -71,8 +78,6 @@ async def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -
         result = await recorder.execute_model(step(step_id, step_id == 1))
         assert isinstance(result, ModelRunnerOutput)
     assert [s.features.num_prefill_tokens for s in recorder.steps] == [9]
-    import asyncio
-
     await asyncio.sleep(0.05)
     await recorder.execute_model(step(3, False))
     assert len(recorder.steps) == 1  # the second step was followed by nothing

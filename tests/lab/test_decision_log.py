@@ -20,6 +20,7 @@ from aioserve.lab.replay import replay
 from aioserve.request import Request
 from aioserve.scheduler.records import Closed, Discarded, Planned, Updated
 from tests.lab.traffic import make_config, record, serve
+from tests.processes import PATIENCE
 
 
 async def serve_one(engine: AsyncEngine) -> int:
@@ -207,7 +208,7 @@ def test_an_idle_server_has_written_everything(tmp_path: Path) -> None:
     async def main() -> Counter[type]:
         async with AsyncEngine(make_config(path)) as engine:
             assert await serve_one(engine) == 5
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 while not (  # noqa: ASYNC110 - a thread writes it
                     kinds := Counter(map(type, DecisionLog(path)))
                 )[Updated]:
@@ -231,7 +232,7 @@ def test_the_loop_only_fills_a_buffer(tmp_path: Path) -> None:
 
 
 async def test_the_lag_of_a_blocked_loop_is_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+    path, began = tmp_path / "log", time.monotonic()
     async with AsyncEngine(make_config(path)) as engine:
         stream = await engine.add_request([5] * 20, SamplingParams(max_tokens=40, ignore_eos=True))
         await asyncio.sleep(0.05)
@@ -239,4 +240,4 @@ async def test_the_lag_of_a_blocked_loop_is_recorded(tmp_path: Path) -> None:
         async for _ in stream:
             pass
     lags = [item.lag for item in DecisionLog(path) if isinstance(item, Planned)]
-    assert 0.1 < max(lags) < 1
+    assert 0.1 < max(lags) < time.monotonic() - began  # in seconds

@@ -138,7 +138,7 @@ def test_the_real_engine_serves_the_same_requests_in_real_time() -> None:
     assert [len(r.token_times) for r in record.requests] == [5] * 4
     assert all(r.arrival >= 0.05 * i for i, r in enumerate(record.requests))
     assert all(r.token_times[0] > r.arrival for r in record.requests)
-    assert 0.15 < record.end < 20
+    assert record.end > 0.15
 
 
 @pytest.mark.parametrize("depth", [1, 2])

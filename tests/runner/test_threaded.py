@@ -1,7 +1,6 @@
 """The runner's thread: built, used and closed there; nothing heavy is imported before."""
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner.threaded import ThreadedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests import processes
 from tests.models import make_model
 
 EMPTY_STEP = SchedulerOutput(0, [], CachedRequestData([], [], {}), {}, 0, [], [])
@@ -65,7 +65,5 @@ def test_importing_the_runner_loads_no_torch() -> None:
     code = (
         "import sys, aioserve.runner.threaded; print({'torch', 'transformers'} & set(sys.modules))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = processes.run(sys.executable, "-c", code, check=True)
     assert result.stdout.strip() == "set()"

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.processes import PATIENCE
+
 IDLE = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_used_blocks": 0}
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -51,7 +53,7 @@ class RawClient:
 
 async def until(server, is_reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     """Poll the gauges until they satisfy the condition."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not is_reached(gauges := await server.gauges()):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     return gauges

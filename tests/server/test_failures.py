@@ -9,6 +9,7 @@ from serving import SIMULATED
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+from tests.processes import PATIENCE
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -94,7 +95,7 @@ async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypat
 
 async def test_while_draining_health_is_503_and_running_streams_finish(server):
     response = await start_stream(server, max_tokens=300)
-    shutdown = asyncio.create_task(server.engine.shutdown(drain_timeout=30))
+    shutdown = asyncio.create_task(server.engine.shutdown(drain_timeout=PATIENCE))
     await asyncio.sleep(0)  # the task begins
     assert server.engine.is_draining
     health, refused = await server.get("/health"), await server.complete()

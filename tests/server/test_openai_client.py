@@ -7,6 +7,7 @@ import pytest
 from serving import SIMULATED, running
 
 from aioserve.config import EngineConfig, RunnerConfig
+from tests.processes import PATIENCE
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -102,7 +103,7 @@ async def test_leaving_a_stream_aborts_it(server):
         async with stream:
             async for _ in stream:
                 break
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while any((await server.gauges()).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     metrics = (await server.get("/metrics")).body

@@ -1,10 +1,11 @@
 """`pytest --aioserve-policy ...` as a stranger runs it: in a folder of their own, nothing else."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 GOOD = """
 from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt
@@ -34,9 +35,7 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     """In `folder`, with few random traffics."""
     (folder / "mine.py").write_text(GOOD)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--aioserve-examples=3"]
-    result = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=100
-    )
+    result = processes.run(*command, *arguments, cwd=folder)
     return result.returncode, result.stdout + result.stderr
 
 

@@ -1,0 +1,77 @@
+"""Processes that tests start: waited for by what they say, not by the clock, and ended always.
+
+Knows `Popen` and patience; knows nothing about what a test wants of them.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+# Seconds after which whatever has not happened never will: so that nothing hangs the suite, on the
+# slowest and busiest machine. No test is about it.
+PATIENCE = 300.0
+
+
+def until(is_true: Callable[[], object], what: str) -> None:
+    """Ask again and again until it is."""
+    give_up = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < give_up, f"{what}: not in {PATIENCE:.0f} s"
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process, and what it starts, that do not outlive the block, nor our patience.
+
+    So whoever reads its output sees an end. `options` are those of `Popen`.
+    """
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    guard = threading.Timer(PATIENCE, kill)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield process
+    finally:
+        guard.cancel()
+        kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def serving(*argv: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`python -m aioserve serve` and its URL, once it listens; its log can be read from there on.
+
+    A program of another name may run it: `options["python"]`, words before `-m`.
+    """
+    python = options.pop("python", [sys.executable])
+    command = [*python, "-m", "aioserve", "serve", "--port", "0", *argv]
+    with started(*command, stderr=subprocess.PIPE, **options) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http://[^\s,]+)", line):
+                yield process, found[1]
+                return
+        raise AssertionError("".join(lines))
+
+
+def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process to its end; what it printed as text."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
