@@ -3,7 +3,8 @@
     python docs/make_pages.py
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
-read and call: attributes that `__init__` assigns, with the comments beside them, properties, methods.
+read and call: attributes that `__init__` assigns, with the comments beside them, properties and
+methods.
 """
 
 import ast
