@@ -2,9 +2,11 @@
 
     AioserveError
     ├── RequestError            the request is wrong: HTTP 400
+    │   └── RequestIdInUseError a request of that id is not over: HTTP 409
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
+    ├── EngineStartError        an engine was started twice, or after its end
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
     ├── RunnerDeadError         the model runner cannot run another step; the engine ends
     └── ConfigError             the process cannot start as configured
@@ -26,12 +28,23 @@ class RequestError(AioserveError):
         self.param = param
 
 
+class RequestIdInUseError(RequestError):
+    """The id belongs to a request, or to a sample of one, that is not over."""
+
+    def __init__(self, message: str, param: str | None = "request_id") -> None:
+        super().__init__(message, param)
+
+
 class EngineOverloadedError(AioserveError):
     """The waiting queue is full. `retry_after` is a guess in seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class EngineStartError(AioserveError):
+    """`AsyncEngine.start` was called a second time, or after `shutdown`: an engine has one life."""
 
 
 class RequestFailedError(AioserveError):

@@ -168,6 +168,27 @@ def test_a_signal_before_the_server_is_up_ends_it_as_well(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
+    policy = tmp_path / "failing.py"
+    policy.write_text(
+        "from policies.fcfs import FCFSScheduler\n"
+        "class Failing(FCFSScheduler):\n"
+        "    def schedule(self):\n"
+        "        if self.num_steps < 5:\n"
+        "            return super().schedule()\n"
+        "        raise ValueError('no idea')\n"
+    )
+    with serving(*SIMULATED, "--policy", f"{policy}:Failing") as (process, url):
+        for _ in range(2):
+            status, body = fetch(f"{url}/v1/completions", {"prompt": "Hello", "ignore_eos": True})
+            assert (status, b"no idea" in body) == (500, True)
+        assert fetch(f"{url}/health")[0] == 503
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert stderr.count("core: policy Failing failed") <= 2  # not one a step
+
+
 def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
     async def interrupted(config):
         raise KeyboardInterrupt

@@ -20,12 +20,13 @@ from aioserve.engine.core import EngineCore
 from aioserve.engine.decision_log import recorded
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.output_processor import OutputProcessor, Samples
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
+    EngineStartError,
     PolicyError,
     RequestError,
     RequestFailedError,
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 # How often a shadow that is behind gets a slice of an engine that is idle. A guess.
 SHADOW_TICK_SECONDS = 0.02
+
+# A policy whose last step failed may work again for the next request, but only a request can show
+# it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
+POLICY_FAILURE_SECONDS = 10.0
 
 
 class AsyncEngine:
@@ -68,7 +73,11 @@ class AsyncEngine:
         self.config = config or EngineConfig()
         self.model_info = ModelInfo(self.config.model)
         self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
-        self.metrics = EngineMetrics(self.get_stats, self._get_wait_reasons)
+        self.metrics = EngineMetrics(
+            self.get_stats,
+            self._get_wait_reasons,
+            lambda: 0 if self._core is None else self._core.num_policy_failures,
+        )
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._request_log: RequestLog | None = None
@@ -77,6 +86,7 @@ class AsyncEngine:
         self._shadow: Shadow | None = None
         self._shadow_timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
+        self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
 
     @property
@@ -89,8 +99,34 @@ class AsyncEngine:
         """Whether `shutdown` was called: new requests are refused."""
         return self._is_closing
 
+    @property
+    def policy_error(self) -> Exception | None:
+        """What the policy did wrong, if it has run no step since, not in ten seconds; else None.
+
+        Its requests failed with this error; the engine goes on, and asks it again for others.
+        """
+        failure = None if self._core is None else self._core.policy_failure
+        if failure is None or self._clock() - failure[1] > POLICY_FAILURE_SECONDS:
+            return None
+        return failure[0]
+
     async def start(self) -> None:
-        """Load the model and start the engine task. Raises `ConfigError`."""
+        """Load the model and start the engine task: once in its life.
+
+        Raises `ConfigError` if that cannot work, and `EngineStartError` for a second call, one
+        after `shutdown`, or if `shutdown` is called meanwhile.
+        """
+        if self._is_closing:
+            raise EngineStartError("start() after shutdown(): make another engine")
+        if self._start_is_over is not None:
+            raise EngineStartError("start() was called before: make another engine for a new start")
+        self._start_is_over = asyncio.Event()
+        try:
+            await self._start()
+        finally:
+            self._start_is_over.set()
+
+    async def _start(self) -> None:
         policy = load_policy(self.config.scheduler.policy)
         if issubclass(policy, BaseScheduler):  # what is wrong is said before weights are loaded
             policy.parse_options(self.config.scheduler.options)
@@ -109,8 +145,12 @@ class AsyncEngine:
             self._request_log = RequestLog(self.config.server.request_log, now)
         try:
             await self._runner.load()
+            if self._is_closing:
+                raise EngineStartError("shutdown() was called meanwhile")
             self._build(policy, self._runner)
         except BaseException:
+            if self._request_log is not None:
+                self._request_log.close()
             await self._runner.close()
             raise
 
@@ -237,10 +277,11 @@ class AsyncEngine:
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
-        `prompt` is text, token ids, or chat messages. `priority` (smaller is more urgent) and
+        `prompt` is text, token ids, or chat messages. `request_id` names it in logs and for `abort`
+        (default: one that nobody has). `priority` (smaller is more urgent) and
         `user` are for the policy. After `timeout` seconds an unfinished request ends with finish
         reason `timeout`. Prefixes are shared within one `cache_salt` only. Raises `RequestError`,
-        `EngineOverloadedError` or `EngineDeadError`.
+        `RequestIdInUseError`, `EngineOverloadedError` or `EngineDeadError`.
         """
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
@@ -251,13 +292,12 @@ class AsyncEngine:
         token_ids = await self._input_processor.tokenize(prompt)
         self._check_alive()
         request_id = request_id or f"req-{uuid4().hex}"
-        sample_ids = [request_id if params.n == 1 else f"{request_id}-{i}" for i in range(params.n)]
         stream = RequestStream(
-            request_id, len(token_ids), params.n, abort=lambda: self._abort(sample_ids)
+            request_id, len(token_ids), params.n, abort=lambda: self._drop(samples)
         )
-        added: list[str] = []
+        samples = self._output_processor.claim(stream, params.n)
         try:
-            for index, sample_id in enumerate(sample_ids):
+            for index, sample_id in enumerate(samples.ids):
                 own = params  # of this sample
                 if params.n > 1:
                     seed = None if params.seed is None else params.seed + index
@@ -275,10 +315,9 @@ class AsyncEngine:
                     deadline=None if timeout is None else arrival_time + timeout,
                 )
                 self._core.add_request(request)
-                self._output_processor.add_request(request, stream, index)
-                added.append(sample_id)
+                self._output_processor.add_request(request, samples, index)
         except BaseException:
-            self._abort(added)
+            self._drop(samples)
             raise
         return stream
 
@@ -307,6 +346,18 @@ class AsyncEngine:
             async for output in stream:
                 yield output
 
+    def abort(self, request_id: str) -> bool:
+        """End a request from outside: its reader gets what there is, with finish reason `abort`.
+
+        False if there is none of that id: it has ended, or is still being tokenized.
+        """
+        samples = self._output_processor.samples_of(request_id) if self._core is not None else None
+        if samples is None or self._core is None or self._error is not None:
+            return False
+        ended = self._core.finish_requests(samples.ids, RequestStatus.FINISHED_ABORTED)
+        self._output_processor.end_requests(ended, FinishReason.ABORT, self._clock())
+        return bool(ended)
+
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
         """Change the policy between two steps; queue, running requests and KV cache stay.
 
@@ -320,14 +371,14 @@ class AsyncEngine:
         settings = msgspec.structs.replace(
             self.config.scheduler, policy=policy, options=options or {}
         )
+        new: SchedulerInterface = watched
         if isinstance(old, RecordingScheduler):
             old.switch(settings)
+        elif isinstance(watched, ShadowedScheduler):
+            watched.live = make_successor(old, settings, self.max_model_len, self._clock)
         else:
             new = make_successor(old, settings, self.max_model_len, self._clock)
-            if isinstance(watched, ShadowedScheduler):
-                watched.live = new
-            else:
-                self._core.scheduler = new
+        self._core.switch_scheduler(new)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
 
@@ -344,15 +395,19 @@ class AsyncEngine:
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for so many seconds, abort the rest.
 
-        Idempotent. Streams that are aborted end with finish reason `abort`.
+        Idempotent. Streams that are aborted end with finish reason `abort`. During a start it waits
+        until what is being loaded can be given back.
         """
         self._is_closing = True
+        if self._start_is_over is not None:
+            await self._start_is_over.wait()
         if self._shadow_timer is not None:
             self._shadow_timer.cancel()
         if self._core is not None and self._task is not None:
             await self._drain(self._core, drain_timeout)
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._core is not None:  # nobody else has come as far meanwhile
             self._core.scheduler.shutdown()
             self._core = None
             self._input_processor.close()
@@ -418,9 +473,9 @@ class AsyncEngine:
         error.__cause__ = cause
         self._output_processor.fail_requests(request_ids, error, self._clock())
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _drop(self, samples: Samples) -> None:
         """The reader has left."""
-        ids = self._output_processor.drop_requests(request_ids, self._clock())
+        ids = self._output_processor.drop(samples, self._clock())
         if ids and self._core is not None and self._error is None:
             self._core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 

@@ -5,6 +5,7 @@ The one place where the order of these is decided. Knows nothing about text, HTT
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -20,6 +21,12 @@ logger = logging.getLogger(__name__)
 # When a policy holds everybody back, it is asked again after so many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
 IDLE_POLL_SECONDS = 0.01
+
+# A policy or runner that fails in every step would fill the log: a line of each kind so often.
+LOG_SECONDS = 1.0
+
+# Loops round their timers to a millisecond: one that comes too early asks again so much later.
+TIMER_SECONDS = 0.001
 
 Deliver = Callable[[list[EngineCoreOutput]], None]
 Expire = Callable[[list[str]], None]
@@ -45,7 +52,8 @@ class EngineCore:
         fail: Fail,
     ) -> None:
         """`deliver` gets the outputs of each step, `expire` the ids whose deadline has passed,
-        `fail` those that lost their step and why. `stall_timeout` is in seconds.
+        `fail` those that lost their step and why. `stall_timeout` is in seconds. The scheduler's
+        clock is the event loop's.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -54,15 +62,22 @@ class EngineCore:
         self._deliver = deliver
         self._expire = expire
         self._fail = fail
+        #: What the policy did wrong in its last step, and when (loop time); None: it works.
+        self.policy_failure: tuple[Exception, float] | None = None
+        self.num_policy_failures = 0
         self._last_step_id = 0  # of the last step that was handed to the runner
         self._stalled_since: float | None = None
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._failed: list[tuple[list[str], Exception]] = []  # not yet told: their tokens go first
+        self._timer: asyncio.TimerHandle | None = None  # the next deadline
+        self._throttles: dict[str, _Throttle] = {}
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises what the scheduler raises."""
         self.scheduler.add_request(request)
         self._wakeup.set()
+        self._set_timer()
 
     def finish_requests(
         self, request_ids: Iterable[str] | None, status: RequestStatus
@@ -72,10 +87,22 @@ class EngineCore:
         self._wakeup.set()
         return finished
 
+    def switch_scheduler(self, scheduler: SchedulerInterface) -> None:
+        """Let `scheduler`, whose policy is new, go on, and ask it at once: what the last policy did
+        wrong is forgotten.
+        """
+        self.scheduler = scheduler
+        self.policy_failure = None
+        self._wakeup.set()
+
     async def run(self) -> None:
         """The engine task. Ends only by cancellation or by the error that killed the engine."""
-        while True:
-            await self.step()
+        try:
+            while True:
+                await self.step()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
 
     async def step(self) -> None:
         """Fill the pipeline, deliver while it computes, wait for the oldest step or for work."""
@@ -88,18 +115,18 @@ class EngineCore:
         # The next step computes already; only now the last one's tokens are turned into text.
         for client_outputs in outputs.values():
             self._deliver(client_outputs.outputs)
+        while self._failed:
+            self._fail(*self._failed.pop(0))
         if not self._in_flight:
             await self._sleep()
 
     def _dispatch(self) -> bool:
         """Schedule one step and hand it over; False if there is nothing to run now."""
-        if expired := self.scheduler.expire_requests():
-            self._expire(expired)
         if not self.scheduler.has_requests():
             return False
         output = self._schedule()
         if output is None:
-            return self.scheduler.has_requests()
+            return False
         self._last_step_id = output.step_id
         if output.total_num_scheduled_tokens == 0:
             self._check_stall()
@@ -122,9 +149,10 @@ class EngineCore:
                 )
             return output
         except Exception as error:
-            logger.exception("policy %s failed in schedule()", self._policy)
             failed = self.scheduler.discard_step(self._last_step_id)
-            self._fail(failed, self._as_policy_error(error, "schedule()"))
+            self._blame_policy(failed, self._as_policy_error(error, "schedule()"))
+            if failed and self.scheduler.has_unfinished_requests():
+                self._wakeup.set()  # ask again at once for those that are left
             return None
 
     @property
@@ -133,6 +161,20 @@ class EngineCore:
         while isinstance(scheduler, DelegatingScheduler):  # it is recorded or watched
             scheduler = scheduler.live
         return type(scheduler).__name__
+
+    def _blame_policy(self, request_ids: list[str], error: Exception) -> None:
+        self.policy_failure = error, asyncio.get_running_loop().time()
+        self.num_policy_failures += 1
+        self._failed.append((request_ids, error))
+        self._log(f"policy {self._policy}", error)
+
+    def _log(self, culprit: str, error: Exception) -> None:
+        """A line with a traceback, unless there was one about the same culprit just now."""
+        throttle = self._throttles.setdefault(culprit, _Throttle())
+        num_held = throttle.let_through(asyncio.get_running_loop().time())
+        if num_held is not None:
+            since = f" ({num_held} more were not logged)" if num_held else ""
+            logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
 
     def _as_policy_error(self, error: Exception, where: str) -> Exception:
         if isinstance(error, AioserveError):
@@ -156,8 +198,7 @@ class EngineCore:
                 f"policy {self._policy} has scheduled nobody for {self._stall_timeout:g} s "
                 f"although {len(failed)} requests wait"
             )
-            logger.error("%s", error)
-            self._fail(failed, error)
+            self._blame_policy(failed, error)
 
     async def _take_result(self) -> dict[int, EngineCoreOutputs]:
         output, future = self._in_flight[0]
@@ -166,7 +207,7 @@ class EngineCore:
         except RunnerDeadError:
             raise
         except Exception as error:
-            logger.exception("step %d failed", output.step_id)
+            self._log("the runner's step", error)
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()
@@ -178,13 +219,14 @@ class EngineCore:
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         try:
-            return self.scheduler.update_from_output(output, result)
+            outputs = self.scheduler.update_from_output(output, result)
         except Exception as error:
             # How far it came is unknown, so nobody can go on with what it left.
-            logger.exception("policy %s failed in update_from_output()", self._policy)
             failed = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
-            self._fail(failed, self._as_policy_error(error, "update_from_output()"))
+            self._blame_policy(failed, self._as_policy_error(error, "update_from_output()"))
             return {}
+        self.policy_failure = None
+        return outputs
 
     async def _fail_steps(self, error: Exception) -> None:
         """Fail the requests of every step in flight: later steps may read what a failed one
@@ -204,11 +246,41 @@ class EngineCore:
             if output.total_num_scheduled_tokens:
                 req_ids = list(output.num_scheduled_tokens)
                 self._update(output, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
-        self._fail(failed, error)
+        self._failed.append((failed, error))
+
+    def _set_timer(self) -> None:
+        """Have deadlines looked at when the next one is due, whatever is in flight then."""
+        due = self.scheduler.next_expiry()
+        if due is None or (self._timer is not None and self._timer.when() <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(max(due, loop.time() + TIMER_SECONDS), self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Whoever is due hears it now; the blocks return when the step in flight is back.
+
+        Never between a step's result and its delivery: nothing waits there.
+        """
+        self._timer = None
+        if expired := self.scheduler.expire_requests():
+            self._expire(expired)
+            self._wakeup.set()
+        self._set_timer()
 
     async def _sleep(self) -> None:
-        """Until something happens; or, if a policy holds requests back, for a short while."""
-        if not self.scheduler.has_requests():
+        """Until something happens; or, if a policy holds requests back, for a short while.
+
+        The loop gets a turn in any case.
+        """
+        if self._wakeup.is_set():
+            await asyncio.sleep(0)
+            return
+        # A policy that has just failed everybody is asked again when somebody comes.
+        if not self.scheduler.has_requests() or (
+            self.policy_failure is not None and not self.scheduler.has_unfinished_requests()
+        ):
             await self._wakeup.wait()
             return
         try:
@@ -216,3 +288,19 @@ class EngineCore:
                 await self._wakeup.wait()
         except TimeoutError:
             pass
+
+
+class _Throttle:
+    """Lets something through once in `LOG_SECONDS`, and counts what it held back."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._num_held = 0
+
+    def let_through(self, now: float) -> int | None:
+        """How many were held back since the last one; None: hold this one back, too."""
+        if now - self._last < LOG_SECONDS:
+            self._num_held += 1
+            return None
+        num_held, self._num_held, self._last = self._num_held, 0, now
+        return num_held

@@ -52,10 +52,12 @@ class EngineMetrics(Collector):
         self,
         get_stats: Callable[[], SchedulerStats | None],
         get_wait_reasons: Callable[[], Counter[WaitReason]],
+        get_num_policy_failures: Callable[[], int],
     ) -> None:
-        """Both are asked for the scheduler's state when somebody scrapes."""
+        """All are asked for the scheduler's state when somebody scrapes."""
         self._get_stats = get_stats
         self._get_wait_reasons = get_wait_reasons
+        self._get_num_policy_failures = get_num_policy_failures
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
@@ -105,6 +107,11 @@ class EngineMetrics(Collector):
         )
         yield CounterMetricFamily(
             "aioserve_generation_tokens", "Tokens generated", self.num_generation_tokens
+        )
+        yield CounterMetricFamily(
+            "aioserve_policy_failures",
+            "Times the policy raised, broke a rule or scheduled nobody",
+            self._get_num_policy_failures(),
         )
         finished = CounterMetricFamily(
             "aioserve_requests_finished", "Requests that ended, by reason", labels=["reason"]

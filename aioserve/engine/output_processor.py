@@ -1,7 +1,7 @@
 """Turns tokens into text for the readers, and finds stop strings in it.
 
-One loop over a step's outputs; it runs while the next step computes. Knows no scheduler: ids of
-requests that a stop string has ended are returned to the caller.
+One loop over a step's outputs; it runs while the next step computes. Knows which ids are taken, but
+no scheduler: ids of requests that a stop string has ended are returned to the caller.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,27 @@ from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher, choose_d
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
+from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
+
+
+class Samples:
+    """The samples of one request: they share a reader, and nobody else gets their ids or its own
+    while one of them lives.
+    """
+
+    __slots__ = ("claimed_ids", "ids", "num_live", "request_id", "stream")
+
+    def __init__(self, stream: RequestStream, n: int) -> None:
+        self.request_id = stream.request_id
+        self.stream = stream
+        self.ids = [self.request_id]
+        self.claimed_ids = self.ids
+        if n > 1:
+            self.ids = [f"{self.request_id}-{i}" for i in range(n)]
+            self.claimed_ids = [self.request_id, *self.ids]
+        self.num_live = n
 
 
 class RequestState:
@@ -27,21 +46,21 @@ class RequestState:
         "merged",
         "num_output_tokens",
         "request",
+        "samples",
         "stops",
-        "stream",
         "waits_for_end",
     )
 
     def __init__(
         self,
         request: Request,
-        stream: RequestStream,
+        samples: Samples,
         index: int,
         detokenizer: Detokenizer | ByteLevelDetokenizer | None,
     ) -> None:
         params = request.sampling_params
         self.request = request
-        self.stream = stream
+        self.samples = samples
         self.index = index
         self.detokenizer = detokenizer
         self.stops = StopStringMatcher(
@@ -77,7 +96,7 @@ class RequestState:
             if finish_reason is not None:
                 text += self.stops.flush()
         return RequestOutput(
-            request_id=self.stream.request_id,
+            request_id=self.samples.request_id,
             index=self.index,
             text=text,
             token_ids=token_ids,
@@ -97,7 +116,7 @@ class RequestState:
         if self.is_final_only and output.finish_reason is None:
             self.merged = output
         else:
-            self.stream.put(output)
+            self.samples.stream.put(output)
 
 
 class OutputProcessor:
@@ -110,6 +129,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._request_log = request_log
         self._states: dict[str, RequestState] = {}
+        self._claims: dict[str, Samples] = {}  # by every id that is taken
         self._make_detokenizer = {
             skip: choose_detokenizer(tokenizer, skip_special_tokens=skip)
             for skip in (False, True)
@@ -119,12 +139,26 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._states)
 
-    def add_request(self, request: Request, stream: RequestStream, index: int) -> None:
+    def claim(self, stream: RequestStream, n: int) -> Samples:
+        """Take the ids of a request and its `n` samples. Raises `RequestIdInUseError`."""
+        samples = Samples(stream, n)
+        for request_id in samples.claimed_ids:
+            if request_id in self._claims:
+                raise RequestIdInUseError(f"request id {request_id!r} is in use")
+        self._claims.update(dict.fromkeys(samples.claimed_ids, samples))
+        return samples
+
+    def samples_of(self, request_id: str) -> Samples | None:
+        """The samples of a request that lives, by the id that its caller knows."""
+        samples = self._claims.get(request_id)
+        return samples if samples is not None and samples.request_id == request_id else None
+
+    def add_request(self, request: Request, samples: Samples, index: int) -> None:
         """Register the reader of one sample."""
         params, detokenizer = request.sampling_params, None
         if params.detokenize:
             detokenizer = self._make_detokenizer[params.skip_special_tokens](request.token_ids)
-        self._states[request.request_id] = RequestState(request, stream, index, detokenizer)
+        self._states[request.request_id] = RequestState(request, samples, index, detokenizer)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
@@ -173,17 +207,27 @@ class OutputProcessor:
         for request_id in list(self._states) if request_ids is None else request_ids:
             if (state := self._states.get(request_id)) is not None:
                 self._finish(state, FinishReason.ERROR, now)
-                state.stream.fail(error)
+                state.samples.stream.fail(error)
 
-    def drop_requests(self, request_ids: Iterable[str], now: float) -> list[str]:
-        """Forget requests whose reader has left; return the ids that were still there."""
-        dropped = [request_id for request_id in request_ids if request_id in self._states]
-        for request_id in dropped:
-            self._finish(self._states[request_id], FinishReason.ABORT, now)
+    def drop(self, samples: Samples, now: float) -> list[str]:
+        """Forget a request whose reader has left; return the ids of samples that still lived."""
+        if self._claims.get(samples.request_id) is not samples:
+            return []  # it has ended; its ids may be another's
+        dropped = [sample_id for sample_id in samples.ids if sample_id in self._states]
+        for sample_id in dropped:
+            self._finish(self._states[sample_id], FinishReason.ABORT, now)
+        self._release(samples)
         return dropped
+
+    def _release(self, samples: Samples) -> None:
+        for request_id in samples.claimed_ids:
+            self._claims.pop(request_id, None)
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
         del self._states[state.request.request_id]
+        state.samples.num_live -= 1
+        if state.samples.num_live == 0:
+            self._release(state.samples)
         num_tokens = state.num_output_tokens
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens

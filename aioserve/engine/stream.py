@@ -65,7 +65,7 @@ class RequestStream:
         if not self._is_closed:
             self._is_closed = True
             self._pending.clear()
-            if self._num_unfinished > 0 and self._error is None:
+            if self._num_unfinished > 0:  # one that has failed is not the only one, perhaps
                 self._abort()
             self._wake()
 

@@ -182,6 +182,9 @@ class BaseScheduler(SchedulerInterface):
         self._timers.add(request)
         self._num_added += 1
 
+    def next_expiry(self) -> float | None:
+        return self._timers.next_due()
+
     def expire_requests(self) -> list[str]:
         if not self._timers:
             return []

@@ -34,6 +34,9 @@ class DelegatingScheduler(SchedulerInterface):
     ) -> list[str]:
         return self.live.finish_requests(request_ids, finished_status)
 
+    def next_expiry(self) -> float | None:
+        return self.live.next_expiry()
+
     def expire_requests(self) -> list[str]:
         return self.live.expire_requests()
 

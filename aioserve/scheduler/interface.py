@@ -84,8 +84,15 @@ class SchedulerInterface(ABC):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
 
+    def next_expiry(self) -> float | None:
+        """When somebody's deadline will pass, in seconds of the clock; None: no deadline is known.
+
+        Asked after a request was added, and after `expire_requests`, which is called then.
+        """
+        return None
+
     def expire_requests(self) -> list[str]:
-        """End requests whose deadline has passed; return their ids. Asked before each step."""
+        """End requests whose deadline has passed; return their ids. A step may be in flight."""
         return []
 
     def discard_step(self, last_step_id: int) -> list[str]:

@@ -28,6 +28,17 @@ class Timers:
             due = request.arrival_time + self._queue_timeout
             self._push(due, request, only_if_unserved=True)
 
+    def next_due(self) -> float | None:
+        """When somebody is due who has not ended meanwhile; None: nobody is watched."""
+        while self._heap:
+            due, _, request, only_if_unserved = self._heap[0]
+            if request.status is RequestStatus.WAITING or not (
+                only_if_unserved or request.status.is_finished
+            ):
+                return due
+            heappop(self._heap)
+        return None
+
     def take_due(self, now: float) -> list[Request]:
         """Requests that are due, earliest first; an ended one is not: its id may be another's."""
         due = []

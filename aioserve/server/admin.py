@@ -38,13 +38,19 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 if a new request would be taken, else 503 with the reason."""
+    """GET /health: 200 if a new request would be taken and served, else 503 with the reason.
+
+    `dead`: the engine has stopped. `draining`: the server shuts down. `failing`: the policy did
+    something wrong, and has not run a step since, for at most ten seconds after the last time.
+    """
     engine = request.app[ENGINE]
     if engine.errored is not None:
         reason = f"{type(engine.errored).__name__}: {engine.errored}"
         return _json({"status": "dead", "reason": reason}, status=503)
     if engine.is_draining:
         return _json({"status": "draining", "reason": "the server is shutting down"}, status=503)
+    if engine.policy_error is not None:
+        return _json({"status": "failing", "reason": str(engine.policy_error)}, status=503)
     return _json({"status": "ok"})
 
 

@@ -1,8 +1,10 @@
 """A policy may do anything: its requests get an error that names it, and the engine goes on."""
 
 import asyncio
+import logging
+import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
@@ -86,6 +88,19 @@ class RaisesInUpdate(Provoked):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
+class RaisesWhileTold(ChunkedPrefillScheduler):
+    """Raises in every `schedule()`, whoever waits or does not, for as long as it is told to."""
+
+    is_told: ClassVar[bool] = False
+    num_calls: ClassVar[int] = 0
+
+    def schedule(self) -> SchedulerOutput:
+        RaisesWhileTold.num_calls += 1
+        if self.is_told:
+            raise ValueError("no idea")
+        return super().schedule()
+
+
 class NeverSchedules(Provoked):
     def schedule(self) -> SchedulerOutput:
         return self.new_step().output() if self.is_provoked else super().schedule()
@@ -97,7 +112,7 @@ async def generate(engine: AsyncEngine, prompt: list[int]) -> int:
 
 
 def run(
-    policy: type[Provoked],
+    policy: type[ChunkedPrefillScheduler],
     main: Callable[[AsyncEngine], Any],
     monkeypatch: pytest.MonkeyPatch,
     **limits: Any,
@@ -215,3 +230,124 @@ def test_a_request_that_waits_too_long_ends_with_timeout_and_one_that_runs_does_
         assert reasons == [FinishReason.LENGTH, FinishReason.TIMEOUT, FinishReason.TIMEOUT]
 
     run(Provoked, main, monkeypatch, max_num_seqs=1, queue_timeout=0.3)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether `RaisesWhileTold` raises from here on."""
+    monkeypatch.setattr(RaisesWhileTold, "num_calls", 0)
+    monkeypatch.setattr(RaisesWhileTold, "is_told", False)
+    return lambda is_told: monkeypatch.setattr(RaisesWhileTold, "is_told", is_told)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("has_run", [False, True])
+async def test_a_policy_that_raises_for_ever_leaves_the_loop_to_others_until_it_is_switched(
+    has_run: bool, depth: int, monkeypatch: pytest.MonkeyPatch, told: Callable[[bool], None]
+) -> None:
+    monkeypatch.setattr(async_engine, "load_policy", lambda spec: RaisesWhileTold)
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated", step_base_ms=0.5),
+        scheduler=SchedulerConfig(pipeline_depth=depth),
+    )
+    num_ticks = 0
+
+    async def tick() -> None:
+        nonlocal num_ticks
+        while True:
+            num_ticks += 1
+            await asyncio.sleep(0)
+
+    async with AsyncEngine(config) as engine, asyncio.timeout(30):
+        endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+        told(not has_run)
+        stream = await engine.add_request([1] * 20, endless)
+        if has_run:
+            await anext(stream)
+            told(True)
+        ticker = asyncio.create_task(tick())
+        with pytest.raises(RequestFailedError, match="RaisesWhileTold raised ValueError"):
+            [output async for output in stream]
+        for _ in range(3):
+            before = num_ticks
+            with pytest.raises(RequestFailedError, match="RaisesWhileTold raised ValueError"):
+                await generate(engine, [2] * 20)
+            assert num_ticks > before
+        assert "no idea" in str(engine.policy_error)
+        ticker.cancel()
+        engine.switch_policy("fcfs")
+        assert engine.policy_error is None
+        assert await generate(engine, [3] * 20) == 5
+
+
+def test_a_failing_policy_with_nobody_to_serve_is_left_alone_and_may_recover(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[bool], None]
+) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        stream = await engine.add_request([1] * 20, SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        told(True)
+        with pytest.raises(RequestFailedError):
+            [output async for output in stream]
+        num_calls = RaisesWhileTold.num_calls
+        await asyncio.sleep(9)
+        assert RaisesWhileTold.num_calls == num_calls
+        assert isinstance(engine.policy_error, PolicyError)
+        await asyncio.sleep(2)
+        assert engine.policy_error is None  # too long ago to say anything about the next request
+        told(False)
+        assert await generate(engine, [2] * 20) == 5
+        assert engine.policy_error is None
+
+    run(RaisesWhileTold, main, monkeypatch)
+
+
+def test_a_policy_that_fails_often_is_logged_once_a_second_with_a_count(
+    monkeypatch: pytest.MonkeyPatch,
+    told: Callable[[bool], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+
+    async def main(engine: AsyncEngine) -> None:
+        told(True)
+        for _ in range(40):
+            with pytest.raises(RequestFailedError):
+                await generate(engine, [1] * 20)
+        assert len(lines()) == 1
+        await asyncio.sleep(1)
+        with pytest.raises(RequestFailedError):
+            await generate(engine, [1] * 20)
+        assert len(lines()) == 2
+        assert "(39 more were not logged)" in lines()[1]
+        assert b"aioserve_policy_failures_total 41.0" in engine.metrics.render()
+
+    run(RaisesWhileTold, main, monkeypatch)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_client_of_a_policy_that_raises_at_random_hears_something(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(depth)
+
+    class RaisesAtRandom(ChunkedPrefillScheduler):
+        def schedule(self) -> SchedulerOutput:
+            if dice.random() < 0.05:
+                raise ValueError("no idea")
+            output = super().schedule()
+            if dice.random() < 0.05:
+                raise ValueError("on second thoughts")
+            return output
+
+    async def main(engine: AsyncEngine) -> None:
+        async def late(i: int) -> int:
+            await asyncio.sleep(0.004 * i)
+            return await generate(engine, [i] * (i % 50 + 1))
+
+        results = await asyncio.gather(*(late(i) for i in range(300)), return_exceptions=True)
+        assert {r for r in results if not isinstance(r, RequestFailedError)} == {5}
+        assert 10 < sum(isinstance(r, RequestFailedError) for r in results) < 290
+
+    run(RaisesAtRandom, main, monkeypatch, pipeline_depth=depth)

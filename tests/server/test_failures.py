@@ -81,6 +81,44 @@ async def test_a_dead_engine_ends_streams_and_refuses_with_503(start_server, num
         assert (await server.get("/metrics")).status == 200
 
 
+FAILING = """
+from policies.fcfs import FCFSScheduler
+
+
+class Failing(FCFSScheduler):
+    def schedule(self):
+        raise ValueError("no idea")
+"""
+
+
+async def test_while_the_policy_fails_health_says_why_until_another_one_works(
+    start_server, tmp_path
+):
+    (tmp_path / "failing.py").write_text(FAILING)
+    policy = {"policy": f"{tmp_path / 'failing.py'}:Failing"}
+    async with start_server(server={"enable_admin": True}) as server:
+
+        async def switch(body):
+            return (await server.request("POST", "/admin/policy", json=body)).status
+
+        response = await start_stream(server)
+        assert await switch(policy) == 200
+        last = (await response.read()).split(b"\n\n")[-2]
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == "request_failed"
+        assert "Failing raised ValueError('no idea') in schedule()" in error["message"]
+        for _ in range(3):
+            answer = await server.complete()
+            assert answer.status == 500
+            assert "no idea" in answer.json()["error"]["message"]
+        answer = await server.get("/health")
+        assert (answer.status, answer.json()["status"]) == (503, "failing")
+        assert "no idea" in answer.json()["reason"]
+        assert await switch({"policy": "fcfs"}) == 200
+        assert (await server.get("/health")).json() == {"status": "ok"}
+        assert (await server.complete(max_tokens=2)).status == 200
+
+
 async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypatch, caplog):
     async def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")

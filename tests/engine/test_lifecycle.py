@@ -1,0 +1,132 @@
+"""An engine is started once and ended once, in whatever order the calls come."""
+
+import asyncio
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import RunnerConfig
+from aioserve.errors import ConfigError, EngineDeadError, EngineStartError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
+
+CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+class SlowToLoad(SimulatedRunner):
+    """Loads when it is told to; counts how often it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG, ModelInfo(CONFIG.model))
+        self.may_load = asyncio.Event()
+        self.num_loads = self.num_closes = 0
+
+    async def load(self) -> None:
+        self.num_loads += 1
+        await self.may_load.wait()
+
+    async def close(self) -> None:
+        self.num_closes += 1
+        await super().close()
+
+
+def engine_tasks() -> list[str]:
+    return [t.get_name() for t in asyncio.all_tasks() if t.get_name() == "aioserve-engine"]
+
+
+async def count_tokens(engine: AsyncEngine) -> int:
+    return sum([len(o.token_ids) async for o in engine.generate([5, 6, 7], SHORT)])
+
+
+async def test_a_second_start_is_refused_and_the_engine_goes_on() -> None:
+    async with AsyncEngine(CONFIG) as engine:
+        with pytest.raises(EngineStartError, match=r"start\(\) was called before"):
+            await engine.start()
+        with pytest.raises(EngineStartError, match=r"start\(\) was called before"):
+            async with engine:
+                pass
+        assert len(engine_tasks()) == 1
+        assert await count_tokens(engine) == 3
+    assert not engine_tasks()
+
+
+async def test_of_two_starts_at_once_one_is_refused() -> None:
+    runner = SlowToLoad()
+    engine = AsyncEngine(CONFIG, runner=runner)
+    first = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineStartError):
+        await engine.start()
+    runner.may_load.set()
+    await first
+    assert (runner.num_loads, len(engine_tasks())) == (1, 1)
+    assert await count_tokens(engine) == 3
+    await engine.shutdown()
+
+
+@pytest.mark.parametrize("was_started", [False, True])
+async def test_a_start_after_shutdown_is_refused(was_started: bool) -> None:
+    engine = AsyncEngine(CONFIG)
+    if was_started:
+        await engine.start()
+    await engine.shutdown()
+    with pytest.raises(EngineStartError, match=r"after shutdown\(\)"):
+        await engine.start()
+    assert not engine_tasks()
+
+
+async def test_a_start_after_one_that_failed_is_refused() -> None:
+    class Unloadable(SlowToLoad):
+        async def load(self) -> None:
+            raise ConfigError("no weights")
+
+    runner = Unloadable()
+    engine = AsyncEngine(CONFIG, runner=runner)
+    with pytest.raises(ConfigError, match="no weights"):
+        await engine.start()
+    assert runner.num_closes == 1
+    with pytest.raises(EngineStartError, match=r"start\(\) was called before"):
+        await engine.start()
+    with pytest.raises(EngineDeadError, match="not been started"):
+        await engine.add_request([5], SHORT)
+    await engine.shutdown()
+
+
+async def test_a_shutdown_ends_a_start_that_goes_on() -> None:
+    runner = SlowToLoad()
+    engine = AsyncEngine(CONFIG, runner=runner)
+    start = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    shutdown = asyncio.create_task(engine.shutdown())
+    await asyncio.sleep(0)
+    assert not shutdown.done()  # what is being loaded has to be given back first
+    runner.may_load.set()
+    await shutdown
+    with pytest.raises(EngineStartError, match=r"shutdown\(\) was called meanwhile"):
+        await start
+    assert runner.num_closes
+    assert not engine_tasks()
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_to_shut_down() -> None:
+    runner = SlowToLoad()
+    engine = AsyncEngine(CONFIG, runner=runner)
+    start = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert runner.num_closes == 1
+    await engine.shutdown()
+    assert not engine_tasks()
+
+
+async def test_shutdowns_at_once_all_return_after_the_end() -> None:
+    engine = AsyncEngine(CONFIG)
+    await engine.start()
+    endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+    stream = await engine.add_request([5, 6], endless)
+    await asyncio.gather(*(engine.shutdown(drain_timeout=0.02) for _ in range(3)))
+    assert not engine_tasks()
+    assert [o.finish_reason async for o in stream][-1] == "abort"
