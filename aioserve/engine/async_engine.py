@@ -189,6 +189,7 @@ class AsyncEngine:
             runner,
             pipeline_depth=self.config.scheduler.depth,
             stall_timeout=self.config.scheduler.stall_timeout,
+            clock=self._clock,
             deliver=self._deliver,
             expire=self._expire,
             fail=self._fail,

@@ -47,22 +47,24 @@ class EngineCore:
         *,
         pipeline_depth: int,
         stall_timeout: float,
+        clock: Callable[[], float],
         deliver: Deliver,
         expire: Expire,
         fail: Fail,
     ) -> None:
         """`deliver` gets the outputs of each step, `expire` the ids whose deadline has passed,
-        `fail` those that lost their step and why. `stall_timeout` is in seconds. The scheduler's
-        clock is the event loop's.
+        `fail` those that lost their step and why. `stall_timeout` is in seconds, `clock` is the
+        scheduler's.
         """
         self.scheduler = scheduler
         self._runner = runner
         self._pipeline_depth = pipeline_depth
         self._stall_timeout = stall_timeout
+        self._clock = clock
         self._deliver = deliver
         self._expire = expire
         self._fail = fail
-        #: What the policy did wrong in its last step, and when (loop time); None: it works.
+        #: What the policy did wrong in its last step, and when; None: it works.
         self.policy_failure: tuple[Exception, float] | None = None
         self.num_policy_failures = 0
         self._last_step_id = 0  # of the last step that was handed to the runner
@@ -70,7 +72,8 @@ class EngineCore:
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._failed: list[tuple[list[str], Exception]] = []  # not yet told: their tokens go first
-        self._timer: asyncio.TimerHandle | None = None  # the next deadline
+        self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
+        self._timer_due = math.inf
         self._throttles: dict[str, _Throttle] = {}
 
     def add_request(self, request: Request) -> None:
@@ -163,7 +166,7 @@ class EngineCore:
         return type(scheduler).__name__
 
     def _blame_policy(self, request_ids: list[str], error: Exception) -> None:
-        self.policy_failure = error, asyncio.get_running_loop().time()
+        self.policy_failure = error, self._clock()
         self.num_policy_failures += 1
         self._failed.append((request_ids, error))
         self._log(f"policy {self._policy}", error)
@@ -171,7 +174,7 @@ class EngineCore:
     def _log(self, culprit: str, error: Exception) -> None:
         """A line with a traceback, unless there was one about the same culprit just now."""
         throttle = self._throttles.setdefault(culprit, _Throttle())
-        num_held = throttle.let_through(asyncio.get_running_loop().time())
+        num_held = throttle.let_through(self._clock())
         if num_held is not None:
             since = f" ({num_held} more were not logged)" if num_held else ""
             logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
@@ -188,7 +191,7 @@ class EngineCore:
         if self._in_flight or not self.scheduler.has_unfinished_requests():
             self._stalled_since = None
             return
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         if self._stalled_since is None:
             self._stalled_since = now
         elif now - self._stalled_since >= self._stall_timeout:
@@ -251,12 +254,13 @@ class EngineCore:
     def _set_timer(self) -> None:
         """Have deadlines looked at when the next one is due, whatever is in flight then."""
         due = self.scheduler.next_expiry()
-        if due is None or (self._timer is not None and self._timer.when() <= due):
+        if due is None or (self._timer is not None and self._timer_due <= due):
             return
         if self._timer is not None:
             self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(max(due, loop.time() + TIMER_SECONDS), self._on_timer)
+        delay = max(due - self._clock(), TIMER_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+        self._timer_due = due
 
     def _on_timer(self) -> None:
         """Whoever is due hears it now; the blocks return when the step in flight is back.

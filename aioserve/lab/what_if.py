@@ -223,6 +223,7 @@ class _Simulation:
             PlaybackRunner(self._replies, self._traffic.step_time),
             pipeline_depth=scheduler.depth,
             stall_timeout=scheduler.stall_timeout,
+            clock=clock,
             deliver=self._deliver,
             expire=lambda request_ids: None,
             fail=lambda request_ids, error: None,
