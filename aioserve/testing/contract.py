@@ -9,7 +9,8 @@ In a suite of your own:
 From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MyScheduler`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ from aioserve.request import RequestStatus
 from aioserve.scheduler import SchedulerInterface
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
+from aioserve.testing.story import told
+from aioserve.testing.violation import ContractViolation
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,14 @@ class Subject:
     max_examples: int = DEFAULT_EXAMPLES  # of random traffic
     shrink: bool = True  # look for the shortest way to a violation, for some seconds
 
-    def harness(self, **settings: Any) -> SchedulerHarness:
-        """A harness around it, with wider limits if it refuses these."""
+    @contextmanager
+    def harness(self, **settings: Any) -> Iterator[SchedulerHarness]:
+        """A harness around it, with wider limits if it refuses these. An error is told."""
         if self.options:
             settings["options"] = dict(self.options)
-        return SchedulerHarness(self.policy, **accepted_settings(self.policy, settings))
+        settings = accepted_settings(self.policy, settings)
+        with told(SchedulerHarness(self.policy, **settings), simplest=self.shrink) as harness:
+            yield harness
 
 
 def add_traffic(harness: SchedulerHarness, count: int = 6) -> None:
@@ -73,82 +79,88 @@ class PolicyContract:
     def test_every_request_ends_with_the_tokens_it_would_get_alone(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        harness = subject.harness(pipeline_depth=pipeline_depth)
-        add_traffic(harness)
-        harness.run_until_idle()
-        assert set(harness.finished.values()) == {FinishReason.LENGTH}
+        with subject.harness(pipeline_depth=pipeline_depth) as harness:
+            add_traffic(harness)
+            harness.run_until_idle()
+            check_ends(harness, {name: FinishReason.LENGTH for name in harness.requests})
 
     def test_a_pool_for_exactly_one_request_serves_all(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """21 tokens at most, of which the last needs no slot: 5 blocks of 4."""
-        harness = subject.harness(
+        with subject.harness(
             pipeline_depth=pipeline_depth, num_blocks=5, block_size=4, max_model_len=21
-        )
-        for i in range(6):
-            harness.add_request(f"r{i}", [i] * (3 * i + 1))
-        harness.run_until_idle()
+        ) as harness:
+            for i in range(6):
+                harness.add_request(f"r{i}", [i] * (3 * i + 1))
+            harness.run_until_idle()
 
     def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         for num_steps in range(20):
-            harness = subject.harness(
+            with subject.harness(
                 pipeline_depth=pipeline_depth, num_blocks=10, max_num_seqs=3, max_model_len=32
-            )
-            add_traffic(harness)
-            for _ in range(num_steps):
+            ) as harness:
+                add_traffic(harness)
+                for _ in range(num_steps):
+                    harness.step()
+                if harness.num_in_flight < pipeline_depth:
+                    harness.plan()
+                harness.finish("r2")
+                harness.finish(["r2", "r4", "nobody"], RequestStatus.FINISHED_STOPPED)
                 harness.step()
-            if harness.num_in_flight < pipeline_depth:
-                harness.plan()
-            harness.finish("r2")
-            harness.finish(["r2", "r4", "nobody"], RequestStatus.FINISHED_STOPPED)
-            harness.step()
-            harness.abort_everything()
+                harness.abort_everything()
 
     def test_a_shared_prefix_is_read_only_when_it_is_there(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """In small pieces, so that prompts are found by others when they are half computed."""
-        harness = subject.harness(
+        with subject.harness(
             pipeline_depth=pipeline_depth, long_prefill_token_threshold=3, max_model_len=40
-        )
-        for i in range(8):
-            salt = "ab"[i % 3 == 2]
-            harness.add_request(f"r{i}", [7] * 25 + [i] * (i % 4), max_tokens=9, cache_salt=salt)
-            harness.step()
-        harness.run_until_idle()
+        ) as harness:
+            for i in range(8):
+                salt = "ab"[i % 3 == 2]
+                prompt = [7] * 25 + [i] * (i % 4)
+                harness.add_request(f"r{i}", prompt, max_tokens=9, cache_salt=salt)
+                harness.step()
+            harness.run_until_idle()
 
     def test_stop_tokens_end_a_request_but_not_before_min_tokens(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        harness = subject.harness(pipeline_depth=pipeline_depth)
-        any_token = tuple(range(50))
-        harness.add_request("eos", [1] * 5, eos_token_ids=any_token)
-        harness.add_request("stop", [2] * 5, stop_token_ids=any_token, min_tokens=3)
-        harness.add_request("ignored", [3] * 5, eos_token_ids=any_token, ignore_eos=True)
-        harness.run_until_idle()
-        assert [len(harness.tokens[name]) for name in ("eos", "stop", "ignored")] == [1, 4, 59]
+        with subject.harness(pipeline_depth=pipeline_depth) as harness:
+            any_token = tuple(range(50))
+            harness.add_request("r_eos", [1] * 5, eos_token_ids=any_token)
+            harness.add_request("r_stop", [2] * 5, stop_token_ids=any_token, min_tokens=3)
+            harness.add_request("r_ignored", [3] * 5, eos_token_ids=any_token, ignore_eos=True)
+            harness.run_until_idle()
+            for name, expected in (("r_eos", 1), ("r_stop", 4), ("r_ignored", 59)):
+                if (found := len(harness.tokens[name])) != expected:
+                    raise ContractViolation(f"{name} got {found} tokens, due are {expected}")
 
     def test_a_deadline_ends_a_request_with_a_timeout(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        harness = subject.harness(pipeline_depth=pipeline_depth)
-        harness.add_request("late", [1] * 5, deadline=3.5)
-        harness.add_request("calm", [2] * 5, max_tokens=9)
-        harness.run_until_idle()
-        assert harness.finished == {"late": FinishReason.TIMEOUT, "calm": FinishReason.LENGTH}
+        with subject.harness(pipeline_depth=pipeline_depth) as harness:
+            harness.add_request("r_late", [1] * 5, deadline=3.5)
+            harness.add_request("r_calm", [2] * 5, max_tokens=9)
+            harness.run_until_idle()
+            check_ends(harness, {"r_late": FinishReason.TIMEOUT, "r_calm": FinishReason.LENGTH})
 
     def test_a_queue_timeout_ends_only_who_was_never_served(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        harness = subject.harness(pipeline_depth=pipeline_depth, max_num_seqs=1, queue_timeout=5.0)
-        for name in ("one", "other"):
-            harness.add_request(name, [1] * 5, max_tokens=12)
-        harness.run_until_idle()
-        # Who has to time out depends on the policy: the harness asks at every step.
-        late = [name for name, end in harness.finished.items() if end is FinishReason.TIMEOUT]
-        assert [harness.tokens[name] for name in late] == [[]] * len(late)
+        with subject.harness(
+            pipeline_depth=pipeline_depth, max_num_seqs=1, queue_timeout=5.0
+        ) as harness:
+            for name in ("r1", "r2"):
+                harness.add_request(name, [1] * 5, max_tokens=12)
+            harness.run_until_idle()
+            # Who has to time out depends on the policy: the harness asks at every step.
+            for name, end in harness.finished.items():
+                if end is FinishReason.TIMEOUT and harness.tokens[name]:
+                    raise ContractViolation(f"{name} was served, and ended with a queue timeout")
 
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int
@@ -160,6 +172,14 @@ class PolicyContract:
             max_examples=subject.max_examples,
             shrink=subject.shrink,
         )
+
+
+def check_ends(harness: SchedulerHarness, due: Mapping[str, FinishReason]) -> None:
+    """Every request has ended, and for this reason. Raises `ContractViolation`."""
+    for name, reason in due.items():
+        found = harness.finished[name]
+        if found is not reason:
+            raise ContractViolation(f"{name} ended with {found.value!r}, due was {reason.value!r}")
 
 
 class TestGivenPolicies(PolicyContract):

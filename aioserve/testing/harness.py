@@ -4,10 +4,12 @@ No asyncio, no threads, no wall clock: time is a counter, results come back when
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
@@ -16,10 +18,11 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.testing.calls import Call, make_calls, recorded
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.memory import Drafter, KVMemory
 from aioserve.testing.planned_batch import PlannedBatch, Row
-from aioserve.testing.violation import ContractViolation
+from aioserve.testing.violation import ContractViolation, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
@@ -50,7 +53,8 @@ class _StepInFlight:
 class SchedulerHarness:
     """One scheduler, its requests, and a `KVMemory` that executes its steps.
 
-    Every call checks what must be true then, and raises `ContractViolation`.
+    Every call checks what must be true then, and raises `ContractViolation`. `now` is its clock, in
+    seconds: steps advance it, and `wait`.
     """
 
     def __init__(
@@ -72,6 +76,10 @@ class SchedulerHarness:
 
         `drafter` proposes draft tokens. Raises `ConfigError` if the settings cannot work.
         """
+        self.setup = _without_defaults(locals())  # what it takes to make another one like it
+        self.policy = policy
+        self.calls: list[Call] = []  # from outside, in order
+        self.is_in_call = False
         self.now = 0.0
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
@@ -125,6 +133,7 @@ class SchedulerHarness:
 
     # What a client does.
 
+    @recorded
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], **fields: Any
     ) -> Request:
@@ -152,6 +161,7 @@ class SchedulerHarness:
         self.check()
         return request
 
+    @recorded
     def finish(
         self,
         request_ids: str | list[str] | None,
@@ -164,6 +174,7 @@ class SchedulerHarness:
         self.check()
         return ended
 
+    @recorded
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; returns what the scheduler does."""
         with self._blame("reset_prefix_cache"):
@@ -176,15 +187,22 @@ class SchedulerHarness:
         self.check()
         return is_empty
 
+    @recorded
+    def wait(self, seconds: float) -> None:
+        """Time passes without a step."""
+        self.now += seconds
+
     # What the engine does.
 
+    @recorded
     def schedule(self) -> SchedulerOutput:
         """Plan one step. If it carries anything it is in flight until `receive`."""
         self.now += self._step_seconds
         with self._blame("schedule"):
             output = self.scheduler.schedule()
+        if isinstance(output, SchedulerOutput):  # first: a step that breaks a rule is shown, too
+            self.steps.append(output)
         rows = self.planned.apply(output, self._rows_in_flight())
-        self.steps.append(output)
         self.num_tokens_planned += output.total_num_scheduled_tokens
         if output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
             self._in_flight.append(_StepInFlight(output, rows))
@@ -192,6 +210,7 @@ class SchedulerHarness:
         self.check()
         return output
 
+    @recorded
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
         step = self._in_flight.popleft()
@@ -200,11 +219,13 @@ class SchedulerHarness:
             self._update(step, result)
         self.check()
 
+    @recorded
     def plan(self) -> SchedulerOutput | None:
         """End whose time is up, then `schedule` if anybody is left to plan for."""
         self.expire()
         return self.schedule() if self.scheduler.has_requests() else None
 
+    @recorded
     def step(self) -> SchedulerOutput | None:
         """What the engine task does: fill the pipeline, then take one result."""
         output = None
@@ -217,6 +238,7 @@ class SchedulerHarness:
             self.receive()
         return output
 
+    @recorded
     def expire(self) -> list[str]:
         """End requests whose time is up; returns their ids."""
         due = self._due()
@@ -235,6 +257,7 @@ class SchedulerHarness:
         self._end(expired, expired, RequestStatus.FINISHED_TIMEOUT)
         return expired
 
+    @recorded
     def fail_steps(self) -> None:
         """The oldest step in flight fails in the runner; as in the engine, all in flight do."""
         steps = list(self._in_flight)
@@ -252,6 +275,7 @@ class SchedulerHarness:
                 self._update(step, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
         self.check()
 
+    @recorded
     def discard_step(self) -> list[str]:
         """The policy plans a step that the engine cannot use; returns the ids that ended."""
         self.now += self._step_seconds
@@ -269,6 +293,7 @@ class SchedulerHarness:
 
     # Endings.
 
+    @recorded
     def run_until_idle(self, max_steps: int | None = None) -> None:
         """Step until every request has ended and check what must be true then.
 
@@ -285,17 +310,34 @@ class SchedulerHarness:
             waiting = {
                 life.request_id: f"{len(life.tokens)} tokens" for life in self.ledger.alive.values()
             }
-            raise ContractViolation(
+            raise Starvation(
                 f"{self._where}: not finished after {max_steps} steps without arrivals: {waiting}; "
                 "somebody is never served, or preempted again and again"
             )
         self.check_idle()
 
+    @recorded
     def abort_everything(self) -> None:
         """Every client leaves at once; then nothing may remain."""
         self.finish(None)
         self.run_until_idle()
 
+    @recorded
+    def check_repeatable(self) -> None:
+        """Nothing but the calls may matter: no clock, no hash order, no global dice."""
+        again = SchedulerHarness(self.policy, **self.setup)
+        try:
+            make_calls(again, [c for c in self.calls if c.method != "check_repeatable"])
+        finally:  # an error that did not come the first time is a difference, too
+            for planned, expected in zip(again.steps, self.steps, strict=False):
+                if planned != expected:
+                    raise ContractViolation(
+                        f"step {expected.step_id}: the same events gave another plan the second "
+                        f"time: {planned.num_scheduled_tokens} instead of "
+                        f"{expected.num_scheduled_tokens}"
+                    )
+
+    @recorded
     def check_idle(self) -> None:
         """Nothing remains: no request, no row in the runner's batch, no block."""
         if lost := list(self.ledger.alive):
@@ -384,7 +426,7 @@ class SchedulerHarness:
             self._stalled_since = self.now
         if self.now - self._stalled_since >= self.config.stall_timeout:
             waiting = list(self.ledger.alive)
-            raise ContractViolation(
+            raise Starvation(
                 f"{self._where}: nobody was scheduled for {self.config.stall_timeout:g} s although "
                 f"{waiting} wait"
             )
@@ -470,3 +512,15 @@ class SchedulerHarness:
             self.findable.add(event.block_hash)
         else:
             self.findable.discard(event.block_hash)
+
+
+def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a harness, besides the policy, that say something."""
+    defaults = {
+        **{field.name: field.default for field in msgspec.structs.fields(SchedulerConfig)},
+        **(SchedulerHarness.__init__.__kwdefaults__ or {}),
+    }
+    given = {**arguments, **arguments["settings"]}
+    for name in ("self", "policy", "settings"):
+        del given[name]
+    return {n: v for n, v in given.items() if n not in defaults or defaults[n] != v}

@@ -4,10 +4,9 @@ Knows what clients, the engine and the runner may do, in any order. What must be
 checked by `SchedulerHarness`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -24,12 +23,14 @@ except ModuleNotFoundError as error:
         f"the contract of scheduler policies needs {error.name}: pip install aioserve[test]"
     ) from error
 
-from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
+from aioserve.errors import ConfigError
 from aioserve.request import RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing import traffic
+from aioserve.testing.calls import REFUSALS
 from aioserve.testing.harness import SchedulerHarness
-from aioserve.testing.violation import ContractViolation
+from aioserve.testing.shrink import Failure
+from aioserve.testing.story import explained
 
 DEFAULT_EXAMPLES = 100
 STEPS_PER_EXAMPLE = 30
@@ -62,13 +63,12 @@ class PolicyMachine(RuleBasedStateMachine):
     policy: type[SchedulerInterface]
     options: Mapping[str, Any]
     pipeline_depth: int
+    failures: ClassVar[list[Failure]]  # the first is the one to tell: others are it, again
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: list[tuple[str, dict[str, Any]]] = []
         self._is_broken = False
         self._num_names = 0
-        self._settings: dict[str, Any] = {}
         self._ignored = () if issubclass(self.policy, BaseScheduler) else traffic.EXTRAS
 
     @initialize(drawn=traffic.harness_settings())
@@ -76,8 +76,7 @@ class PolicyMachine(RuleBasedStateMachine):
         wanted = self._without_extras(drawn) | {"pipeline_depth": self.pipeline_depth}
         if self.options:
             wanted["options"] = dict(self.options)
-        self._settings = accepted_settings(self.policy, wanted)
-        self.harness = SchedulerHarness(self.policy, **self._settings)
+        self.harness = SchedulerHarness(self.policy, **accepted_settings(self.policy, wanted))
 
     # What clients do.
 
@@ -136,7 +135,7 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         ending = "abort_everything" if self._num_names % 3 == 2 else "run_until_idle"
         self._do(ending)
-        self._replay()
+        self._do("check_repeatable")
 
     def _can_fail(self, failure: str) -> bool:
         if self._ignored or not self.harness.ledger.alive:
@@ -154,62 +153,14 @@ class PolicyMachine(RuleBasedStateMachine):
             return f"r{self._num_names}"
         return f"r{max(self._num_names - number, 0)}"
 
-    def _do(self, event: str, **fields: Any) -> None:
-        self._events.append((event, fields))
+    def _do(self, call: str, **arguments: Any) -> None:
         try:
-            _apply(self.harness, event, fields)
+            with suppress(*REFUSALS):  # the harness checks that nothing remains
+                getattr(self.harness, call)(**arguments)
         except Exception as error:
             self._is_broken = True
-            error.add_note(self._script())
+            self.failures.append(Failure(self.harness, error))
             raise
-
-    def _script(self) -> str:
-        """The events as a program that anybody can run."""
-        lines = [f"harness = SchedulerHarness({self.policy.__name__}{_arguments(self._settings)})"]
-        for event, fields in self._events:
-            line = f"harness.{event}({_arguments(fields)[2:]})"
-            lines.append(f"harness.now += {fields['seconds']}" if event == "wait" else line)
-        return "To reproduce:\n\n" + "\n".join(_without_repeats(lines))
-
-    def _replay(self) -> None:
-        """Nothing but the events may matter: no clock, no hash order, no global dice."""
-        again = SchedulerHarness(self.policy, **self._settings)
-        for event, fields in self._events:
-            try:
-                _apply(again, event, fields)
-            finally:  # an error that did not come the first time is a difference, too
-                for planned, expected in zip(again.steps, self.harness.steps, strict=False):
-                    if planned != expected:
-                        raise ContractViolation(
-                            f"step {expected.step_id}: the same events gave another plan the "
-                            f"second time: {planned.num_scheduled_tokens} instead of "
-                            f"{expected.num_scheduled_tokens}"
-                        )
-
-
-def _apply(harness: SchedulerHarness, event: str, fields: Mapping[str, Any]) -> None:
-    if event == "wait":
-        harness.now += fields["seconds"]
-        return
-    with suppress(EngineOverloadedError, RequestError):  # the harness checks that nothing remains
-        getattr(harness, event)(**fields)
-
-
-def _without_repeats(lines: list[str]) -> Iterator[str]:
-    for line, repeats in groupby(lines):
-        count = len(list(repeats))
-        yield line if count == 1 else f"for _ in range({count}): {line}"
-
-
-def _arguments(fields: Mapping[str, Any]) -> str:
-    return "".join(
-        f", {name}={getattr(value, '__name__', None) or _literal(value)}"
-        for name, value in fields.items()
-    )
-
-
-def _literal(value: Any) -> str:
-    return f"RequestStatus.{value.name}" if isinstance(value, RequestStatus) else repr(value)
 
 
 def run_machine(
@@ -222,25 +173,38 @@ def run_machine(
 ) -> None:
     """Drive `policy` through `max_examples` random days; the same ones each time.
 
-    Raises `ContractViolation`, after the shortest events that lead to it were found (`shrink`)
-    and printed.
+    Raises `ContractViolation` with its story, if `shrink` that of the simplest events that were
+    found in a few seconds.
     """
+    failures: list[Failure] = []
     machine = type(
         f"{policy.__name__}Machine",
         (PolicyMachine,),
-        {"policy": policy, "options": options or {}, "pipeline_depth": pipeline_depth},
+        {
+            "policy": policy,
+            "options": options or {},
+            "pipeline_depth": pipeline_depth,
+            "failures": failures,
+        },
     )
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=STEPS_PER_EXAMPLE,
-            deadline=None,
-            database=None,
-            verbosity=Verbosity.quiet,  # the note below says it better
-            derandomize=True,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
-        ),
-    )
+    try:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=STEPS_PER_EXAMPLE,
+                deadline=None,
+                database=None,
+                verbosity=Verbosity.quiet,
+                derandomize=True,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],  # its way to simpler events took minutes
+            ),
+        )
+    except Exception:
+        if not failures:
+            raise
+    if failures:
+        error = explained(failures[0], simplest=shrink)
+        raise error from error.__cause__

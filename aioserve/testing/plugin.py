@@ -1,20 +1,26 @@
 """A pytest plugin: `pytest --aioserve-policy mypkg.mod:MyScheduler` runs the contract on it.
 
 Loaded in every pytest run where aioserve is installed, so it imports nothing before it is asked.
-The tests are those of `aioserve.testing.contract`, added to whatever else is collected.
+The tests are those of `aioserve.testing.contract`; a policy's first broken rule is told on a
+screen, wherever the contract runs.
 """
 
 import importlib.util
 import json
 import sys
+import textwrap
 from argparse import ArgumentTypeError
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
+CONTRACT_MODULE = "aioserve.testing.contract"
+WIDTH = 98
 POLICIES = pytest.StashKey[dict[str, Any]]()  # classes by what they were called
+BROKEN = pytest.StashKey[set[type]]()  # those that have broken a rule
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="POLICY",
-        help="run the contract on this policy: an installed name, package.module:Class or "
-        "path/to/file.py:Class; may be repeated",
+        help="run the contract on this policy, up to the first broken rule (--maxfail=99: on): an "
+        "installed name, package.module:Class or path/to/file.py:Class; may be repeated. Other "
+        "tests run only if they are named",
     )
     group.addoption(
         "--aioserve-policy-options",
@@ -49,8 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if importlib.util.find_spec("hypothesis") is None:
         raise pytest.UsageError("--aioserve-policy needs hypothesis: pip install aioserve[test]")
-    config.stash[POLICIES] = _load(specs, str(config.invocation_params.dir))
-    if not any(argument in (CONTRACT, "aioserve.testing.contract") for argument in config.args):
+    config.stash[POLICIES] = _load(config, specs)
+    config.stash[BROKEN] = set()
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args[:] = [CONTRACT]  # what would run without words on the command line is not meant
+    elif not any(argument in (CONTRACT, CONTRACT_MODULE) for argument in config.args):
         config.args.append(CONTRACT)
 
 
@@ -68,14 +78,72 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("subject", subjects, ids=list(policies))
 
 
-def _load(specs: list[str], folder: str) -> dict[str, Any]:
-    from aioserve.errors import ConfigError
-    from aioserve.scheduler import load_policy
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One broken rule makes many tests fail: those that are left would say the same again."""
+    policy = _given_policy(item)
+    if policy in item.config.stash.get(BROKEN, ()) and not item.config.getoption("maxfail"):
+        pytest.skip("the policy has broken a rule already")
 
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Instead of a traceback through the kit: the rule, and the story that the error carries."""
+    report = yield
+    notes = getattr(call.excinfo and call.excinfo.value, "__notes__", None)
+    if report.failed and notes and call.excinfo is not None and _is_of_contract(item):
+        if (policy := _given_policy(item)) is not None:
+            item.config.stash[BROKEN].add(policy)
+        if item.config.getoption("tbstyle") == "auto":
+            lines = "\n".join([str(call.excinfo.value), *notes]).splitlines()
+            program = lines.index("To reproduce:") if "To reproduce:" in lines else len(lines)
+            told = [_wrapped(line) for line in lines[:program]]
+            report.longrepr = "\n".join(told + lines[program:])
+    return report
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.stash.get(BROKEN, ()) and not config.getoption("maxfail"):
+        terminalreporter.write_sep("=", "tests end with the first broken rule (--maxfail=99: all)")
+
+
+def _is_of_contract(item: pytest.Item) -> bool:
+    kind = getattr(item, "cls", None)
+    return kind is not None and any(base.__module__ == CONTRACT_MODULE for base in kind.__mro__)
+
+
+def _given_policy(item: pytest.Item) -> type | None:
+    """The policy of the command line that the test is for."""
+    is_given = POLICIES in item.config.stash and str(item.path) == CONTRACT
+    if not is_given or not isinstance(item, pytest.Function):
+        return None
+    from aioserve.testing.contract import Subject
+
+    subject = item.callspec.params["subject"]
+    assert isinstance(subject, Subject)
+    return subject.policy
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False)
+
+
+def _load(config: pytest.Config, specs: list[str]) -> dict[str, Any]:
+    from aioserve.errors import ConfigError
+    from aioserve.scheduler import BaseScheduler, load_policy
+
+    folder = str(config.invocation_params.dir)
     if folder not in sys.path:
         sys.path.append(folder)  # a module beside which pytest was started need not be installed
     try:
-        return {spec: load_policy(spec) for spec in specs}
+        policies = {spec: load_policy(spec) for spec in specs}
+        for policy in policies.values():
+            if issubclass(policy, BaseScheduler):
+                policy.parse_options(config.getoption("--aioserve-policy-options"))
+        return dict(policies)
     except ConfigError as error:
         raise pytest.UsageError(f"--aioserve-policy: {error}") from error
 

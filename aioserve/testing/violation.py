@@ -1,5 +1,9 @@
-"""The error of the kit. Knows nothing about what was violated; the message says that."""
+"""The errors of the kit. Know nothing about what was violated; the message says that."""
 
 
 class ContractViolation(AssertionError):
     """A scheduler broke a rule; the message names the rule, the step and the request."""
+
+
+class Starvation(ContractViolation):
+    """Somebody is never served, or never to the end."""

@@ -18,7 +18,7 @@ def order_of_first_tokens(long_waits_for: float) -> list[str]:
     harness.add_request("first", [1], max_tokens=30)
     harness.step()
     harness.add_request("long", [2] * 40, max_tokens=5)
-    harness.now += long_waits_for
+    harness.wait(long_waits_for)
     harness.add_request("short", [3] * 5, max_tokens=5)
     harness.add_request("shorter", [4] * 4, max_tokens=5)
     harness.run_until_idle()

@@ -1,0 +1,203 @@
+"""Tells how a rule was broken, on a screen: where, who waits, what happened to whom, and a program.
+
+Knows what a harness has seen. Knows nothing about rules.
+"""
+
+import inspect
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import dropwhile, groupby
+from pathlib import Path
+
+from aioserve.request import WaitReason
+from aioserve.testing.calls import Call, write_program
+from aioserve.testing.harness import SchedulerHarness
+from aioserve.testing.shrink import BROKEN, Failure, shrink
+from aioserve.testing.violation import Starvation
+
+MAX_STORIES = 2  # requests whose story is told
+MAX_LINES = 8  # of a story
+MAX_WAITING = 5  # requests of which is said why they wait
+MAX_PROGRAM = 20  # lines of a program that are shown whole; of longer ones, both ends
+
+IN_WORDS = {
+    WaitReason.BUDGET: "no tokens left in the step, or too few for a whole prompt",
+    WaitReason.SEATS: "max_num_seqs requests run",
+    WaitReason.BLOCKS: "its tokens do not fit the free KV blocks",
+    WaitReason.ENCODER_BUDGET: "its next image does not fit",
+    WaitReason.DEADLINE: "the policy holds that it will miss its deadline",
+    WaitReason.PREEMPTED: "it gave way in this very step",
+    WaitReason.IN_FLIGHT: "a step that still has it is not back",
+    WaitReason.POLICY: "the policy did not ask for it in its last step",
+}
+
+
+@contextmanager
+def told(harness: SchedulerHarness, *, simplest: bool = True) -> Iterator[SchedulerHarness]:
+    """What breaks a rule in the block is raised with its story, and the program that shows it.
+
+    If `simplest`, of the simplest program that is found in a few seconds.
+    """
+    try:
+        yield harness
+    except BROKEN as error:
+        failure = Failure(harness, error)
+    else:
+        return
+    told = explained(failure, simplest=simplest)
+    raise told from told.__cause__
+
+
+def explained(failure: Failure, *, simplest: bool = True) -> Exception:
+    """The error with the story in its notes."""
+    if simplest:
+        failure = shrink(failure)
+    failure.error.add_note("\n".join(_tell(failure)))
+    return failure.error
+
+
+def _tell(failure: Failure) -> Iterator[str]:
+    harness = failure.harness
+    yield from _where(failure)
+    if isinstance(failure.error, Starvation):
+        yield from _who_waits(harness)
+    for request_id in _concerned(failure)[:MAX_STORIES]:
+        yield f"What happened to {request_id}:"
+        yield from _cut([f"  {line}" for line in _story(harness, request_id)], MAX_LINES)
+    yield ""
+    yield "To reproduce:"
+    yield ""
+    yield from _cut(write_program(harness).splitlines(), MAX_PROGRAM)
+
+
+def _where(failure: Failure) -> Iterator[str]:
+    """The step, and the line of the policy's own code that was running, if one was."""
+    own = {
+        inspect.getsourcefile(kind)
+        for kind in failure.harness.policy.__mro__
+        if not kind.__module__.startswith(("aioserve.scheduler", "abc", "builtins"))
+    }
+    error: BaseException | None = failure.error
+    frames: list[traceback.FrameSummary] = []
+    while error is not None:
+        frames += traceback.extract_tb(error.__traceback__)
+        error = error.__cause__
+    frames = [frame for frame in dropwhile(_is_outside, frames) if frame.filename in own]
+    places = [f"after step {steps[-1].step_id}"] if (steps := failure.harness.steps) else []
+    if re.search(r"step \d", str(failure.error)):
+        places = []  # the message says it
+    for frame in frames[-1:]:
+        path = Path(frame.filename)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        places.append(f"in {path}:{frame.lineno}, {frame.name}(): {frame.line}")
+    if places:
+        yield ", ".join(places)
+
+
+def _is_outside(frame: traceback.FrameSummary) -> bool:
+    """Whether it is of who called the harness: a test may stand in the policy's own file."""
+    return frame.filename != inspect.getsourcefile(SchedulerHarness)
+
+
+def _who_waits(harness: SchedulerHarness) -> Iterator[str]:
+    reasons = harness.scheduler.get_wait_reasons()
+    alive = list(harness.ledger.alive.values())
+    waiting = [life for life in alive if life.request_id in reasons]
+    users = Counter(life.request.user for life in waiting)
+    num_running = len(alive) - len(waiting)
+    by_user = ", ".join(f"{user!r} {count}" for user, count in users.most_common())
+    yield f"{num_running} run, {len(waiting)} wait, by user: {by_user or 'nobody'}"
+    for life in waiting[:MAX_WAITING]:
+        reason = reasons[life.request_id]
+        times = life.request.num_preemptions
+        preempted = f", preempted {times} times" if times else ""
+        yield (
+            f"  {life.request_id} of {life.request.user!r} waits since second "
+            f"{life.request.arrival_time:g} of {harness.now:g}{preempted}: {reason.value} "
+            f"({IN_WORDS[reason]})"
+        )
+    if len(waiting) > MAX_WAITING:
+        yield f"  and {len(waiting) - MAX_WAITING} more"
+
+
+def _concerned(failure: Failure) -> list[str]:
+    """The requests that the message names, in its order."""
+    names = re.findall(r"\w+", str(failure.error))
+    return [name for name in dict.fromkeys(names) if name in failure.harness.requests]
+
+
+def _story(harness: SchedulerHarness, request_id: str) -> Iterator[str]:
+    """What the scheduler was told of the latest request of this name, and what it did with it."""
+    told = [call for call in harness.calls if _names(call, request_id)]
+    first = max(i for i, call in enumerate(told) if call.method == "add_request")
+    events = [(call.step, _in_words(harness, call, request_id)) for call in told[first:]]
+    for step in harness.steps:
+        if step.step_id <= events[0][0]:
+            continue
+        if request_id in step.preempted_req_ids:
+            events.append((step.step_id, "preempted"))
+        num_tokens = step.num_scheduled_tokens.get(request_id)
+        for data in step.scheduled_new_reqs:
+            if data.request_id == request_id:
+                num_cached = data.num_computed_tokens
+                cached = f" after {num_cached} cached ones" if num_cached else ""
+                events.append((step.step_id, f"admitted, computes {_tokens(num_tokens)}{cached}"))
+                num_tokens = None
+        if num_tokens is not None:
+            events.append((step.step_id, f"computes {_tokens(num_tokens)}"))
+    yield from _merged(sorted(events, key=lambda event: event[0]))
+    life = harness.ledger.lives[request_id]
+    if life.finish_reason is not None:
+        yield f"ended with {life.finish_reason.value!r}, its output has {_tokens(len(life.tokens))}"
+
+
+def _names(call: Call, request_id: str) -> bool:
+    if call.method == "add_request":
+        return bool(call.arguments["request_id"] == request_id)
+    asked = call.arguments.get("request_ids", ())
+    return call.method == "finish" and (asked is None or request_id in asked)
+
+
+def _in_words(harness: SchedulerHarness, call: Call, request_id: str) -> str:
+    if call.method == "finish":
+        return "is ended from outside"
+    request = harness.requests[request_id]
+    identity = [
+        f"{name} {value!r}"
+        for name in ("user", "priority", "deadline")
+        if (value := getattr(request, name))
+    ]
+    return ", ".join(
+        [
+            f"added with a prompt of {_tokens(len(call.arguments['prompt_token_ids']))}",
+            f"may reach {request.max_total_tokens} in all",
+            *identity,
+        ]
+    )
+
+
+def _tokens(count: int | None) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _merged(events: list[tuple[int, str]]) -> Iterator[str]:
+    """A line for events that are alike, step after step."""
+    for text, same in groupby(events, key=lambda event: event[1]):
+        steps = [step for step, _ in same]
+        if not text.startswith(("computes", "admitted", "preempted")):
+            yield f"{f'after step {steps[0]}' if steps[0] else 'at first'}: {text}"
+        elif len(steps) == 1:
+            yield f"step {steps[0]}: {text}"
+        else:
+            yield f"steps {steps[0]} to {steps[-1]}: {text} each"
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    """At most so many lines: the first and the last ones."""
+    if len(lines) <= most:
+        return lines
+    head = most // 3
+    return [*lines[:head], f"  ... {len(lines) - most + 1} lines more", *lines[head - most + 1 :]]

@@ -1,0 +1,126 @@
+"""What is told about a broken rule: the line of the policy, who waits and why, what happened."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioserve.scheduler import Request, SchedulerOutput
+from aioserve.testing import SchedulerHarness
+from aioserve.testing.broken import SoundScheduler
+from aioserve.testing.shrink import BROKEN
+from aioserve.testing.story import told
+
+
+class ForgetsAnn(SoundScheduler):
+    """Serves nobody called ann, once somebody else is there."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        step.run_decodes()
+        for request in self.waiting:
+            if request.user != "ann":
+                step.admit(request)
+        return step.output()
+
+
+class PreemptsInStepThree(SoundScheduler):
+    """And then cannot go on."""
+
+    def schedule(self) -> SchedulerOutput:
+        if self.num_steps == 2:
+            step = self.new_step()
+            step.preempt(self.running[0])
+            return step.output()
+        if self.num_steps == 5:
+            return self.options.nonsense  # type: ignore[no-any-return]
+        return super().schedule()
+
+
+def serve_bob_and_ann(harness: SchedulerHarness) -> None:
+    harness.add_request("first", [1] * 6, user="bob", max_tokens=9)
+    harness.step()
+    harness.add_request("other", [2] * 5, user="ann", priority=2)
+    harness.add_request("another", [3] * 5, user="ann")
+    harness.run_until_idle()
+
+
+def wait_long(harness: SchedulerHarness) -> None:
+    for i in range(100):
+        harness.expire()
+        harness.wait(float(i))
+    harness.add_request("r1", [1])
+
+
+def story_of(
+    policy: type[SoundScheduler],
+    use: Callable[[SchedulerHarness], None] = serve_bob_and_ann,
+    *,
+    simplest: bool = False,
+) -> str:
+    harness = SchedulerHarness(policy)
+    with pytest.raises(BROKEN) as caught, told(harness, simplest=simplest):
+        use(harness)
+    (story,) = caught.value.__notes__
+    return story
+
+
+def test_whoever_starves_is_listed_with_user_and_reason() -> None:
+    lines = story_of(ForgetsAnn).splitlines()
+    assert lines[:3] == [
+        "0 run, 2 wait, by user: 'ann' 2",
+        "  other of 'ann' waits since second 1 of 41: policy (the policy did not ask for it in its "
+        "last step)",
+        "  another of 'ann' waits since second 1 of 41: policy (the policy did not ask for it in "
+        "its last step)",
+    ]
+    added = "  after step 1: added with a prompt of 5 tokens, may reach 64 in all, user 'ann', "
+    assert lines[4] == added + "priority 2"
+
+
+class BlamesTheFirst(PreemptsInStepThree):
+    """Says who it is about."""
+
+    def schedule(self) -> SchedulerOutput:
+        try:
+            return super().schedule()
+        except AttributeError as error:
+            raise RuntimeError("first") from error
+
+
+def test_the_request_that_is_named_has_its_life_told_step_by_step() -> None:
+    lines = story_of(BlamesTheFirst).splitlines()
+    start = lines.index("What happened to first:")
+    assert lines[start + 1 : start + 6] == [
+        "  at first: added with a prompt of 6 tokens, may reach 15 in all, user 'bob'",
+        "  step 1: admitted, computes 6 tokens",
+        "  step 2: computes 1 token",
+        "  step 3: preempted",
+        "  step 4: admitted, computes 4 tokens after 4 cached ones",
+    ]
+
+
+def test_the_line_of_the_policy_that_raised_is_shown() -> None:
+    first = story_of(PreemptsInStepThree).splitlines()[0]
+    assert "test_story.py:" in first
+    assert first.endswith("schedule(): return self.options.nonsense  # type: ignore[no-any-return]")
+
+
+def test_the_simplest_program_is_told_instead_if_that_is_wanted() -> None:
+    program = story_of(ForgetsAnn, simplest=True).split("To reproduce:")[1]
+    assert program.count("add_request") == 1
+    assert story_of(ForgetsAnn).count("add_request") == 3
+
+
+class OrdersNothing(SoundScheduler):
+    """Cannot say who goes first."""
+
+    def order(self, request: Request) -> Any:
+        raise ValueError
+
+
+def test_a_long_program_is_cut_in_the_middle() -> None:
+    story = story_of(OrdersNothing, wait_long)
+    assert len(story.splitlines()) < 30
+    assert "lines more" in story
+    assert story.endswith("harness.add_request('r1', [1])")
