@@ -125,8 +125,12 @@ def _who_waits(harness: SchedulerHarness) -> Iterator[str]:
 
 def _concerned(failure: Failure) -> list[str]:
     """The requests that the message names, in its order."""
-    names = re.findall(r"\w+", str(failure.error))
-    return [name for name in dict.fromkeys(names) if name in failure.harness.requests]
+    found = {
+        name: match.start()
+        for name in failure.harness.requests
+        if (match := re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(failure.error)))
+    }
+    return sorted(found, key=lambda name: found[name])
 
 
 def _story(harness: SchedulerHarness, request_id: str) -> Iterator[str]:
