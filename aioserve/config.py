@@ -4,7 +4,8 @@ Command-line flags, YAML keys and `--help` follow from the structs here. Options
 are not here: they are declared by the policy and travel in `scheduler.options`.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.nearest import explain
 from aioserve.shipped import find_config
+from aioserve.yaml_file import read_yaml
 
 EMBEDDED_MODEL = "embedded"
 
@@ -274,15 +277,17 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ) -> "EngineConfig":
         """Read a YAML file and lay `overrides`, pairs of dotted name and value, over it.
 
-        A `path` that is a bare word is the name of a file in `configs/`, which comes with us.
-        Overrides may be strings, as they come from a command line: they are converted to the
-        type of the field. Raises `ConfigError` that names the file or the setting.
+        A `path` that is a bare word is the name of a file in `configs/`, which comes with us. The
+        file of a policy that it names may lie beside it, or in the working directory. Overrides
+        may be strings, as they come from a command line: they are converted to the type of the
+        field. Raises `ConfigError` that names the file or the setting.
         """
         tree: dict[str, Any] = {}
         if path is not None:
             path = find_config(path)
-            tree = _read_yaml(path)
+            tree = _read_sections(path)
             _convert(tree, cls, where=str(path))  # a bad file is named before a bad flag
+            _find_policies(tree, path, {dotted for dotted, _ in overrides})
         for dotted, value in overrides:
             _set(tree, dotted, value)
         return _convert(tree, cls, where="settings", strict=False)
@@ -295,20 +300,30 @@ def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
             yield section.name, field
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+def _read_sections(path: Path) -> dict[str, Any]:
+    tree = read_yaml(path, "config file")
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     return tree
+
+
+def _find_policies(tree: dict[str, Any], path: Path, overridden: Collection[str]) -> None:
+    """Have the policies that are files of Python found from the working directory."""
+    for section, name in (("scheduler", "policy"), ("shadow", "shadow_policy")):
+        spec = tree.get(section, {}).get(name) or ""
+        match = re.fullmatch(r"(.+\.py)(:.*)?", spec)
+        if match is None or f"{section}.{name}" in overridden:
+            continue
+        beside, here = path.parent / match[1], Path(match[1])
+        if beside.is_file():
+            tree[section][name] = f"{beside}{match[2] or ''}"
+        elif not here.is_file():
+            raise ConfigError(
+                f"{path}: no file {here} to take a policy from: looked in {path.parent.absolute()} "
+                f"and in {Path.cwd()}"
+            )
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -340,4 +355,4 @@ def _convert(
     try:
         return msgspec.convert(tree, cls, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {explain(error, cls)}") from error

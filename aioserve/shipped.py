@@ -7,6 +7,7 @@ is in them.
 from pathlib import Path
 
 from aioserve.errors import ConfigError
+from aioserve.nearest import did_you_mean
 
 HERE = Path(__file__).parent
 
@@ -28,9 +29,10 @@ def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
         return path
     shipped = {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
     if path.name not in shipped:
+        meant = did_you_mean(path.name, shipped)
         raise ConfigError(
-            f"unknown {kind} {path.name!r}; available: {', '.join(sorted(shipped)) or 'none'}; "
-            "or give a path to a .yaml file"
+            f"unknown {kind} {path.name!r}{meant}; available: "
+            f"{', '.join(sorted(shipped)) or 'none'}; or give a path to a .yaml file"
         )
     return shipped[path.name]
 

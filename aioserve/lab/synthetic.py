@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from aioserve.errors import ConfigError
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest, text_name
+from aioserve.yaml_file import read_struct
 
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -167,12 +168,8 @@ class WorkloadSpec(Spec, frozen=True, kw_only=True):
 
 def read_spec(path: str | Path) -> WorkloadSpec:
     """Raises `ConfigError` that names the file and the field."""
-    try:
-        spec = msgspec.yaml.decode(Path(path).read_bytes(), type=WorkloadSpec)
-    except OSError as error:
-        raise ConfigError(f"cannot read workload {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"workload {path}: {error}") from error
+    path = Path(path)
+    spec = read_struct(path, "workload", WorkloadSpec)
     if spec.num_requests is None and spec.duration is None:
         raise ConfigError(f"workload {path}: give num_requests, duration or both")
     if spec.arrivals is None and any(c.arrivals is None for c in spec.classes):

@@ -11,7 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.nearest import did_you_mean
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.yaml_file import read_struct
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 
@@ -90,12 +92,8 @@ def load_profile(name_or_path: str) -> StepTimeModel:
         path = PROFILE_FOLDER / f"{name_or_path}.yaml"
         if not path.is_file():
             raise ConfigError(
-                f"unknown step-time profile {name_or_path!r}; available: "
+                f"unknown step-time profile {name_or_path!r}"
+                f"{did_you_mean(name_or_path, available_profiles())}; available: "
                 f"{', '.join(available_profiles())}; or give a path to a .yaml file"
             )
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=StepTimeModel)
-    except OSError as error:
-        raise ConfigError(f"cannot read step-time profile {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"step-time profile {path}: {error}") from error
+    return read_struct(path, "step-time profile", StepTimeModel)

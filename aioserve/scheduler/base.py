@@ -13,6 +13,7 @@ import msgspec
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
+from aioserve.nearest import explain
 from aioserve.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -150,7 +151,8 @@ class BaseScheduler(SchedulerInterface):
         except msgspec.ValidationError as error:
             known = ", ".join(f.name for f in msgspec.structs.fields(cls.Options)) or "none"
             raise ConfigError(
-                f"options of policy {cls.__name__}: {error}; options it has: {known}"
+                f"options of policy {cls.__name__}: {explain(error, cls.Options)}; options it has: "
+                f"{known}"
             ) from error
 
     @classmethod

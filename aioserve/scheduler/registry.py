@@ -1,17 +1,21 @@
-"""Finds a policy class by installed name, by `package.module:Class`, or by `file.py:Class`.
+"""Finds a policy class by installed name, by `package.module:Class`, or by `file.py`.
 
 Built-in policies and those of strangers come through the same door. Imports nothing but the one
 policy that is asked for.
 """
 
+import ast
 import importlib
 import importlib.util
 import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeGuard
 
 from aioserve.errors import ConfigError, UnknownPolicyError
+from aioserve.nearest import did_you_mean
 from aioserve.scheduler.interface import SchedulerInterface
 
 ENTRY_POINT_GROUP = "aioserve.policies"
@@ -30,25 +34,29 @@ def available_policies() -> dict[str, EntryPoint]:
     return found
 
 
-def load_policy(spec: str) -> type[SchedulerInterface]:
-    """The policy class that `spec` names. An error inside the policy's module is not masked.
+def describe_policies() -> dict[str, str]:
+    """The installed policies by name, each with the first line of its docstring; nothing runs.
 
-    Raises `UnknownPolicyError` that lists what there is, or `ConfigError` if it is no scheduler.
+    Raises `ConfigError` as above.
     """
-    path, colon, name = spec.rpartition(":")
-    if not colon:
-        policies = available_policies()
-        if spec not in policies:
-            raise UnknownPolicyError(
-                f"unknown policy {spec!r}; available: {', '.join(policies) or 'none'}; "
-                "or give package.module:Class or path/to/file.py:Class"
-            )
-        path, _, name = policies[spec].value.partition(":")
+    return {name: _first_line(entry_point) for name, entry_point in available_policies().items()}
+
+
+def load_policy(spec: str) -> type[SchedulerInterface]:
+    """The policy class that `spec` names; a file is read anew each time. No class: the only one.
+
+    Raises `UnknownPolicyError` that lists what there is, or `ConfigError` if it is no scheduler or
+    cannot be imported: then with the file and line of the error, which is the cause.
+    """
+    path, name = _parse(spec)
     module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
-    policy = getattr(module, name, None)
+    policy = getattr(module, name, None) if name else _only_policy(module, path)
     if policy is None:
-        raise UnknownPolicyError(f"unknown policy {spec!r}: no {name!r} in {path}")
-    if not (isinstance(policy, type) and issubclass(policy, SchedulerInterface)):
+        known = [kind.__name__ for kind in _policies_in(module)]
+        raise UnknownPolicyError(
+            f"unknown policy {spec!r}: no {name!r} in {path}{did_you_mean(name, known)}"
+        )
+    if not _is_policy(policy):
         raise ConfigError(f"policy {spec!r} is not a SchedulerInterface; derive from BaseScheduler")
     if policy.__abstractmethods__:
         missing = ", ".join(sorted(policy.__abstractmethods__))
@@ -56,23 +64,104 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
     return policy
 
 
+def _parse(spec: str) -> tuple[str, str]:
+    """File or module, and class; "" if it names none."""
+    path, colon, name = spec.rpartition(":")
+    if colon:
+        return path, name
+    if spec.endswith(".py") or "." in spec:
+        return spec, ""
+    policies = available_policies()
+    if spec not in policies:
+        raise UnknownPolicyError(
+            f"unknown policy {spec!r}{did_you_mean(spec, policies)}; available: "
+            f"{', '.join(policies) or 'none'}; or give package.module:Class or path/to/file.py"
+        )
+    path, _, name = policies[spec].value.partition(":")
+    return path, name
+
+
+def _is_policy(kind: Any) -> TypeGuard[type[SchedulerInterface]]:
+    return isinstance(kind, type) and issubclass(kind, SchedulerInterface)
+
+
+def _policies_in(module: ModuleType) -> list[type[SchedulerInterface]]:
+    """Those that it defines itself, finished or not."""
+    kinds = filter(_is_policy, vars(module).values())
+    return [kind for kind in kinds if kind.__module__ == module.__name__]
+
+
+def _only_policy(module: ModuleType, path: str) -> type[SchedulerInterface]:
+    """The one that it defines. Raises `ConfigError` if there are more, or none."""
+    found = _policies_in(module)
+    complete = [kind for kind in found if not kind.__abstractmethods__] or found
+    if not complete:
+        raise ConfigError(f"{path} defines no policy: derive a class from BaseScheduler")
+    if len(complete) > 1:
+        raise ConfigError(
+            f"{path} defines several policies: say which, one of "
+            + ", ".join(f"{path}:{kind.__name__}" for kind in complete)
+        )
+    return complete[0]
+
+
 def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists; something that it imports does not
+            raise _not_importable(error, name) from error  # something that it imports is not there
         raise UnknownPolicyError(f"no module named {error.name!r} to take a policy from") from error
+    except Exception as error:
+        raise _not_importable(error, name) from error
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UnknownPolicyError(f"no file {path} to take a policy from")
-    name = f"aioserve_policy_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that dataclasses, pickles and tracebacks find it
-    spec.loader.exec_module(module)
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UnknownPolicyError(f"no file {path}{where} to take a policy from")
+    module = ModuleType(f"aioserve_policy_{path.stem}")
+    module.__file__ = str(path.absolute())
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module  # so that dataclasses, pickles and tracebacks find it
+    try:
+        # Not by a loader: that would take the code of a file edited a moment ago from its cache.
+        exec(compile(path.read_bytes(), module.__file__, "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[module.__name__]
+        if before is not None:
+            sys.modules[module.__name__] = before
+        raise _not_importable(error, str(path)) from error
     return module
+
+
+def _not_importable(error: Exception, policy: str) -> ConfigError:
+    """In one line, with the place: of what is wrong in Python's eyes, or of what was running."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        where, message = f"{_shown(error.filename)}:{error.lineno}", error.msg
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
+        where = f"{_shown(own[-1].filename)}:{own[-1].lineno}" if own else policy
+        message = " ".join(str(error).split())
+    return ConfigError(f"{where}: cannot import the policy: {type(error).__name__}: {message}")
+
+
+def _shown(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _first_line(entry_point: EntryPoint) -> str:
+    """Of the class' docstring, from its source: importing it might take long, or fail."""
+    module, _, name = entry_point.value.partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).read_bytes() if spec and spec.origin else b""
+        tree = ast.parse(source)
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""

@@ -38,7 +38,11 @@ def test_a_policy_can_be_a_file_and_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fcsf", r"unknown policy 'fcsf'; available: .*fcfs.*; or give package.module:Class"),
+        (
+            "fcsf",
+            r"unknown policy 'fcsf' \(did you mean 'fcfs'\?\); available: .*; or give package.mod",
+        ),
+        ("unlike", "unknown policy 'unlike'; available: "),
         ("aioserve.policies.fcfs:Nope", "no 'Nope' in aioserve.policies.fcfs"),
         ("aioserve.policies.nope:Nope", "no module named 'aioserve.policies.nope'"),
         ("nowhere/file.py:Class", "no file nowhere/file.py"),
@@ -58,22 +62,67 @@ def test_a_class_that_is_no_scheduler_or_not_finished_is_refused(tmp_path: Path)
         load_policy(f"{path}:Unfinished")
 
 
-def test_an_error_inside_a_policy_module_is_not_masked(tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("import a_module_that_is_not_there")
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        load_policy(f"{path}:Mine")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("\nimport nowhere", "mine.py:2: .* ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = 1\ndef f(:\n", "mine.py:2: cannot import the policy: SyntaxError: invalid syntax"),
+        ("\n\n1 / 0", "mine.py:3: .* ZeroDivisionError: division by zero"),
+        ("raise ValueError('two\\nlines')", "mine.py:1: .* ValueError: two lines"),
+    ],
+)
+def test_an_error_in_a_policys_file_is_one_line_with_file_and_line(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    for spec in ("mine.py:Mine", "mine:Mine"):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_policy(spec)
+        assert "\n" not in str(caught.value)
+        assert caught.value.__cause__ is not None
 
 
-def test_a_package_called_policies_in_the_working_directory_is_no_matter(tmp_path: Path) -> None:
-    (tmp_path / "policies").mkdir()
-    (tmp_path / "policies/__init__.py").write_text("raise ImportError('this one is not ours')")
-    code = "from aioserve.scheduler import *; print(*map(load_policy, available_policies()))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+def test_a_file_without_a_class_means_the_only_policy_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY_FILE)  # one of its classes is finished
+    assert load_policy(str(path)).__name__ == "Mine"
+    path.write_text(POLICY_FILE + "class Other(Mine): pass\n")
+    with pytest.raises(ConfigError, match=r"say which, one of .*mine.py:Mine, .*mine.py:Other"):
+        load_policy(str(path))
+    path.write_text("from aioserve.policies.fcfs import FCFSScheduler\n")
+    with pytest.raises(ConfigError, match="defines no policy: derive a class from BaseScheduler"):
+        load_policy(str(path))
+    assert load_policy("aioserve.policies.fcfs") is load_policy("fcfs")
+
+
+def test_a_misspelt_class_is_named_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY_FILE)
+    with pytest.raises(UnknownPolicyError, match=r"no 'Mien' in .*mine.py \(did you mean 'Mine'\?"):
+        load_policy(f"{path}:Mien")
+
+
+def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+    """Even within the grain of a file's time, and with as many characters as before."""
+    path = tmp_path / "mine.py"
+    for number in range(3):
+        path.write_text(f"{POLICY_FILE}Mine.number = {number}\n")
+        assert vars(load_policy(f"{path}:Mine"))["number"] == number
+
+
+def test_policies_are_described_without_being_imported() -> None:
+    code = (
+        "import sys; from aioserve.scheduler.registry import describe_policies;"
+        "print(describe_policies()['fcfs']);"
+        "print([name for name in sys.modules if name.startswith('aioserve.policies.')])"
     )
-    assert result.returncode == 0, result.stderr
-    assert "aioserve.policies.fcfs.FCFSScheduler" in result.stdout
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "Everybody who runs, then whole prompts while they fit.\n[]\n"
 
 
 @pytest.mark.parametrize("name", sorted(available_policies()))

@@ -1,0 +1,90 @@
+"""Says which known name was probably meant by an unknown one.
+
+Knows the types of msgspec and the wording of its errors. Knows no name itself.
+"""
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+# Of msgspec's messages: what was not known, and where it stood.
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `(?P<path>.*)`)?$")
+_NO_CHOICE = re.compile(r"Invalid (?:enum )?value '(?P<name>.*?)'(?: - at `(?P<path>.*)`)?$")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'policy'?)"`, or nothing if no known name is like it."""
+    found = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def explain(error: msgspec.ValidationError, kind: type) -> str:
+    """The message of an error in converting to `kind`, with the name that was probably meant."""
+    text = str(error)
+    if match := _UNKNOWN.match(text):
+        known = [name for t in _types_at(kind, match["path"]) for name in _field_names(t)]
+        return text + did_you_mean(match["name"], known)
+    if match := _NO_CHOICE.match(text):
+        known = list(_choices(kind, match["path"]))
+        return f"{text}; expected one of {', '.join(known)}" if known else text
+    return text
+
+
+def _types_at(kind: Any, path: str | None) -> list[Any]:
+    """The types that may stand at a path such as `$.classes[0].prompt`."""
+    found = list(_alternatives(kind))
+    for step in re.findall(r"\.(\w+)|\[(.*?)\]", path or ""):
+        name = step[0]
+        inner = [
+            inside
+            for alternative in found
+            for inside in (_fields(alternative).get(name, ()) if name else _items(alternative))
+        ]
+        found = [alternative for inside in inner for alternative in _alternatives(inside)]
+    return found
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    """The types under `Annotated` and unions."""
+    if typing.get_origin(kind) is typing.Annotated:
+        yield from _alternatives(typing.get_args(kind)[0])
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for alternative in typing.get_args(kind):
+            yield from _alternatives(alternative)
+    else:
+        yield kind
+
+
+def _fields(kind: Any) -> dict[str, tuple[Any, ...]]:
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return {}
+    return {field.encode_name: (field.type,) for field in msgspec.structs.fields(kind)}
+
+
+def _field_names(kind: Any) -> list[str]:
+    return [*_fields(kind), *filter(None, [_tag_field(kind)])]
+
+
+def _tag_field(kind: Any) -> str | None:
+    return kind.__struct_config__.tag_field if _fields(kind) else None
+
+
+def _items(kind: Any) -> tuple[Any, ...]:
+    """What may stand in a list, or under a name in a mapping."""
+    return typing.get_args(kind)[-1:]
+
+
+def _choices(kind: Any, path: str | None) -> Iterator[str]:
+    """The values of a `Literal`, or the tags of a union, at the path."""
+    for found in _types_at(kind, path):
+        if typing.get_origin(found) is typing.Literal:
+            yield from map(str, typing.get_args(found))
+    parent, _, last = (path or "").rpartition(".")
+    for found in _types_at(kind, parent):
+        if _tag_field(found) == last:
+            yield str(found.__struct_config__.tag)
