@@ -95,7 +95,8 @@ class ByteLevelDetokenizer:
         self._decoder = _Utf8("replace")
         self._is_split = False  # the decoder holds the beginning of a character
         self._decode(pieces.join(prompt_token_ids[-PROMPT_TOKENS:]))
-        self._is_begun_by_prompt = self._is_split
+        # Where the prompt ends in a broken character, so many U+FFFD are the last of its own text.
+        self._num_shown = self._decoder.getstate()[0].decode(errors="replace").count(REPLACEMENT)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -115,8 +116,8 @@ class ByteLevelDetokenizer:
         return text
 
     def _take(self, text: str) -> str:
-        if text and self._is_begun_by_prompt:
-            self._is_begun_by_prompt = False
-            # If the character was never completed, its U+FFFD is the last of the prompt's text.
-            return text.removeprefix(REPLACEMENT)
+        if text and self._num_shown:  # gone if the output has completed the character
+            is_shown = text.startswith(REPLACEMENT * self._num_shown)
+            text = text[self._num_shown if is_shown else 0 :]
+            self._num_shown = 0
         return text
