@@ -18,16 +18,19 @@ import msgspec
 
 from aioserve import __version__
 from aioserve.config import EngineConfig, iter_settings
-from aioserve.errors import AioserveError, ConfigError
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
+EXIT_ENGINE_DEAD = 3
 
 _EPILOG = """\
 Commands: serve (the default); bench, compare, search, sweep, calibrate, replay and trace have a
 --help of their own.
 Settings come from --config, then --set, then flags: of two values the later in this order wins, and
 of two --set the later one.
+Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
+if the engine died (every client is told first; --no-exit-on-dead-engine waits for a signal).
 """
 
 
@@ -44,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(command(config))
     except AioserveError as error:
         print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        if isinstance(error, ConfigError):
+            return EXIT_USAGE
+        return EXIT_ENGINE_DEAD if isinstance(error, EngineDeadError) else EXIT_FAILED
     except KeyboardInterrupt:  # before the command took charge of signals
         pass
     return 0

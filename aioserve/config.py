@@ -252,6 +252,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         NonNegativeFloat,
         Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),
     ] = 5.0
+    exit_on_dead_engine: Annotated[
+        bool,
+        Meta(description="end the process, with exit code 3, when the engine has died"),
+    ] = True
     request_log: Annotated[
         str | None,
         Meta(description="file to note arrival and lengths of every request in (default: none)"),

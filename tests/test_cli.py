@@ -189,6 +189,50 @@ def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
         assert stderr.count("core: policy Failing failed") <= 2  # not one a step
 
 
+# A policy file runs in the server's process: it breaks the runner at the hundredth step.
+MORTAL = """
+from aioserve.policies.fcfs import FCFSScheduler
+from aioserve.errors import RunnerDeadError
+from aioserve.runner.simulated import SimulatedRunner
+
+compute = SimulatedRunner._compute
+
+
+def die(runner, step):
+    if step.step_id == 100:
+        raise RunnerDeadError("the device is gone")
+    return compute(runner, step)
+
+
+class Mortal(FCFSScheduler):
+    SimulatedRunner._compute = die
+"""
+
+
+def test_a_dead_engine_tells_its_clients_and_ends_the_process_with_exit_code_3(tmp_path):
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    policy = f"{tmp_path / 'mortal.py'}:Mortal"
+    with serving(*SIMULATED, "--policy", policy) as (process, url):
+        with start_stream(url, max_tokens=1000) as response:
+            assert b"the device is gone" in response.read()
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 3
+        assert stderr.splitlines()[-1].startswith("aioserve: error: the engine has died: ")
+
+
+def test_a_dead_engine_can_be_kept_up_until_a_signal(tmp_path):
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    policy = f"{tmp_path / 'mortal.py'}:Mortal"
+    with serving(*SIMULATED, "--policy", policy, "--no-exit-on-dead-engine") as (process, url):
+        with start_stream(url, max_tokens=1000) as response:
+            assert b"the device is gone" in response.read()
+        status, body = fetch(f"{url}/health")
+        assert (status, json.loads(body)["status"]) == (503, "dead")
+        assert fetch(f"{url}/v1/completions", {"prompt": "Hello"})[0] == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 3
+
+
 def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
     async def interrupted(config):
         raise KeyboardInterrupt

@@ -393,6 +393,13 @@ class AsyncEngine:
         """The scheduler's state and totals; None before the start and after the end."""
         return None if self._core is None else self._core.scheduler.make_stats()
 
+    async def wait_ended(self) -> None:
+        """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        if self._error is not None:
+            raise EngineDeadError(f"the engine has died: {self._error}") from self._error
+
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for so many seconds, abort the rest.
 

@@ -97,7 +97,8 @@ async def listening(engine: AsyncEngine, sockets: list[socket]) -> AsyncIterator
 async def serve(config: EngineConfig) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs.
 
-    Raises `ConfigError` if the engine or the site cannot start as configured.
+    Raises `ConfigError` if the engine or the site cannot start as configured, and, after every
+    client was told, `EngineDeadError` if the engine dies.
     """
     if config.model.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
@@ -116,12 +117,16 @@ async def serve(config: EngineConfig) -> None:
                 config.model.served_name,
                 config.scheduler.policy,
             )
-            await signals.first.wait()
+            if config.server.exit_on_dead_engine:
+                await _unless(signals.first, engine.wait_ended())
+            else:  # it answers /health and refuses
+                await signals.first.wait()
             logger.info("draining for at most %g s", config.server.drain_timeout)
             # The site goes on listening meanwhile, so that /health and refusals say why.
             if not await _unless(signals.second, engine.shutdown(config.server.drain_timeout)):
                 logger.info("second signal: dropping what still runs")
                 await engine.shutdown(drain_timeout=0)
+            await engine.wait_ended()  # a signal does not make a death a success
     finally:
         for sock in sockets:
             sock.close()
