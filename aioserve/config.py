@@ -5,9 +5,10 @@ are not here: they are declared by the policy and travel in `scheduler.options`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +25,24 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all settings: immutable, unknown names refused."""
+    """Base of all settings: immutable, unknown names refused, and values checked however it is
+    made: raises `ConfigError`. A mapping will do for a section within.
+    """
+
+    def __post_init__(self) -> None:
+        for name, kind in _field_types(type(self)).items():
+            given = getattr(self, name)
+            try:
+                value = msgspec.convert(given, kind)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{type(self).__name__}.{name}: {error}, got {given!r}") from None
+            if value is not given:
+                msgspec.structs.force_setattr(self, name, value)
+
+
+@cache
+def _field_types(section: type[Section]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -295,6 +313,72 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         for dotted, value in overrides:
             _set(tree, dotted, value)
         return _convert(tree, cls, where="settings", strict=False)
+
+    def check_effects(self) -> None:
+        """Raises `ConfigError` for a setting that would have no effect beside the others."""
+        for rule in _RULES:
+            section = getattr(self, rule.section)
+            defaults = type(section)()
+            for name in rule.names:
+                value = getattr(section, name)
+                if value != getattr(defaults, name) and not rule.has_effect(self):
+                    raise ConfigError(
+                        f"{rule.section}.{name} is {value!r}, which has no effect: {rule.why_not}"
+                    )
+
+
+class _Rule(NamedTuple):
+    """When some settings of a section have an effect."""
+
+    section: str
+    names: Sequence[str]
+    has_effect: Callable[[EngineConfig], bool]
+    why_not: str
+
+
+def _is_model(config: EngineConfig) -> bool:
+    return config.runner.runner == "model"
+
+
+_SIMULATED = "runner.runner is simulated, so no model is run"
+_RULES = (
+    _Rule("model", ("dtype", "fused"), _is_model, _SIMULATED),
+    _Rule("cache", ("kv_cache_gib", "kv_cache_dtype"), _is_model, _SIMULATED),
+    _Rule(
+        "cache",
+        ("kv_cache_gib",),
+        lambda config: config.cache.num_kv_blocks is None,
+        "cache.num_kv_blocks says how large the KV pool is",
+    ),
+    _Rule(
+        "shadow",
+        ("shadow_options", "shadow_max_share"),
+        lambda config: config.shadow.shadow_policy is not None,
+        "there is no shadow.shadow_policy",
+    ),
+    _Rule(
+        "runner",
+        ("device", "gpu_memory_utilization", "enforce_eager", "threads"),
+        _is_model,
+        _SIMULATED,
+    ),
+    _Rule(
+        "runner",
+        [
+            name
+            for name in RunnerConfig.__struct_fields__
+            if name == "profile" or name.startswith(("step_", "simulated_"))
+        ],
+        lambda config: config.runner.runner == "simulated",
+        "runner.runner is model, so steps take the time that they take",
+    ),
+    _Rule(
+        "runner",
+        ("simulated_draft_acceptance",),
+        lambda config: config.runner.simulated_draft_tokens > 0,
+        "runner.simulated_draft_tokens is 0",
+    ),
+)
 
 
 def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:

@@ -128,9 +128,15 @@ class ModelInfo:
 
 def resolve_model_path(config: ModelConfig) -> Path:
     """The directory of the model: shipped with the package, local, or fetched from the hub."""
-    if config.model == EMBEDDED_MODEL:
-        return Path(__file__).parent / "embedded"
     path = Path(config.model).expanduser()
+    is_embedded = config.model == EMBEDDED_MODEL
+    if config.revision is not None and (is_embedded or path.is_dir()):
+        where = "shipped with aioserve" if is_embedded else "a local directory"
+        raise ConfigError(
+            f"model.revision is {config.revision!r}, which has no effect: {config.model} is {where}"
+        )
+    if is_embedded:
+        return Path(__file__).parent / "embedded"
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"no config.json in model directory {path}")

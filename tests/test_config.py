@@ -1,13 +1,25 @@
-"""Settings from files: where the files of policies are looked for, and what is said of misspelt
-names.
+"""Settings: where the files of policies are looked for, what is said of misspelt names, and what is
+refused however settings are made.
 """
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from aioserve.config import EngineConfig
+from aioserve import AsyncEngine, EngineConfig
+from aioserve.cli import main
+from aioserve.config import (
+    CacheConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    Section,
+)
 from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
 
 
 @pytest.fixture
@@ -62,3 +74,111 @@ def test_the_name_that_was_probably_meant_is_said(
         with pytest.raises(ConfigError) as caught:
             EngineConfig.load(*arguments)  # type: ignore[arg-type]
         assert message in str(caught.value)
+
+
+def test_a_mapping_will_do_for_a_section() -> None:
+    config = EngineConfig(scheduler={"policy": "fcfs", "options": {}})  # type: ignore[arg-type]
+    assert config.scheduler == SchedulerConfig(policy="fcfs")
+    assert EngineConfig(runner={"runner": "simulated"}) == EngineConfig(  # type: ignore[arg-type]
+        runner=RunnerConfig(runner="simulated")
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "message"),
+    [
+        (EngineConfig, {"scheduler": {"polcy": "fcfs"}}, r"scheduler: .*unknown field `polcy`"),
+        (EngineConfig, {"scheduler": {"max_num_seqs": 0}}, r"scheduler: .*>= 1.*max_num_seqs"),
+        (EngineConfig, {"scheduler": "fcfs"}, r"EngineConfig.scheduler: Expected `object`"),
+        (EngineConfig, {"cache": RunnerConfig()}, r"EngineConfig.cache: .*got `RunnerConfig`"),
+        (SchedulerConfig, {"max_num_seqs": "many"}, r"max_num_seqs: Expected `int`.*got 'many'"),
+        (SchedulerConfig, {"max_num_seqs": 0}, r"max_num_seqs: Expected `int` >= 1, got 0"),
+        (SchedulerConfig, {"max_num_seqs": True}, r"max_num_seqs: Expected `int`, got `bool`"),
+        (RunnerConfig, {"runner": "simulatd"}, r"runner: Invalid enum value 'simulatd'"),
+        (CacheConfig, {"watermark": 1.0}, r"watermark: Expected `float` < 1.0"),
+        (ModelConfig, {"model": Path("x")}, r"model: Expected `str`, got `PosixPath`"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_where_it_is_given(
+    section: type[Section], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        section(**fields)
+
+
+def test_a_replaced_value_is_checked_and_a_whole_number_is_a_float() -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        msgspec.structs.replace(CacheConfig(), block_size=0)
+    assert isinstance(RunnerConfig(step_base_ms=4).step_base_ms, float)
+
+
+WITHOUT_EFFECT = [
+    ({"runner": "simulated", "threads": 2}, "runner.threads is 2, .*simulated"),
+    ({"runner": "simulated", "device": "cpu"}, "runner.device is 'cpu', .*simulated"),
+    ({"runner": "simulated", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
+    ({"runner": "simulated", "enforce_eager": True}, "enforce_eager"),
+    ({"runner": "simulated", "dtype": "float32"}, "model.dtype is 'float32', .*simulated"),
+    ({"runner": "simulated", "fused": False}, "model.fused is False"),
+    ({"runner": "simulated", "kv_cache_gib": 1.0}, "cache.kv_cache_gib is 1.0, .*simulated"),
+    ({"runner": "simulated", "kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype"),
+    ({"runner": "simulated", "simulated_draft_acceptance": 0.5}, "simulated_draft_tokens is 0"),
+    ({"profile": "embedded-cpu"}, "runner.profile is 'embedded-cpu', .*runner.runner is model"),
+    ({"step_base_ms": 4.0}, "runner.step_base_ms is 4.0, .*runner.runner is model"),
+    ({"simulated_output_tokens": 9}, "runner.simulated_output_tokens"),
+    ({"num_kv_blocks": 9, "kv_cache_gib": 1.0}, "cache.kv_cache_gib is 1.0, .*num_kv_blocks"),
+    ({"shadow_max_share": 0.5}, "shadow.shadow_max_share is 0.5, .*no shadow.shadow_policy"),
+]
+
+
+def make_config(fields: dict[str, Any]) -> EngineConfig:
+    """From bare names of settings: no name is in two sections."""
+    tree: dict[str, dict[str, Any]] = {}
+    for section, kind in EngineConfig.__annotations__.items():
+        for name in kind.__struct_fields__:
+            if name in fields:
+                tree.setdefault(section, {})[name] = fields[name]
+    return EngineConfig(**tree)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("fields", "message"), WITHOUT_EFFECT)
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_setting_without_effect_is_refused_before_anything_is_loaded(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await AsyncEngine(make_config(fields)).start()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"runner": "simulated", "threads": None, "dtype": "auto"},  # said, but it is the default
+        {"runner": "simulated", "profile": "example", "step_base_ms": 1.0, "num_kv_blocks": 9},
+        {"runner": "simulated", "simulated_draft_tokens": 2, "simulated_draft_acceptance": 0.5},
+        {"shadow_policy": "fcfs", "shadow_max_share": 0.5},
+        {"threads": 1, "dtype": "float32", "fused": False, "kv_cache_gib": 1.0},
+    ],
+)
+def test_a_setting_with_an_effect_is_taken(fields: dict[str, Any]) -> None:
+    make_config(fields).check_effects()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_runner_of_the_callers_own_is_not_held_against_the_settings() -> None:
+    config = EngineConfig(runner=RunnerConfig(profile="embedded-cpu"))  # as a comparison reads it
+    async with AsyncEngine(config, runner=SimulatedRunner(config, ModelInfo(config.model))):
+        pass
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_revision_of_a_model_that_is_here_is_refused(is_local: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = str(tmp_path) if is_local else "embedded"
+    where = "a local directory" if is_local else "shipped with aioserve"
+    with pytest.raises(ConfigError, match=f"model.revision is 'main', .*{where}"):
+        ModelInfo(ModelConfig(model=model, revision="main"))
+
+
+def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--runner", "simulated", "--threads", "2", "--port", "0"]) == 2
+    assert "aioserve: error: runner.threads is 2, which has no effect" in capsys.readouterr().err

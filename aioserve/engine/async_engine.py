@@ -134,6 +134,7 @@ class AsyncEngine:
         if self.config.shadow.shadow_policy is not None:
             self._shadow_settings()
         if self._runner is None:
+            self.config.check_effects()
             self._runner = make_runner(self.config, self.model_info)
         if self.config.scheduler.pipeline_depth is None:
             scheduler = msgspec.structs.replace(

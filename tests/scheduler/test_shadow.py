@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aioserve.policies.fcfs import FCFSScheduler
 
@@ -47,10 +48,11 @@ def run(
     share: float = 1.0,
 ) -> tuple[Any, AsyncEngine]:
     config = EngineConfig(
-        runner=RunnerConfig(runner="simulated"),
-        scheduler=SchedulerConfig(policy=policy),
-        shadow=ShadowConfig(shadow_policy=shadow, shadow_max_share=share),
+        runner=RunnerConfig(runner="simulated"), scheduler=SchedulerConfig(policy=policy)
     )
+    if shadow is not None:
+        settings = ShadowConfig(shadow_policy=shadow, shadow_max_share=share)
+        config = msgspec.structs.replace(config, shadow=settings)
 
     async def with_engine() -> tuple[Any, AsyncEngine]:
         async with AsyncEngine(config) as engine:
