@@ -8,6 +8,7 @@
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
     ├── EngineStartError        an engine was started twice, or after its end
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
+    ├── InvariantError          aioserve's own books do not add up: a bug, or private state was used
     ├── RunnerDeadError         the model runner cannot run another step; the engine ends
     └── ConfigError             the process cannot start as configured
         └── UnknownPolicyError  no policy of that name
@@ -57,6 +58,10 @@ class EngineDeadError(AioserveError):
 
 class PolicyError(AioserveError):
     """A policy broke a rule; the message names the policy and the rule."""
+
+
+class InvariantError(AioserveError):
+    """What must always hold does not: a bug of ours, or of code that reached into private state."""
 
 
 class RunnerDeadError(AioserveError):

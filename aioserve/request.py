@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason
 from aioserve.sampling_params import SamplingParams
 
@@ -123,7 +124,6 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         *,
-        max_total_tokens: int,
         arrival_time: float = 0.0,
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
@@ -134,8 +134,8 @@ class Request:
         deadline: float | None = None,
         client_index: int = 0,
     ) -> None:
-        """`max_total_tokens` bounds prompt and output together (the model's length limit);
-        `encoder_inputs` come in order of position; `deadline` is a time of the scheduler's clock.
+        """`encoder_inputs` come in order of position; `deadline` is a time of the scheduler's
+        clock.
         """
         self.request_id = request_id  # unique among those that live
         self.sampling_params = sampling_params  # how its tokens are chosen; `max_tokens` is in it
@@ -152,11 +152,7 @@ class Request:
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)  # of the prompt
         self.num_tokens = self.num_prompt_tokens  # known: the prompt and the output so far
-        if sampling_params.max_tokens is not None:
-            max_total_tokens = min(
-                max_total_tokens, self.num_prompt_tokens + sampling_params.max_tokens
-            )
-        self.max_total_tokens = max_total_tokens  # most that prompt and output can become
+        self.max_total_tokens = 0  # most that both can become; set at the scheduler's door
         eos = () if sampling_params.ignore_eos else eos_token_ids
         # tokens that end it: the EOS of the model, unless ignored, and those it asked for
         self.stop_token_ids = frozenset((*eos, *sampling_params.stop_token_ids))
@@ -173,6 +169,24 @@ class Request:
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index
+
+    def bound_length(self, max_model_len: int) -> None:
+        """Set `max_total_tokens` from `max_tokens` and the model's limit for prompt and output.
+
+        Raises `RequestError` for a prompt that is empty or leaves no room for an output.
+        """
+        num_prompt_tokens, max_tokens = self.num_prompt_tokens, self.sampling_params.max_tokens
+        if num_prompt_tokens < 1:
+            raise RequestError("the prompt must have at least one token", param="prompt")
+        if num_prompt_tokens >= max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} "
+                "for prompt and output together",
+                param="prompt",
+            )
+        self.max_total_tokens = max_model_len
+        if max_tokens is not None:
+            self.max_total_tokens = min(max_model_len, num_prompt_tokens + max_tokens)
 
     @property
     def num_output_tokens(self) -> int:

@@ -62,7 +62,6 @@ class Load:
             f"req-{self.rng.getrandbits(128):032x}",
             [self.rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS)],
             SamplingParams(),
-            max_total_tokens=self.max_model_len,
             arrival_time=float(self.num_added),
         )
         self.scheduler.add_request(request)

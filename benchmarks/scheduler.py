@@ -27,7 +27,8 @@ PROMPT_TOKENS = 200
 
 def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> SchedulerInterface:
     """A scheduler with so many requests in decode and so many behind them."""
-    blocks_each = -(-(PROMPT_TOKENS + num_steps + 200) // BLOCK_SIZE)
+    max_model_len = PROMPT_TOKENS + num_steps + 200
+    blocks_each = -(-max_model_len // BLOCK_SIZE)
     kv_cache = KVCacheManager(num_running * blocks_each, BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=num_running,
@@ -37,7 +38,7 @@ def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Sch
     )
     make_scheduler: Any = load_policy(policy)
     scheduler: SchedulerInterface = make_scheduler(
-        config, kv_cache, max_model_len=2048, clock=time.monotonic
+        config, kv_cache, max_model_len=max_model_len, clock=time.monotonic
     )
     for i in range(num_running + num_waiting):
         scheduler.add_request(
@@ -45,7 +46,6 @@ def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Sch
                 f"request-{i}",
                 [i % 997] * (PROMPT_TOKENS - i % BLOCK_SIZE),  # block borders at different steps
                 SamplingParams(),
-                max_total_tokens=PROMPT_TOKENS + num_steps + 200,
                 arrival_time=i * 1e-6,
                 eos_token_ids=(1,),
                 user=f"user-{i % 100}",

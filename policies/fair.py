@@ -10,7 +10,7 @@ less fairness. Work computed again after a preemption is not charged. Each admis
 microseconds per client that waits, 0.5 with a quantum.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from aioserve.scheduler import (
@@ -39,9 +39,11 @@ class FairScheduler(BaseScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.served: dict[str, float] = {}  # virtual tokens by client
         self.floor = 0.0  # the lowest counter of those who wait, or waited last; it only rises
-        self._waited: dict[str, Request] = {}  # by client, in the last step
+        # Virtual tokens by client. Who is not in it, as those who run at a switch of the policy,
+        # starts at the floor.
+        self.served: dict[str, float] = defaultdict(lambda: self.floor)
+        self._waited: set[str] = set()  # clients, in the last step
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
@@ -82,15 +84,15 @@ class FairScheduler(BaseScheduler):
 
     def lift_newcomers(self) -> None:
         """No credit for having been away."""
-        waiting = {request.user: request for request in self.waiting.heads()}
-        stayed = [self.served[user] for user in waiting if user in self._waited]
+        waiting = {request.user for request in self.waiting.heads()}
+        stayed = [self.served[user] for user in waiting & self._waited]
         self.floor = max(self.floor, min(stayed, default=0.0))
-        for user in waiting:
-            if user not in self._waited:
-                self.served[user] = max(self.served.get(user, 0.0), self.floor)
+        for user in waiting - self._waited:
+            self.served[user] = max(self.served[user], self.floor)
         self._waited = waiting
 
     def forget(self) -> None:
         """Drop who is gone and would start at the floor anyway: so memory stays bounded."""
-        present = self._waited.keys() | {request.user for request in self.running}
-        self.served = {u: s for u, s in self.served.items() if s > self.floor or u in present}
+        present = self._waited | {request.user for request in self.running}
+        for user in [u for u, s in self.served.items() if s <= self.floor and u not in present]:
+            del self.served[user]

@@ -33,7 +33,7 @@ class PriorityScheduler(BaseScheduler):
         return step.output()
 
     def admit(self, step: Step, request: Request) -> bool:
-        """Admit a request, throwing out less urgent ones as long as that can help."""
+        """Let a request in, throwing out less urgent ones as long as that can help."""
         while not step.admit(request):
             victim = self.choose_victim()
             if (
@@ -41,6 +41,6 @@ class PriorityScheduler(BaseScheduler):
                 or victim is None
                 or victim.priority <= request.priority
             ):
-                return request.wait_reason is WaitReason.PREEMPTED  # others may still fit
+                return False  # nobody behind it gets in, or would have to leave for it soon
             step.preempt(victim)
         return True

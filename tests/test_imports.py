@@ -25,8 +25,8 @@ ALLOWED = {
     },
     "aioserve.outputs": set(),
     "aioserve.model_info": {"aioserve.config", "aioserve.errors"},
-    "aioserve.request": {"aioserve.outputs", "aioserve.sampling_params"},
-    "aioserve.kv_cache": {"aioserve.request"},
+    "aioserve.request": {"aioserve.errors", "aioserve.outputs", "aioserve.sampling_params"},
+    "aioserve.kv_cache": {"aioserve.errors", "aioserve.request"},
     "aioserve.scheduler": {
         "aioserve",  # its version
         "aioserve.config",

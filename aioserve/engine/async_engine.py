@@ -19,6 +19,7 @@ from aioserve.engine.clock import clock_of
 from aioserve.engine.core import EngineCore
 from aioserve.engine.decision_log import recorded
 from aioserve.engine.input_processor import InputProcessor, Prompt
+from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor, Samples
 from aioserve.engine.request_log import RequestLog
@@ -37,8 +38,13 @@ from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, Sche
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
-from aioserve.scheduler.recording import RecordingScheduler, make_successor
+from aioserve.scheduler import (
+    BaseScheduler,
+    SchedulerInterface,
+    load_policy,
+    make_successor,
+)
+from aioserve.scheduler.recording import RecordingScheduler
 from aioserve.scheduler.shadow import Shadow, ShadowedScheduler
 
 logger = logging.getLogger(__name__)
@@ -68,7 +74,7 @@ class AsyncEngine:
     ) -> None:
         """Cheap; `start` does the work. `runner` replaces the one that the config names;
         `on_kv_event` is called, between steps, with what became findable in the KV cache or was
-        lost.
+        lost; if it raises, that is logged and the engine goes on.
         """
         self.config = config or EngineConfig()
         self.model_info = ModelInfo(self.config.model)
@@ -80,6 +86,7 @@ class AsyncEngine:
         )
         self._runner = runner
         self._on_kv_event = on_kv_event
+        self._kv_events: KVEventRelay | None = None
         self._request_log: RequestLog | None = None
         self._core: EngineCore | None = None
         self._task: asyncio.Task[None] | None = None
@@ -162,8 +169,12 @@ class AsyncEngine:
             cache.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             watermark=cache.watermark,
-            on_event=self._on_kv_event,
+            record_events=self._on_kv_event is not None,
         )
+        if self._on_kv_event is not None:
+            self._kv_events = KVEventRelay(
+                kv_cache, self._on_kv_event, lambda error: self._log_failure("on_kv_event", error)
+            )
         self.max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         self._clock = clock_of(asyncio.get_running_loop())
         # A policy that implements the interface without BaseScheduler is built the same way.
@@ -194,6 +205,7 @@ class AsyncEngine:
             deliver=self._deliver,
             expire=self._expire,
             fail=self._fail,
+            after_step=self._tell_kv_events,
         )
         self._task = asyncio.create_task(self._core.run(), name="aioserve-engine")
         self._task.add_done_callback(self._on_task_done)
@@ -308,7 +320,6 @@ class AsyncEngine:
                     sample_id,
                     token_ids,
                     own,
-                    max_total_tokens=self.max_model_len,
                     arrival_time=arrival_time,
                     eos_token_ids=self.model_info.eos_token_ids,
                     priority=priority,
@@ -377,9 +388,9 @@ class AsyncEngine:
         if isinstance(old, RecordingScheduler):
             old.switch(settings)
         elif isinstance(watched, ShadowedScheduler):
-            watched.live = make_successor(old, settings, self.max_model_len, self._clock)
+            watched.live = make_successor(old, load_policy(policy), settings)
         else:
-            new = make_successor(old, settings, self.max_model_len, self._clock)
+            new = make_successor(old, load_policy(policy), settings)
         self._core.switch_scheduler(new)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
@@ -388,7 +399,9 @@ class AsyncEngine:
         """Forget cached prefixes; True if the KV cache is now empty."""
         self._check_alive()
         assert self._core is not None
-        return self._core.scheduler.reset_prefix_cache()
+        is_empty = self._core.scheduler.reset_prefix_cache()
+        self._tell_kv_events()
+        return is_empty
 
     def get_stats(self) -> SchedulerStats | None:
         """The scheduler's state and totals; None before the start and after the end."""
@@ -467,6 +480,14 @@ class AsyncEngine:
             self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
         if self._shadow is not None:
             self._advance_shadow()
+
+    def _log_failure(self, culprit: str, error: Exception) -> None:
+        if self._core is not None:
+            self._core.log_failure(culprit, error)
+
+    def _tell_kv_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.deliver()
 
     def _expire(self, request_ids: list[str]) -> None:
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())

@@ -51,10 +51,11 @@ class EngineCore:
         deliver: Deliver,
         expire: Expire,
         fail: Fail,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         """`deliver` gets the outputs of each step, `expire` the ids whose deadline has passed,
-        `fail` those that lost their step and why. `stall_timeout` is in seconds, `clock` is the
-        scheduler's.
+        `fail` those that lost their step and why; `after_step` is called when all that is done.
+        `stall_timeout` is in seconds, `clock` is the scheduler's.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -64,6 +65,7 @@ class EngineCore:
         self._deliver = deliver
         self._expire = expire
         self._fail = fail
+        self._after_step = after_step
         #: What the policy did wrong in its last step, and when; None: it works.
         self.policy_failure: tuple[Exception, float] | None = None
         self.num_policy_failures = 0
@@ -120,6 +122,7 @@ class EngineCore:
             self._deliver(client_outputs.outputs)
         while self._failed:
             self._fail(*self._failed.pop(0))
+        self._after_step()
         if not self._in_flight:
             await self._sleep()
 
@@ -169,9 +172,9 @@ class EngineCore:
         self.policy_failure = error, self._clock()
         self.num_policy_failures += 1
         self._failed.append((request_ids, error))
-        self._log(f"policy {self._policy}", error)
+        self.log_failure(f"policy {self._policy}", error)
 
-    def _log(self, culprit: str, error: Exception) -> None:
+    def log_failure(self, culprit: str, error: Exception) -> None:
         """A line with a traceback, unless there was one about the same culprit just now."""
         throttle = self._throttles.setdefault(culprit, _Throttle())
         num_held = throttle.let_through(self._clock())
@@ -210,7 +213,7 @@ class EngineCore:
         except RunnerDeadError:
             raise
         except Exception as error:
-            self._log("the runner's step", error)
+            self.log_failure("the runner's step", error)
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()

@@ -1,11 +1,13 @@
 """A fixed pool of KV blocks: who holds them, which are free, which can be found by hash.
 
-Knows block ids, reference counts and hashes. Knows nothing about requests or tokens.
+Knows block ids, reference counts and hashes. Knows nothing about requests or tokens, and calls
+nobody: what an observer wants to hear is noted, for somebody to take.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from aioserve.errors import InvariantError
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
 
@@ -14,12 +16,13 @@ class BlockPool:
 
     A block is in exactly one of three places: held (reference count > 0), `_unused` (free and not
     in the index), or `_evictable` (free, still in the index, least recently freed first). Unused
-    blocks are handed out first, so the index lives as long as memory allows.
+    blocks are handed out first, so the index lives as long as memory allows. A call that would
+    break this raises `InvariantError`.
     """
 
-    def __init__(self, num_blocks: int, on_event: Callable[[KVEvent], None] | None = None) -> None:
-        """`on_event` hears of every content that leaves the index."""
-        self._on_event = on_event
+    def __init__(self, num_blocks: int, events: list[KVEvent] | None = None) -> None:
+        """To `events` is appended every content that leaves the index."""
+        self._events = events
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks  # that `allocate` can hand out, evicting if need be
         self.ref_counts = [0] * num_blocks
@@ -39,7 +42,10 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list, evicting cached ones last, oldest first."""
-        assert num_blocks <= self.num_free_blocks, "callers check num_free_blocks first"
+        if not 0 <= num_blocks <= self.num_free_blocks:
+            raise InvariantError(
+                f"{num_blocks} KV blocks are asked for, {self.num_free_blocks} are free"
+            )
         unused, ref_counts = self._unused, self.ref_counts
         num_unused = len(unused)
         if num_unused > num_blocks:
@@ -56,6 +62,8 @@ class BlockPool:
         """Take one more reference to blocks found by `lookup`."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
+                if self._hashes[block_id] is None:
+                    raise InvariantError(f"block {block_id} is not held and has no content")
                 self._stale[block_id] = self._stale.get(block_id, 0) + 1
                 self._num_stale += 1
                 self.num_free_blocks -= 1
@@ -68,13 +76,16 @@ class BlockPool:
         ref_counts, hashes = self.ref_counts, self._hashes
         unused, evictable = self._unused, self._evictable
         num_entries = len(unused) + len(evictable)
-        for block_id in block_ids:
-            ref_counts[block_id] = count = ref_counts[block_id] - 1
-            if not count:
-                (unused if hashes[block_id] is None else evictable).append(block_id)
-            else:
-                assert count > 0, f"block {block_id} freed twice"
-        self.num_free_blocks += len(unused) + len(evictable) - num_entries
+        try:
+            for block_id in block_ids:
+                count = ref_counts[block_id] - 1
+                if count < 0:
+                    raise InvariantError(f"block {block_id} is freed, but nobody holds it")
+                ref_counts[block_id] = count
+                if not count:
+                    (unused if hashes[block_id] is None else evictable).append(block_id)
+        finally:  # those before it are free now
+            self.num_free_blocks += len(unused) + len(evictable) - num_entries
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None if there is none."""
@@ -85,25 +96,28 @@ class BlockPool:
         index, hashes = self._index, self._hashes
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_hash not in index:
+                if not self.ref_counts[block_id]:
+                    raise InvariantError(f"block {block_id} gets content, but nobody holds it")
                 index[block_hash] = block_id
                 hashes[block_id] = block_hash
 
     def unregister(self, block_id: int) -> None:
         """Make a held block unfindable, because it will not be computed after all."""
-        assert self.ref_counts[block_id] > 0
+        if not self.ref_counts[block_id]:
+            raise InvariantError(f"block {block_id} loses its content, but nobody holds it")
         if (block_hash := self._hashes[block_id]) is not None:
             self._hashes[block_id] = None
             del self._index[block_hash]
-            if self._on_event is not None:
-                self._on_event(BlockRemoved(block_hash))
+            if self._events is not None:
+                self._events.append(BlockRemoved(block_hash))
 
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
         self._unused.extend(reversed(self._take_evictable()))
         self._index.clear()
         self._hashes = [None] * self.num_blocks
-        if self._on_event is not None:
-            self._on_event(AllBlocksCleared())
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
 
     def _evict(self, num_blocks: int, block_ids: list[int]) -> None:
         """Append the blocks that were freed first, now without content, to `block_ids`."""
@@ -113,13 +127,14 @@ class BlockPool:
             if block_id in stale and self._is_stale(block_id):
                 continue
             block_hash = hashes[block_id]
-            assert block_hash is not None
+            if block_hash is None:
+                raise InvariantError(f"block {block_id} is to be evicted, but has no content")
             hashes[block_id] = None
             del index[block_hash]
             block_ids.append(block_id)
             num_blocks -= 1
-            if self._on_event is not None:
-                self._on_event(BlockRemoved(block_hash))
+            if self._events is not None:
+                self._events.append(BlockRemoved(block_hash))
 
     def _is_stale(self, block_id: int) -> bool:
         """Whether the entry of it that was just taken from the front is stale; if so, forget it."""

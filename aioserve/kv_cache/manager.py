@@ -4,10 +4,10 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from hashlib import blake2b
 from struct import pack
 
+from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.request import Request
@@ -25,15 +25,15 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         watermark: float = 0.01,
-        on_event: Callable[[KVEvent], None] | None = None,
+        record_events: bool = False,
     ) -> None:
-        """`watermark` is the share of the pool that `can_admit` keeps free; `on_event` hears of
-        every content that becomes findable or is lost.
+        """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
+        for `take_events` what becomes findable and what is lost.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, on_event)
-        self._on_event = on_event
+        self._events: list[KVEvent] | None = [] if record_events else None
+        self.pool = BlockPool(num_blocks, self._events)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
@@ -109,10 +109,17 @@ class KVCacheManager:
         Room for the whole prompt at once: a prompt that is computed in chunks can then never run
         out of blocks half-way, and nobody is admitted only to be thrown out.
         """
+        if request.block_ids:
+            raise InvariantError(f"{request!r} is admitted, but it holds blocks already")
         pool = self.pool
-        pool.touch(computed_blocks)
         num_new = self._num_blocks(num_slots) - len(computed_blocks)
-        request.block_ids = computed_blocks + pool.allocate(num_new)
+        pool.touch(computed_blocks)
+        try:
+            new_block_ids = pool.allocate(num_new)
+        except InvariantError:
+            pool.free(reversed(computed_blocks))
+            raise
+        request.block_ids = computed_blocks + new_block_ids
         request.num_slots = len(request.block_ids) * self.block_size
         request.num_cached_blocks = len(computed_blocks)
         request.num_computed_tokens = len(computed_blocks) * self.block_size
@@ -141,10 +148,10 @@ class KVCacheManager:
         if end > len(request.block_hashes):
             self._hash_blocks(request, end)
         block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
-        if self._on_event is not None:
+        if self._events is not None:
             for i, block_hash in enumerate(hashes, start=first):
                 if self.pool.lookup(block_hash) is None:
-                    self._on_event(self._stored(request, i))
+                    self._events.append(self._stored(request, i))
         self.pool.register(block_ids, hashes)
         request.num_cached_blocks = end
         return block_ids
@@ -155,6 +162,18 @@ class KVCacheManager:
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
+
+    def take_events(self) -> list[KVEvent]:
+        """What happened to the prefix index since the last call, in order; told once.
+
+        Ask between two calls of the scheduler: then blocks, index and events agree. Empty without
+        `record_events`.
+        """
+        if not self._events:
+            return []
+        events = self._events.copy()
+        self._events.clear()
+        return events
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

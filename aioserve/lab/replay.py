@@ -152,7 +152,6 @@ def make_request(added: Added) -> Request:
         added.request_id,
         added.token_ids,
         added.sampling_params,
-        max_total_tokens=added.max_total_tokens,
         arrival_time=added.arrival_time,
         priority=added.priority,
         user=added.user,

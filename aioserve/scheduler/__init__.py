@@ -13,6 +13,7 @@ from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
+from aioserve.scheduler.succession import make_successor
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -38,4 +39,5 @@ __all__ = [
     "WaitReason",
     "available_policies",
     "load_policy",
+    "make_successor",
 ]

@@ -10,9 +10,7 @@ from aioserve.scheduler.queue import RequestQueue
 
 
 def check_size(request: Request, num_slots: int) -> None:
-    """Every request must be able to run alone. Raises `RequestError`."""
-    if request.num_prompt_tokens < 1:
-        raise RequestError("the prompt must have at least one token", param="prompt")
+    """Every request must be able to run alone, up to its bound. Raises `RequestError`."""
     # The last token is never computed, so a request needs one slot less than its length.
     if request.max_total_tokens - 1 > num_slots:
         raise RequestError(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, PolicyError, RequestError
+from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
 from aioserve.nearest import explain
 from aioserve.outputs import (
@@ -63,6 +63,7 @@ class BaseScheduler(SchedulerInterface):
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.num_lookahead_tokens = config.num_lookahead_tokens
         self.max_encoder_tokens = config.max_encoder_tokens
+        self.max_model_len = max_model_len  # of prompt and output together, tokens
         self.kv_cache = kv_cache  # blocks and cached prefixes
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_tokens)
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
@@ -73,7 +74,6 @@ class BaseScheduler(SchedulerInterface):
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self._returning: set[Request] = set()  # preempted, but a step in flight still has them
         self._ended: set[Request] = set()  # finished, but a step in flight may write their blocks
         self._finished_req_ids: list[str] = []  # not yet told to the runner
         self._timers = Timers(config.queue_timeout)
@@ -93,7 +93,9 @@ class BaseScheduler(SchedulerInterface):
         """Who runs in this step, with how many tokens? Ends with `return step.output()`."""
 
     def order(self, request: Request) -> Any:
-        """Who goes first: smaller keys do. Asked whenever a request enters the queue."""
+        """Who goes first: smaller keys do. Asked whenever a request enters the queue: when it
+        comes, when it is preempted, and for all when the policy takes over.
+        """
         return request.arrival_time
 
     def victim(self) -> Request | None:
@@ -122,16 +124,17 @@ class BaseScheduler(SchedulerInterface):
         """Continue where `other`, which shares the KV cache, stands: between two steps, and before
         this one has a request of its own. What `other` counted for its own policy stays behind.
 
-        Raises `PolicyError` if `order` fails for a request; nothing has changed then.
+        Called by `make_successor`, which puts the order keys back if this raises: `PolicyError` if
+        `order` fails for a request, `ConfigError` if one could never run under this policy.
         """
-        assert not self._requests
-        assert self.kv_cache is other.kv_cache
-        waiting = list(other.waiting)
-        keys = {r: self._order_key(r, r.order_key[1]) for r in other._requests.values()}
-        for request, key in keys.items():
-            request.order_key = key
+        if self._requests or self.kv_cache is not other.kv_cache:
+            raise InvariantError("only a fresh scheduler on the same KV cache can take over")
+        waiting = list(other.waiting)  # before its keys change
+        for request in other.get_requests():
+            self._check_takeover(request)
+            request.order_key = self._order_key(request, request.order_key[1])
         for request in waiting:
-            self.waiting.add(request)
+            self._line_up(request)
         for name in HANDED_OVER:
             setattr(self, name, getattr(other, name))
 
@@ -175,11 +178,12 @@ class BaseScheduler(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        request.bound_length(self.max_model_len)
         check_size(request, self.kv_cache.num_slots)
         check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
         check_queue(request, self.waiting, self._config)
         request.order_key = self._order_key(request, self._num_added)
-        self.waiting.add(request)
+        self._line_up(request)
         self._requests[request.request_id] = request
         self._timers.add(request)
         self._num_added += 1
@@ -249,8 +253,8 @@ class BaseScheduler(SchedulerInterface):
                 outs = outputs.setdefault(client_index, [])
             outs.append(output)
         if any_finished:
-            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-        if self._returning or self._ended:
+            self._drop_finished()
+        if self._ended:
             self._settle(requests)
         if model_runner_output.draft_token_ids:
             self._take_drafts(requests, model_runner_output.draft_token_ids)
@@ -260,7 +264,8 @@ class BaseScheduler(SchedulerInterface):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        assert finished_status.is_finished
+        if not finished_status.is_finished:
+            raise InvariantError(f"requests cannot end with status {finished_status.name}")
         if request_ids is None:
             request_ids = list(self._requests)
         elif isinstance(request_ids, str):
@@ -269,12 +274,10 @@ class BaseScheduler(SchedulerInterface):
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                if request in self.waiting:
-                    self.waiting.remove(request)
                 self._finish(request, finished_status)
                 finished.append(request_id)
         if finished:
-            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+            self._drop_finished()
         if finished_status is RequestStatus.FINISHED_ERROR:
             # A step that failed may not have written what is listed as computed by it.
             self.kv_cache.pool.clear_index()
@@ -288,14 +291,22 @@ class BaseScheduler(SchedulerInterface):
         """An unfinished request by its id; None if there is none."""
         return self._requests.get(request_id)
 
+    def get_requests(self) -> list[Request]:
+        """All unfinished requests, in order of arrival."""
+        return list(self._requests.values())
+
     def get_wait_reasons(self) -> dict[str, WaitReason]:
-        reasons = {
+        in_flight = {request for _, requests in self._in_flight for request in requests}
+        return {
             request.request_id: (
-                request.wait_reason if request.wait_step_id == self.num_steps else WaitReason.POLICY
+                WaitReason.IN_FLIGHT
+                if request in in_flight
+                else request.wait_reason
+                if request.wait_step_id == self.num_steps
+                else WaitReason.POLICY
             )
             for request in self.waiting
         }
-        return reasons | {r.request_id: WaitReason.IN_FLIGHT for r in self._returning}
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self._requests) - len(self.running)
@@ -338,6 +349,8 @@ class BaseScheduler(SchedulerInterface):
             token_ids = self._until_stop(request, token_ids)
         request.token_ids += token_ids
         request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
+        if request.status is RequestStatus.PREEMPTED:
+            self.waiting.num_tokens += len(token_ids)
         if request.num_target_tokens < num_tokens:
             # It was preempted with this token in flight, or reached its limit.
             request.num_target_tokens = min(num_tokens, request.max_total_tokens - 1)
@@ -357,48 +370,64 @@ class BaseScheduler(SchedulerInterface):
         )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request; the caller drops it from `waiting` and `running`."""
+        """End a request; the caller drops it from `running`."""
+        if request in self.waiting:
+            self.waiting.remove(request)
         if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
             self._finished_req_ids.append(request.request_id)
         request.status = status
         del self._requests[request.request_id]
-        self._returning.discard(request)
+        self._timers.forget(request)
         self._release_encoder_outputs(request)
         if self._is_in_flight(request):
             self._ended.add(request)
         else:
             self.kv_cache.free(request)
 
-    def _return_to_queue(self, request: Request, status_before: RequestStatus | None) -> None:
-        """Take everything from a running request and let it wait again, in its old place.
+    def _drop_finished(self) -> None:
+        """Some of `running` have ended: nothing here may keep them."""
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        self._last_decodes = Decodes([])
 
-        `status_before` is set for one that was admitted in this very step.
+    def _requeue(self, requests: dict[Request, RequestStatus | None]) -> None:
+        """Let running requests wait again, each where `order` puts it now; by each its status
+        before, if it was admitted in this very step. If the policy raises, nothing has changed.
         """
+        before = [
+            (r.status, r.num_computed_tokens, r.num_preemptions, r.order_key) for r in requests
+        ]
+        try:
+            for request, status in requests.items():
+                request.status = status or RequestStatus.PREEMPTED
+                request.num_computed_tokens = 0
+                request.num_preemptions += status is None
+                request.order_key = self._order_key(request, request.order_key[1])
+                self._line_up(request)
+        except Exception:
+            for request, (status, num_computed, num_preemptions, key) in zip(
+                requests, before, strict=True
+            ):
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                request.status, request.num_computed_tokens = status, num_computed
+                request.num_preemptions, request.order_key = num_preemptions, key
+            raise
+        self._num_preemptions += sum(status is None for status in requests.values())
+        self.running = [r for r in self.running if r not in requests]
+
+    def _take_back(self, request: Request) -> None:
+        """Take everything from a request that waits again."""
         self.kv_cache.free(request)
         self._release_encoder_outputs(request)
-        request.status = status_before or RequestStatus.PREEMPTED
         request.draft_token_ids = []
-        request.num_computed_tokens = 0
         request.num_target_tokens = request.num_tokens
-        self.running = [r for r in self.running if r is not request]
-        if status_before is None:
-            request.num_preemptions += 1
-            self._num_preemptions += 1
-        request.order_key = self._order_key(request, request.order_key[1])
-        if self._is_in_flight(request):
-            self._returning.add(request)  # its next token is on the way
-        else:
-            self.waiting.add(request)
 
     def _settle(self, requests: list[Request]) -> None:
-        """After a step is back: what only waited for it is freed or waits in line again."""
+        """After a step is back: blocks are freed that were only held for it."""
         for request in requests:
             if request in self._ended and not self._is_in_flight(request):
                 self._ended.remove(request)
                 self.kv_cache.free(request)
-            elif request in self._returning and not self._is_in_flight(request):
-                self._returning.remove(request)
-                self.waiting.add(request)
 
     def _is_in_flight(self, request: Request) -> bool:
         return any(request in requests for _, requests in self._in_flight)
@@ -410,6 +439,28 @@ class BaseScheduler(SchedulerInterface):
         except Exception as error:
             raise PolicyError(
                 f"policy {type(self).__name__} raised {error!r} in order()"
+            ) from error
+
+    def _line_up(self, request: Request) -> None:
+        """Put a request in its place. Raises `PolicyError` for a key that cannot be compared."""
+        try:
+            self.waiting.add(request)
+        except InvariantError:
+            raise
+        except Exception as error:
+            raise PolicyError(
+                f"policy {type(self).__name__}: order() returned {request.order_key[0]!r:.100}, "
+                f"which cannot be compared: {error!r}"
+            ) from error
+
+    def _check_takeover(self, request: Request) -> None:
+        """What was accepted for another policy must be able to run under this one."""
+        try:
+            check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
+        except RequestError as error:
+            raise ConfigError(
+                f"policy {type(self).__name__} cannot run request {request.request_id!r}, which "
+                f"was accepted for another: {error}"
             ) from error
 
     def _until_stop(self, request: Request, token_ids: list[int]) -> list[int]:
@@ -491,7 +542,6 @@ HANDED_OVER = (
     "_num_preemptions",
     "_num_prefill_tokens",
     "_requests",
-    "_returning",
     "_timers",
     "_untold_preempted",
 )

@@ -23,8 +23,9 @@ class SchedulerInterface(ABC):
     def add_request(self, request: Request) -> None:
         """Accept a request. From here on it ends in exactly one `finish_reason`.
 
-        Raises `RequestError` for what can never run (longer than the whole KV pool, an id in use)
-        and `EngineOverloadedError` when the waiting queue is full. After a raise nothing remains.
+        Raises `RequestError` for what can never run (longer than `max_model_len`, by
+        `Request.bound_length`, or than the whole KV pool; an id in use) and
+        `EngineOverloadedError` when the waiting queue is full. After a raise nothing remains.
         """
 
     @abstractmethod

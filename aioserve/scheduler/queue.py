@@ -3,10 +3,12 @@
 Knows order keys. Does not know why a request waits or who will be served.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from operator import attrgetter
 
+from aioserve.errors import InvariantError
 from aioserve.request import Request
 
 _order_key = attrgetter("order_key")
@@ -16,12 +18,14 @@ class RequestQueue:
     """Requests sorted by `order_key`, which is unique and fixed while a request waits.
 
     A sorted list: inserting moves pointers (some microseconds at 10,000), iterating costs only
-    what is looked at, so a step's cost does not grow with the queue.
+    what is looked at, so a step's cost does not grow with the queue. Keys are a policy's: whatever
+    comparing them does, nobody is lost.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0  # of all that wait
         self._requests: list[Request] = []
+        self._members: set[Request] = set()
         self._by_user: dict[str, list[Request]] = {}  # each sorted the same way
         self._version = 0  # bumped by every change, so that iterators can find their place again
 
@@ -42,28 +46,44 @@ class RequestQueue:
                 version = self._version
 
     def __contains__(self, request: Request) -> bool:
-        i = bisect_left(self._requests, request.order_key, key=_order_key)
-        return i < len(self._requests) and self._requests[i] is request
+        return request in self._members
 
     def add(self, request: Request) -> None:
-        """Put a request in its place."""
-        insort(self._requests, request, key=_order_key)
-        insort(self._by_user.setdefault(request.user, []), request, key=_order_key)
+        """Put a request in its place. If comparing keys raises, nothing has changed."""
+        if request in self._members:
+            raise InvariantError(f"{request!r} waits already")
+        own = self._by_user.get(request.user, [])
+        place = bisect_right(self._requests, request.order_key, key=_order_key)
+        own_place = bisect_right(own, request.order_key, key=_order_key)
+        self._requests.insert(place, request)
+        own.insert(own_place, request)
+        self._by_user[request.user] = own
+        self._members.add(request)
         self.num_tokens += request.num_tokens
         self._version += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Take a request out, wherever it stands. Raises `InvariantError` if it does not wait."""
+        if request not in self._members:
+            raise InvariantError(f"{request!r} does not wait")
         own = self._by_user[request.user]
         for requests in (self._requests, own):
-            i = bisect_left(requests, request.order_key, key=_order_key)
-            assert requests[i] is request
-            del requests[i]
+            del requests[_place(requests, request)]
         if not own:
             del self._by_user[request.user]
+        self._members.remove(request)
         self.num_tokens -= request.num_tokens
         self._version += 1
 
     def heads(self) -> list[Request]:
         """The first request of every user that waits; cheap however many wait behind them."""
         return [requests[0] for requests in self._by_user.values()]
+
+
+def _place(requests: list[Request], request: Request) -> int:
+    """Where it stands; found the long way if its key says nothing, as NaN does."""
+    with suppress(Exception):
+        i = bisect_left(requests, request.order_key, key=_order_key)
+        if i < len(requests) and requests[i] is request:
+            return i
+    return requests.index(request)

@@ -12,11 +12,9 @@ import msgspec
 
 from aioserve import __version__
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.base import BaseScheduler
 from aioserve.scheduler.delegate import DelegatingScheduler
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -35,6 +33,7 @@ from aioserve.scheduler.records import (
     Updated,
 )
 from aioserve.scheduler.registry import load_policy
+from aioserve.scheduler.succession import make_successor
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -201,7 +200,7 @@ class RecordingScheduler(DelegatingScheduler):
         Raises `ConfigError` or `PolicyError` if it cannot; the old one goes on then.
         """
         now, new, error = self._call(
-            lambda: make_successor(self.live, config, self._max_model_len, self.clock)
+            lambda: make_successor(self.live, load_policy(config.policy), config)
         )
         self._note(lambda: Switched(now, _plain(config), _text(error)))
         self.live = _result(new, error)
@@ -253,21 +252,6 @@ class RecordingScheduler(DelegatingScheduler):
 
     def _counts(self) -> tuple[int, int, int]:
         return *self.live.get_request_counts(), self._kv_cache.pool.num_used_blocks
-
-
-def make_successor(
-    old: SchedulerInterface, config: SchedulerConfig, max_model_len: int, clock: Clock
-) -> BaseScheduler:
-    """The policy of `config`, standing where `old` stands.
-
-    Raises `ConfigError` if it cannot be built, `PolicyError` if it cannot order the requests.
-    """
-    policy = load_policy(config.policy)
-    if not (isinstance(old, BaseScheduler) and issubclass(policy, BaseScheduler)):
-        raise ConfigError("only policies that derive from BaseScheduler can be switched")
-    new = policy(config, old.kv_cache, max_model_len=max_model_len, clock=clock)
-    new.take_over(old)
-    return new
 
 
 def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 
-FORMAT_VERSION = 2  # raise it with every change of a record
+FORMAT_VERSION = 3  # raise it with every change of a record
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -62,7 +62,6 @@ class Added(Record, frozen=True, array_like=True, tag="A"):
     request_id: str
     token_ids: list[int]
     sampling_params: SamplingParams
-    max_total_tokens: int
     arrival_time: float
     stop_token_ids: list[int]
     priority: int
@@ -82,7 +81,6 @@ class Added(Record, frozen=True, array_like=True, tag="A"):
             request.request_id,
             token_ids,
             request.sampling_params,
-            request.max_total_tokens,
             request.arrival_time,
             sorted(request.stop_token_ids),
             request.priority,

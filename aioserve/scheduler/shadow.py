@@ -150,7 +150,6 @@ class Shadow:
             f"shadow-{self._num_followed}",
             live.token_ids[: live.num_prompt_tokens],
             live.sampling_params,
-            max_total_tokens=live.max_total_tokens,
             arrival_time=live.arrival_time,
             priority=live.priority,
             user=live.user,

@@ -167,6 +167,8 @@ class Step:
             return 0
         if request in self._preempted:
             return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step
+        if request.status is RequestStatus.PREEMPTED and scheduler._is_in_flight(request):
+            return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         if limit <= 0:
             return self.hold(request, WaitReason.BUDGET)
         if len(scheduler.running) >= scheduler.max_num_seqs:
@@ -205,18 +207,28 @@ class Step:
     def preempt(self, request: Request) -> None:
         """Free the blocks of a running request, refund its tokens of this step, put it in line.
 
-        It will be computed again from the start, less what the prefix cache still has.
+        It will be computed again from the start, less what the prefix cache still has. Raises
+        `PolicyError` if `order` does; it runs on then.
         """
         if request.status is not RequestStatus.RUNNING:
             return
-        self._refund(request)
-        self._preempted.add(request)
-        status_before = self._admitted.pop(request, None)
-        if status_before is None:
-            self._preempted_req_ids.append(request.request_id)
-        self._scheduler._return_to_queue(request, status_before)
-        for dependent in self._dependents.pop(request, ()):
-            self.preempt(dependent)  # what it relies on would have been computed by this step
+        victims = {request: self._admitted.get(request)}
+        line = [request]
+        for victim in line:  # who relies on what it would have computed in this step goes, too
+            for dependent in self._dependents.get(victim, ()):
+                if dependent not in victims and dependent.status is RequestStatus.RUNNING:
+                    victims[dependent] = self._admitted.get(dependent)
+                    line.append(dependent)
+        self._scheduler._requeue(victims)
+        for victim, status_before in victims.items():
+            self._refund(victim)
+            self._scheduler._take_back(victim)
+            self._preempted.add(victim)
+            self._dependents.pop(victim, None)
+            if status_before is None:
+                self._preempted_req_ids.append(victim.request_id)
+            else:
+                del self._admitted[victim]
 
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""

@@ -13,7 +13,7 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
-from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager, KVEvent
+from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ class SchedulerHarness:
             block_size,
             enable_prefix_caching=enable_prefix_caching,
             watermark=watermark,
-            on_event=self._take_event,
+            record_events=True,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.scheduler = make_scheduler(
@@ -146,7 +146,6 @@ class SchedulerHarness:
             request_id,
             prompt_token_ids,
             SamplingParams(**fields),
-            max_total_tokens=self.max_model_len,
             arrival_time=self.now,
             **of_request,
         )
@@ -157,7 +156,7 @@ class SchedulerHarness:
             self.check()  # after a refusal nothing remains
             raise
         self.requests[request_id] = request
-        self.ledger.open(request)
+        self.ledger.open(request, self.max_model_len)
         self.check()
         return request
 
@@ -300,7 +299,7 @@ class SchedulerHarness:
         `max_steps` is by default many times what the requests need one after the other.
         """
         if max_steps is None:
-            num_tokens = sum(life.request.max_total_tokens for life in self.ledger.alive.values())
+            num_tokens = sum(life.max_total_tokens for life in self.ledger.alive.values())
             max_steps = 500 + 10 * num_tokens
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
@@ -361,6 +360,7 @@ class SchedulerHarness:
     def check(self) -> None:
         """Counts agree; blocks are conserved and reference counts exact."""
         self._check_counts()
+        self._take_events()
         if isinstance(self.scheduler, BaseScheduler):
             self._check_blocks()
 
@@ -505,13 +505,14 @@ class SchedulerHarness:
                     f"{self._where}: {request_id} has status {actual.name}, should be {status.name}"
                 )
 
-    def _take_event(self, event: KVEvent) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.findable.clear()
-        elif isinstance(event, BlockStored):
-            self.findable.add(event.block_hash)
-        else:
-            self.findable.discard(event.block_hash)
+    def _take_events(self) -> None:
+        for event in self.kv_cache.take_events():
+            if isinstance(event, AllBlocksCleared):
+                self.findable.clear()
+            elif isinstance(event, BlockStored):
+                self.findable.add(event.block_hash)
+            else:
+                self.findable.discard(event.block_hash)
 
 
 def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:

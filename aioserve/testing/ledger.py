@@ -18,6 +18,7 @@ class Life:
 
     request: Request
     prompt: list[int]
+    max_total_tokens: int  # prompt and output, by the model's limit and its own
     tokens: list[int] = field(default_factory=list)  # received
     finish_reason: FinishReason | None = None
     was_scheduled: bool = False
@@ -37,7 +38,7 @@ class Life:
         params, last = self.request.sampling_params, self.tokens[-1]
         if last in self.request.stop_token_ids and len(self.tokens) > params.min_tokens:
             return FinishReason.STOP, last if last in params.stop_token_ids else None
-        if len(self.prompt) + len(self.tokens) >= self.request.max_total_tokens:
+        if len(self.prompt) + len(self.tokens) >= self.max_total_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -50,9 +51,11 @@ class Ledger:
         self.alive: dict[str, Life] = {}  # those that wait or run, in order of arrival
         self.untold: dict[str, list[Life]] = {}  # ended, and the runner may not know it yet
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request, max_model_len: int) -> None:
         """A request was accepted."""
-        life = Life(request, list(request.token_ids))
+        prompt, max_tokens = list(request.token_ids), request.sampling_params.max_tokens
+        limit = max_model_len if max_tokens is None else len(prompt) + max_tokens
+        life = Life(request, prompt, min(limit, max_model_len))
         self.lives[request.request_id] = self.alive[request.request_id] = life
 
     def end(

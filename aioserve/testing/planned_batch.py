@@ -211,7 +211,7 @@ class PlannedBatch:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             end = computed.get(request_id, 0) + num_tokens
-            limit = self._ledger.lives[request_id].request.max_total_tokens
+            limit = self._ledger.lives[request_id].max_total_tokens
             if end >= limit:
                 raise ContractViolation(
                     f"{where}: {request_id} computes {end} tokens, but ends at its length limit of "

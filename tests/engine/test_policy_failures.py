@@ -15,7 +15,7 @@ from aioserve.engine import async_engine
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
-from aioserve.scheduler import Request, SchedulerOutput
+from aioserve.scheduler import Request, SchedulerOutput, load_policy
 
 BAD = 13  # a prompt that begins with this token provokes the policy
 
@@ -245,7 +245,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 async def test_a_policy_that_raises_for_ever_leaves_the_loop_to_others_until_it_is_switched(
     has_run: bool, depth: int, monkeypatch: pytest.MonkeyPatch, told: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(async_engine, "load_policy", lambda spec: RaisesWhileTold)
+    monkeypatch.setattr(
+        async_engine,
+        "load_policy",
+        lambda spec: load_policy(spec) if spec == "fcfs" else RaisesWhileTold,
+    )
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated", step_base_ms=0.5),
         scheduler=SchedulerConfig(pipeline_depth=depth),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from aioserve.policies.fcfs import FCFSScheduler
+from aioserve.policies.priority import PriorityScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.scheduler import Request, load_policy
+from aioserve.scheduler import BaseScheduler, Request, load_policy
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
@@ -89,6 +90,18 @@ class CannotOrder(FCFSScheduler):
         raise ValueError("no idea")
 
 
+class CannotBegin(FCFSScheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        raise ValueError("no idea")
+
+
+class CannotTakeOver(PriorityScheduler):
+    def take_over(self, other: BaseScheduler) -> None:
+        super().take_over(other)
+        raise ValueError("no idea")
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
@@ -96,6 +109,8 @@ class CannotOrder(FCFSScheduler):
         ("chunked_prefill", {"chunk_size": 0}, "chunk_size"),
         ("chunked_prefill", {"chunk_sise": 8}, "chunk_sise"),
         (f"{__name__}:CannotOrder", {}, "no idea"),
+        (f"{__name__}:CannotBegin", {}, r"CannotBegin raised ValueError\('no idea'\)"),
+        (f"{__name__}:CannotTakeOver", {}, r"CannotTakeOver raised ValueError\('no idea'\)"),
         (f"{__name__}:Request", {}, "not a SchedulerInterface"),
     ],
 )

@@ -1,9 +1,13 @@
 """BlockPool: every block is held, unused or evictable, and nothing else."""
 
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 
+from aioserve.errors import InvariantError
 from aioserve.kv_cache import BlockPool
 
 
@@ -66,8 +70,9 @@ def test_freeing_twice_is_noticed() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
     pool.free([block])
-    with pytest.raises(AssertionError, match="freed twice"):
+    with pytest.raises(InvariantError, match="block 0 is freed, but nobody holds it"):
         pool.free([block])
+    assert (pool.num_free_blocks, pool.ref_counts) == (1, [0])
 
 
 def test_blocks_found_again_and_again_are_evicted_by_their_last_use() -> None:
@@ -98,3 +103,41 @@ def test_blocks_found_again_and_again_are_evicted_by_their_last_use() -> None:
     pool.free(held)
     pool.clear_index()
     assert sorted(pool.allocate(6)) == sorted(blocks)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda pool: pool.allocate(4), "4 KV blocks are asked for, 3 are free"),
+        (lambda pool: pool.allocate(-1), "-1 KV blocks are asked for"),
+        (lambda pool: pool.touch([0]), "block 0 is not held and has no content"),
+        (lambda pool: pool.free([0]), "block 0 is freed, but nobody holds it"),
+        (lambda pool: pool.register([0], [b"a"]), "block 0 gets content, but nobody holds it"),
+        (lambda pool: pool.unregister(0), "block 0 loses its content, but nobody holds it"),
+    ],
+)
+def test_what_would_break_the_books_is_refused_and_changes_nothing(
+    misuse: Callable[[BlockPool], object], message: str
+) -> None:
+    pool = BlockPool(3)
+    with pytest.raises(InvariantError, match=message):
+        misuse(pool)
+    assert (pool.num_free_blocks, pool.ref_counts, pool.lookup(b"a")) == (3, [0, 0, 0], None)
+    assert sorted(pool.allocate(3)) == [0, 1, 2]
+
+
+def test_blocks_before_one_that_cannot_be_freed_are_free() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    with pytest.raises(InvariantError):
+        pool.free([first, first, second])
+    assert pool.num_free_blocks == 2
+    assert sorted(pool.allocate(2)) != sorted([first, second])
+
+
+def test_the_books_are_guarded_under_optimization_too() -> None:
+    program = "from aioserve.kv_cache import BlockPool; BlockPool(1).free([0])"
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert "InvariantError: block 0 is freed, but nobody holds it" in result.stderr

@@ -1,18 +1,12 @@
 """An observer hears of every content that can be found, and of every one that no longer can."""
 
-from aioserve.kv_cache import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheManager,
-    KVEvent,
-)
+from aioserve.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
 from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], **fields: object) -> Request:
-    return Request("r", token_ids, SamplingParams(), max_total_tokens=99, **fields)  # type: ignore[arg-type]
+    return Request("r", token_ids, SamplingParams(), **fields)  # type: ignore[arg-type]
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
@@ -22,28 +16,27 @@ def compute(manager: KVCacheManager, request: Request) -> None:
 
 
 def test_stored_removed_and_cleared_are_told_in_order() -> None:
-    events: list[KVEvent] = []
-    manager = KVCacheManager(2, 4, on_event=events.append)
+    manager = KVCacheManager(2, 4, record_events=True)
     first = make_request([1, 2, 3, 4, 5, 6, 7, 8])
     compute(manager, first)
-    stored = [event for event in events if isinstance(event, BlockStored)]
+    stored = [event for event in manager.take_events() if isinstance(event, BlockStored)]
     assert [event.token_ids for event in stored] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert stored[0].parent_hash is None
     assert stored[1].parent_hash == stored[0].block_hash
     manager.free(first)
     compute(manager, make_request([9, 9, 9]))  # evicts the tail
-    assert events[2:] == [BlockRemoved(stored[1].block_hash)]
+    assert manager.take_events() == [BlockRemoved(stored[1].block_hash)]
     manager.pool.clear_index()
-    assert events[-1] == AllBlocksCleared()
+    assert manager.take_events() == [AllBlocksCleared()]
+    assert manager.take_events() == []
 
 
 def test_a_copy_of_content_that_is_there_is_no_event() -> None:
-    events: list[KVEvent] = []
-    manager = KVCacheManager(8, 4, on_event=events.append)
+    manager = KVCacheManager(8, 4, record_events=True)
     compute(manager, make_request([1] * 8))
-    num_events = len(events)
+    assert len(manager.take_events()) == 2
     compute(manager, make_request([1] * 8))
-    assert len(events) == num_events
+    assert manager.take_events() == []
 
 
 def test_adapters_share_nothing() -> None:

@@ -6,9 +6,7 @@ from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], request_id: str = "r", cache_salt: str = "") -> Request:
-    return Request(
-        request_id, token_ids, SamplingParams(), max_total_tokens=100, cache_salt=cache_salt
-    )
+    return Request(request_id, token_ids, SamplingParams(), cache_salt=cache_salt)
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:

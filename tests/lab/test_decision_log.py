@@ -116,7 +116,7 @@ def test_a_torn_end_is_left_out_and_told(
     [
         (lambda data: b"", "is not a decision log"),
         (lambda data: b"TIMESTAMP,ContextTokens\n1,2\n", "is not a decision log"),
-        (lambda data: data.replace(b"log 2\n", b"log 99\n", 1), "has format 99"),
+        (lambda data: data.replace(b"log 3\n", b"log 99\n", 1), "has format 99"),
         (lambda data: data[:60], "ends before its header"),
         (lambda data: data[:500] + b"x" * 50 + data[550:], "is damaged at byte"),
     ],
@@ -195,7 +195,7 @@ async def test_what_cannot_be_noted_ends_the_log_not_the_server(
         assert await serve_one(engine) == 5
         assert engine._core is not None
         params = SamplingParams(max_tokens=5)
-        bad = Request("bad", [1, 2, 3], params, max_total_tokens=8, user=object())  # type: ignore[arg-type]
+        bad = Request("bad", [1, 2, 3], params, user=object())  # type: ignore[arg-type]
         engine._core.add_request(bad)
         assert await serve_one(engine) == 5
     assert "ends here: TypeError" in caplog.text

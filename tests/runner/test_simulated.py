@@ -80,7 +80,6 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
                     name,
                     [7 + len(images)] * 200,
                     SamplingParams(max_tokens=2),
-                    max_total_tokens=4096,
                     encoder_inputs=[EncoderInput(*image) for image in images],
                 )
                 began = loop.time()

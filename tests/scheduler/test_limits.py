@@ -5,7 +5,7 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, EngineOverloadedError
+from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler
@@ -169,3 +169,20 @@ def test_stats_tell_prompt_tokens_from_decodes_and_the_hit_rate() -> None:
     assert stats.num_prefill_tokens == 17
     assert stats.num_decode_tokens == 1 + 3 + 3  # b's one uncached token counts as a decode
     assert stats.prefix_hit_rate == 16 / 34
+
+
+@pytest.mark.parametrize("policy", [FCFSScheduler, ChunkedPrefillScheduler])
+def test_a_prompt_beyond_the_models_limit_is_refused_at_the_schedulers_door(
+    policy: type[BaseScheduler],
+) -> None:
+    harness = SchedulerHarness(policy, num_blocks=64, max_model_len=64)
+    for length in (64, 80):
+        with pytest.raises(RequestError, match=f"has {length} tokens, but max_model_len is 64"):
+            harness.add_request("long", [1] * length)
+    with pytest.raises(RequestError, match="at least one token"):
+        harness.add_request("empty", [])
+    assert harness.add_request("fits", [1] * 63).max_total_tokens == 64
+    assert harness.add_request("wants more", [1] * 60, max_tokens=99).max_total_tokens == 64
+    assert harness.add_request("wants less", [1] * 60, max_tokens=2).max_total_tokens == 62
+    harness.run_until_idle()
+    assert [len(tokens) for tokens in harness.tokens.values()] == [1, 4, 2]

@@ -1,14 +1,17 @@
 """RequestQueue: order holds whatever happens to the queue while it is read."""
 
+import pytest
+
+from aioserve.errors import InvariantError
 from aioserve.request import Request
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import RequestQueue
 
 
-def make_queue(*keys: int) -> tuple[RequestQueue, list[Request]]:
+def make_queue(*keys: object) -> tuple[RequestQueue, list[Request]]:
     queue, requests = RequestQueue(), []
     for number, key in enumerate(keys):
-        request = Request(str(number), [1], SamplingParams(), max_total_tokens=9)
+        request = Request(str(number), [1], SamplingParams())
         request.order_key = (key, number)
         queue.add(request)
         requests.append(request)
@@ -34,7 +37,7 @@ def test_taking_out_each_request_that_is_visited_visits_all() -> None:
 
 def test_what_comes_in_before_the_place_of_reading_is_not_visited() -> None:
     queue, _ = make_queue(5, 6, 7)
-    early, late = (Request(i, [1], SamplingParams(), max_total_tokens=9) for i in ("early", "late"))
+    early, late = (Request(i, [1], SamplingParams()) for i in ("early", "late"))
     early.order_key, late.order_key = (0, 10), (9, 11)
     seen = []
     for request in queue:
@@ -43,3 +46,34 @@ def test_what_comes_in_before_the_place_of_reading_is_not_visited() -> None:
             queue.add(early)
             queue.add(late)
     assert seen == ["0", "1", "2", "late"]
+
+
+def test_a_request_that_does_not_wait_cannot_be_taken_out_nor_put_in_twice() -> None:
+    queue, (request,) = make_queue(1)
+    with pytest.raises(InvariantError, match="waits already"):
+        queue.add(request)
+    queue.remove(request)
+    with pytest.raises(InvariantError, match="does not wait"):
+        queue.remove(request)
+    assert (len(queue), queue.num_tokens, queue.heads()) == (0, 0, [])
+
+
+def test_a_key_that_compares_with_nothing_is_refused_and_nothing_has_changed() -> None:
+    queue, requests = make_queue(1, 2)
+    other = Request("other", [1], SamplingParams(), user="ann")
+    other.order_key = ("late", 3)
+    with pytest.raises(TypeError):
+        queue.add(other)
+    assert list(queue) == requests
+    assert other not in queue
+    assert queue.num_tokens == 2
+
+
+def test_nobody_is_lost_among_keys_that_are_no_numbers() -> None:
+    nan = float("nan")
+    queue, requests = make_queue(3.0, nan, 1.0, nan, 2.0, nan)
+    for request in requests:
+        assert request in queue
+        queue.remove(request)
+        assert request not in queue
+    assert (len(queue), queue.num_tokens, queue.heads()) == (0, 0, [])

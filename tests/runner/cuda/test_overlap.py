@@ -76,7 +76,6 @@ class Traffic:
                     name,
                     prompt,
                     params,
-                    max_total_tokens=MAX_MODEL_LEN,
                     arrival_time=float(num_steps),
                     eos_token_ids=frozenset(),
                     priority=priority,

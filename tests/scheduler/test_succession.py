@@ -1,0 +1,140 @@
+"""From every policy to every policy, between any two steps: nothing is lost, or nothing changes."""
+
+from typing import Any
+
+import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
+from aioserve.policies.fair import FairScheduler
+from aioserve.policies.fcfs import FCFSScheduler
+from aioserve.policies.priority import PriorityScheduler
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError, InvariantError, PolicyError
+from aioserve.request import EncoderInput, Request
+from aioserve.scheduler import (
+    BaseScheduler,
+    SchedulerInterface,
+    available_policies,
+    load_policy,
+    make_successor,
+)
+from aioserve.testing import SchedulerHarness
+
+NAMES = sorted(available_policies())
+
+
+def switch(harness: SchedulerHarness, policy: type[SchedulerInterface]) -> None:
+    harness.scheduler = make_successor(harness.scheduler, policy, harness.config)
+    harness.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("new", NAMES)
+def test_whoever_runs_and_waits_goes_on_under_the_new_policy(new: str, depth: int) -> None:
+    """With users that only run, only wait, and both."""
+    for num_steps, old in enumerate(NAMES):
+        harness = SchedulerHarness(
+            load_policy(old), num_blocks=12, max_num_seqs=3, max_model_len=40, pipeline_depth=depth
+        )
+        for i in range(6):
+            harness.add_request(f"r{i}", [i] * (3 + 2 * i), max_tokens=8, user=f"u{i % 4}")
+        for _ in range(num_steps % 4):
+            harness.step()
+        switch(harness, load_policy(new))
+        harness.step()
+        switch(harness, load_policy(new))  # itself
+        harness.run_until_idle()
+        assert set(harness.finished.values()) == {"length"}
+
+
+def test_a_single_request_that_runs_survives_the_switch_to_fair() -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler)
+    harness.add_request("a", [1] * 5, max_tokens=9, user="ann")
+    harness.step()
+    switch(harness, FairScheduler)
+    harness.run_until_idle()
+
+
+class CannotTakeOver(PriorityScheduler):
+    """Fails after all has been handed over, in an order of its own."""
+
+    def take_over(self, other: BaseScheduler) -> None:
+        super().take_over(other)
+        raise ValueError("no idea")
+
+
+class CannotBegin(FCFSScheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        raise ValueError("no idea")
+
+
+class CannotOrder(FCFSScheduler):
+    def order(self, request: Request) -> Any:
+        if request.priority == 0:
+            raise ValueError("no idea")
+        return -request.arrival_time
+
+
+class ComparesNothing(FCFSScheduler):
+    def order(self, request: Request) -> Any:
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (CannotTakeOver, r"CannotTakeOver raised ValueError\('no idea'\)"),
+        (CannotBegin, r"CannotBegin raised ValueError\('no idea'\)"),
+        (CannotOrder, r"CannotOrder raised ValueError\('no idea'\) in order\(\)"),
+        (ComparesNothing, r"ComparesNothing: order\(\) returned .* which cannot be compared"),
+    ],
+)
+def test_a_policy_that_fails_to_take_over_leaves_everything_as_it_was(
+    policy: type[BaseScheduler], message: str
+) -> None:
+    harness = SchedulerHarness(FCFSScheduler, max_num_seqs=2, max_num_batched_tokens=64)
+    for i in range(6):
+        harness.add_request(f"r{i}", [i] * 5, max_tokens=9, priority=5 - i)
+        harness.now += 1
+    harness.step()
+    old: Any = harness.scheduler
+    keys = [request.order_key for request in old.get_requests()]
+    line = list(old.waiting)
+    with pytest.raises(PolicyError, match=message):
+        make_successor(old, policy, harness.config)
+    assert [request.order_key for request in old.get_requests()] == keys
+    assert list(old.waiting) == line
+    harness.run_until_idle()
+    entered = [data.request_id for step in harness.steps for data in step.scheduled_new_reqs]
+    assert entered == [f"r{i}" for i in range(6)]
+
+
+def test_a_policy_that_could_never_run_a_request_is_refused() -> None:
+    """Two images that fit a step one by one, but not both: fcfs runs whole prompts."""
+    harness = SchedulerHarness(
+        ChunkedPrefillScheduler, max_encoder_tokens=4, encoder_cache_tokens=4
+    )
+    images = [EncoderInput(0, 3, "a"), EncoderInput(5, 3, "b")]
+    harness.add_request("two", [1] * 9, encoder_inputs=images, max_tokens=3)
+    with pytest.raises(ConfigError, match="FCFSScheduler cannot run request 'two'"):
+        make_successor(harness.scheduler, FCFSScheduler, harness.config)
+    harness.run_until_idle()
+
+
+def test_only_a_fresh_scheduler_on_the_same_cache_can_take_over() -> None:
+    one, other = SchedulerHarness(FCFSScheduler), SchedulerHarness(FCFSScheduler)
+    assert isinstance(one.scheduler, BaseScheduler)
+    assert isinstance(other.scheduler, BaseScheduler)
+    with pytest.raises(InvariantError, match="fresh scheduler on the same KV cache"):
+        one.scheduler.take_over(other.scheduler)
+
+
+class NotOurs(SchedulerInterface):
+    """Implements the interface without the base."""
+
+
+def test_only_policies_that_share_the_base_can_follow_each_other() -> None:
+    harness = SchedulerHarness(FCFSScheduler)
+    with pytest.raises(ConfigError, match="derive from BaseScheduler"):
+        make_successor(harness.scheduler, NotOurs, SchedulerConfig())
