@@ -205,7 +205,11 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="no CUDA graphs: less memory, a quicker start, slower decoding")
     ] = False
     threads: Annotated[
-        PositiveInt | None, Meta(description="compute threads (default: one per physical core)")
+        PositiveInt | None,
+        Meta(
+            description="compute threads, fixed (default: one per physical core, and fewer while "
+            "other processes want the cores)"
+        ),
     ] = None
     seed: Annotated[
         int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")

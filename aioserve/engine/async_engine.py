@@ -83,6 +83,7 @@ class AsyncEngine:
             self.get_stats,
             self._get_wait_reasons,
             lambda: 0 if self._core is None else self._core.num_policy_failures,
+            lambda: None if self._runner is None else self._runner.num_compute_threads,
         )
         self._runner = runner
         self._on_kv_event = on_kv_event

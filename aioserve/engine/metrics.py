@@ -53,11 +53,13 @@ class EngineMetrics(Collector):
         get_stats: Callable[[], SchedulerStats | None],
         get_wait_reasons: Callable[[], Counter[WaitReason]],
         get_num_policy_failures: Callable[[], int],
+        get_num_compute_threads: Callable[[], int | None],
     ) -> None:
-        """All are asked for the scheduler's state when somebody scrapes."""
+        """All are asked for the state of scheduler and runner when somebody scrapes."""
         self._get_stats = get_stats
         self._get_wait_reasons = get_wait_reasons
         self._get_num_policy_failures = get_num_policy_failures
+        self._get_num_compute_threads = get_num_compute_threads
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
@@ -128,6 +130,11 @@ class EngineMetrics(Collector):
         yield self.request_latency.family(
             "aioserve_request_latency_seconds", "From arrival to the end"
         )
+        num_threads = self._get_num_compute_threads()
+        if num_threads is not None:
+            yield GaugeMetricFamily(
+                "aioserve_compute_threads", "Threads that compute steps now", num_threads
+            )
         stats = self._get_stats()
         if stats is not None:
             yield from _scheduler_metrics(stats)

@@ -17,11 +17,18 @@ from aioserve.kernels.decoder import DecoderStruct, PackedWeight, StepStruct
 from aioserve.kernels.library import (
     KernelsUnavailableError,
     choose_variant,
+    compute_thread_ids,
     open_library,
     usable_variants,
 )
 
-__all__ = ["Kernels", "KernelsUnavailableError", "load_kernels", "usable_variants"]
+__all__ = [
+    "Kernels",
+    "KernelsUnavailableError",
+    "compute_thread_ids",
+    "load_kernels",
+    "usable_variants",
+]
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

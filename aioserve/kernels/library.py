@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 from pathlib import Path
+from threading import get_native_id
 
 from aioserve.errors import ConfigError
 from aioserve.kernels.cpu import cpu_flags, extension
@@ -56,14 +57,36 @@ def open_library(variant: str) -> ctypes.CDLL:
     # So ours is linked to none, and finds its symbols in the one that is already there.
     import torch  # noqa: F401
 
-    runtime = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", _read("/proc/self/maps"))
+    runtime = _openmp_runtime()
     if runtime is None:
         raise KernelsUnavailableError("torch came without an OpenMP runtime")
     try:
-        ctypes.CDLL(runtime[0], mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(extension(variant)))
     except OSError as error:
         raise KernelsUnavailableError(str(error)) from error
+
+
+def compute_thread_ids(num_threads: int) -> list[int]:
+    """The system's ids of so many threads that compute for the calling one, itself included.
+
+    Empty where there is no OpenMP runtime that can be asked.
+    """
+    runtime = _openmp_runtime()
+    # what compilers call for a parallel region; those of Intel and LLVM have it, too
+    parallel = runtime and getattr(ctypes.CDLL(runtime), "GOMP_parallel", None)
+    if not parallel:
+        return []
+    found: list[int] = []
+    each = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(get_native_id()))
+    parallel(each, None, ctypes.c_uint(num_threads), ctypes.c_uint(0))
+    return found
+
+
+def _openmp_runtime() -> str | None:
+    """The shared library that torch has loaded."""
+    match = re.search(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", _read("/proc/self/maps"))
+    return match and match[0]
 
 
 def _read(path: str) -> str:

@@ -27,6 +27,11 @@ class RunnerInterface(ABC):
     def num_kv_blocks(self) -> int:
         """Size of the KV pool in blocks of `block_size` tokens; known after `load`."""
 
+    @property
+    def num_compute_threads(self) -> int | None:
+        """Threads of this machine that compute steps now; None if a step needs none."""
+        return None
+
     @abstractmethod
     def execute_model(
         self, scheduler_output: SchedulerOutput

@@ -10,11 +10,13 @@ import logging
 import torch
 
 from aioserve.config import EngineConfig
+from aioserve.kernels import compute_thread_ids
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
 from aioserve.runner.attention.backend import ModelInputs
+from aioserve.runner.compute_threads import ComputeThreads
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.kv_pool import (
     MIB,
@@ -41,8 +43,9 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights and allocate the KV cache. Raises `ConfigError`."""
         config, cache = self._config, self._config.cache
-        threads = config.runner.threads or machine.default_num_threads()
-        torch.set_num_threads(threads)
+        num_threads = config.runner.threads or machine.default_num_threads()
+        is_fixed = config.runner.threads is not None or num_threads == 1
+        self._threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
         machine.keep_freed_memory()
         self._check_memory()
         loaded = load_model(config.model, self._model_info)
@@ -63,7 +66,7 @@ class ModelRunner:
         num_tokens = self.num_kv_blocks * cache.block_size
         logger.info(
             "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, up to %.0f "
-            "MiB as it fills; %d threads",
+            "MiB as it fills; %d threads%s",
             loaded.name,
             str(spec.dtype).removeprefix("torch."),
             loaded.num_parameters / 1e6,
@@ -71,8 +74,14 @@ class ModelRunner:
             self.num_kv_blocks,
             num_tokens,
             num_tokens * spec.bytes_per_token / MIB,
-            threads,
+            num_threads,
+            "" if is_fixed else ", fewer while steps wait for a core",
         )
+
+    @property
+    def num_compute_threads(self) -> int:
+        """For the next step; known after `load`."""
+        return self._threads.count
 
     def _check_memory(self) -> None:
         config, info = self._config, self._model_info
@@ -94,9 +103,11 @@ class ModelRunner:
         inputs = self._batch.prepare(scheduler_output)
         num_written = int(inputs.slot_mapping.max()) // self._config.cache.block_size + 1
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
+        self._threads.begin_step()
         self._backend.prepare(inputs)
         logits = self._model.forward(ModelInputs.of(inputs), self._backend)
         sampled = sample(logits, self._batch.sampling_inputs(inputs))
+        self._threads.end_step()
         self._batch.append(inputs, sampled.token_ids)
         return _make_output(inputs, sampled)
 
@@ -104,8 +115,20 @@ class ModelRunner:
         """Give back weights and KV cache. Idempotent."""
         if hasattr(self, "_backend"):
             self._backend.memory.close()
+        if hasattr(self, "_threads"):
+            self._threads.close()
         for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
+
+
+def _start_threads(count: int) -> list[int]:
+    torch.set_num_threads(count)
+    return compute_thread_ids(count)
+
+
+def _fix_threads(count: int) -> tuple[int, ...]:
+    torch.set_num_threads(count)
+    return ()
 
 
 def _highest_new_block(step: SchedulerOutput) -> int:

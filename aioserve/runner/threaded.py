@@ -43,6 +43,10 @@ class ThreadedRunner(RunnerInterface):
         assert self._runner is not None, "load() first"
         return self._runner.num_kv_blocks
 
+    @property
+    def num_compute_threads(self) -> int | None:
+        return None if self._runner is None else self._runner.num_compute_threads
+
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
