@@ -1,7 +1,7 @@
 """How many threads compute steps: fewer while other processes want the cores.
 
-Reads from Linux how long threads that could run waited for a core. Knows when steps begin and end;
-knows nothing about what they compute. Free of torch.
+Reads from Linux how long threads that could run waited for a core, and how long cores were idle.
+Knows when steps begin and end; knows nothing about what they compute. Free of torch.
 """
 
 import logging
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-TASKS = Path("/proc/self/task")
 TOLERATED = 0.7  # divided by threads: the share of a step in which one of them may wait
-ENOUGH = 0.25  # seconds of steps to look at before a decision
-SAMPLE_EVERY = 0.002  # seconds, for each thread: to look at one takes 4 us of a step
-MIN_PAUSE, MAX_PAUSE = 1.0, 16.0  # seconds with fewer threads before all are tried again
+ENOUGH = 0.5  # seconds of steps to look at before a decision
+SAMPLE_EVERY = 0.001  # seconds, for each thread: to look at one takes 4 us of a step
+IDLE = 0.25  # cores that idle while steps compute: with less, nobody has left
+MIN_PAUSE, MAX_PAUSE = 4.0, 32.0  # seconds before all threads are tried although no core is idle
 
 
 class Look(NamedTuple):
@@ -32,9 +32,9 @@ class ComputeThreads:
 
     The threads of a step wait for each other many times, so while one of n waits for a core, all
     do. If that takes the share w of a step, one thread fewer, with a core for each, takes at most
-    (1 - w) * n / (n - 1) of its time, and less if the step does not divide evenly. Whether a
-    neighbour has gone shows only when all threads try again: each time that was too early, the
-    pause before the next try doubles.
+    (1 - w) * n / (n - 1) of its time, and less if the step does not divide evenly. They come back
+    when there are idle cores for them. Where those do not show, all are tried now and then; each
+    time in vain, the pause before the next try doubles.
     """
 
     def __init__(
@@ -42,59 +42,71 @@ class ComputeThreads:
         most: int,
         start: Callable[[int], Sequence[int]],
         *,
-        tasks: Path = TASKS,
+        proc: Path = Path("/proc"),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`start(n)` lets n threads compute and returns the system's ids of them; where it knows
-        none, or `tasks` has no `schedstat` of them, `most` threads compute for good.
+        none, or `proc` does not tell of them, `most` threads compute for good.
         """
-        self.most, self._start, self._tasks, self._clock = most, start, tasks, clock
+        self.most, self._start, self._proc, self._clock = most, start, proc, clock
         self._files: list[int] = []
         self._pause, self._next_try, self._next_look = MIN_PAUSE, 0.0, 0.0
-        self._began: Look | None = None  # the step, if it is one to look at
-        self._seconds = self._waited = 0.0  # of the steps looked at since the last decision
+        self._step_began = 0.0
+        self._look_began: Look | None = None  # if the step is one to look at
         self._let_compute(most)
+        self._begin_period(clock())
 
     def begin_step(self) -> None:
         """Call before a step."""
-        self._began = None
-        if self._files and (now := self._clock()) >= self._next_look:
-            self._next_look = now + SAMPLE_EVERY * self.count
-            self._began = self._look()
+        self._look_began, self._step_began = None, self._clock()
+        if self._files and self._step_began >= self._next_look:
+            self._next_look = self._step_began + SAMPLE_EVERY * self.count
+            self._look_began = self._look()
 
     def end_step(self) -> None:
         """Call after it."""
-        if self._began is None or (ended := self._look()) is None:
+        now = self._clock()
+        self._computed += now - self._step_began
+        if self._look_began is None or (look := self._look()) is None:
             return
-        self._seconds += ended.time - self._began.time
-        self._waited += ended.waited - self._began.waited
-        if self._seconds >= ENOUGH:
-            waiting, self._seconds, self._waited = self._waited / self._seconds, 0.0, 0.0
-            self._decide(waiting, ended.time)
+        self._looked += look.time - self._look_began.time
+        self._waited += look.waited - self._look_began.waited
+        if max(self._looked, self._waited * self.count / TOLERATED) >= ENOUGH:
+            self._decide(now)
+            self._begin_period(now)
 
     def close(self) -> None:
         """Close what is open. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 
-    def _decide(self, waiting: float, now: float) -> None:
-        """So many of the compute threads waited for a core, on average."""
+    def _begin_period(self, now: float) -> None:
+        self._period_began, self._computed = now, 0.0  # seconds of all its steps
+        self._looked = self._waited = 0.0  # seconds of those that were looked at
+        self._idle_before = self._idle_seconds() if self.count < self.most else 0.0
+
+    def _decide(self, now: float) -> None:
+        """At the end of a period."""
+        waiting = self._waited / self._looked  # threads, on average
         if self.count > 1 and waiting > TOLERATED / self.count:
             self._let_compute(max(1, self.count - max(1, num_neighbours(waiting, self.count))))
-            logger.log(
-                logging.INFO if self._pause == MIN_PAUSE else logging.DEBUG,
-                "%.2f threads of a step wait for a core: %d of %d compute",
-                waiting,
-                self.count,
-                self.most,
-            )
             self._next_try = now + self._pause
             self._pause = min(2 * self._pause, MAX_PAUSE)
         elif self.count == self.most:
             self._pause = max(self._pause / 2, MIN_PAUSE)
-        elif now >= self._next_try:
-            self._let_compute(self.most)
-            logger.debug("all %d threads compute again", self.most)
+            return
+        else:
+            seconds = now - self._period_began
+            idle = self._idle_seconds() - self._idle_before
+            # between steps, the compute threads idle as well
+            idle = (idle - self.count * (seconds - self._computed)) / seconds
+            if idle >= IDLE:
+                self._let_compute(min(self.count + max(1, round(idle)), self.most))
+            elif now >= self._next_try:
+                self._let_compute(self.most)
+            else:
+                return
+        logger.debug("%.2f threads wait, %d of %d compute", waiting, self.count, self.most)
 
     def _let_compute(self, count: int) -> None:
         self.close()
@@ -102,7 +114,7 @@ class ComputeThreads:
         thread_ids = self._start(count)
         try:
             for thread_id in thread_ids:
-                path = self._tasks / str(thread_id) / "schedstat"
+                path = self._proc / "self" / "task" / str(thread_id) / "schedstat"
                 self._files.append(os.open(path, os.O_RDONLY))
         except OSError as error:
             logger.debug("the number of compute threads stays at %d: %s", self.most, error)
@@ -119,6 +131,17 @@ class ComputeThreads:
             self._let_compute(self.count)
             return None
         return Look(self._clock(), waited / 1e9)  # the second number: nanoseconds
+
+    def _idle_seconds(self) -> float:
+        """Of all cores that this process may use; 0 where nobody knows."""
+        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        try:
+            lines = (self._proc / "stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return 0.0
+        cpus = (line.split() for line in lines if line.startswith("cpu"))
+        ticks = sum(int(cpu[4]) + int(cpu[5]) for cpu in cpus if cpu[0] in names)  # idle, iowait
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def num_neighbours(waiting: float, count: int) -> int:

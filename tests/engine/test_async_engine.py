@@ -18,6 +18,7 @@ from aioserve.errors import (
 )
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
@@ -282,6 +283,19 @@ async def test_metrics_say_why_requests_wait() -> None:
         assert f'{name}{{reason="policy"}} 1.0' in lines  # behind the first, never asked
         for stream in streams:
             stream.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "lines"), [(3, ["aioserve_compute_threads 3.0"]), (None, [])], ids=str
+)
+async def test_metrics_say_how_many_threads_compute(count: int | None, lines: list[str]) -> None:
+    class Runner(SimulatedRunner):
+        num_compute_threads = count
+
+    config = make_config()
+    async with AsyncEngine(config, runner=Runner(config, ModelInfo(config.model))) as engine:
+        found = engine.metrics.render().decode().splitlines()
+        assert [line for line in found if line.startswith("aioserve_compute_threads")] == lines
 
 
 def test_an_idle_engine_runs_no_steps() -> None:

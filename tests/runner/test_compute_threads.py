@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,26 +16,29 @@ from aioserve.runner import compute_threads
 from aioserve.runner.compute_threads import (
     ENOUGH,
     MAX_PAUSE,
-    TASKS,
+    MIN_PAUSE,
     ComputeThreads,
     num_neighbours,
 )
 
-STEP = 0.1  # seconds, and as many between two
+STEP = 0.2  # seconds, and as many between two
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the number is fixed")
 
 
 class Machine:
-    """A clock, and a folder for each thread with its times on a core and waiting for one."""
+    """A clock, and a folder like /proc that says who waited and how long cores were idle."""
 
-    def __init__(self, tasks: Path, most: int) -> None:
+    def __init__(self, proc: Path, most: int) -> None:
         self.now = 100.0
-        self.tasks = tasks
+        self.proc = proc
         self.started: list[int] = []
-        self.waited = [5.0] * most
+        self.files: dict[str, int] = {}
+        self.idle, self.waited = 3.0, [5.0] * most
         for thread_id in range(most):
-            (tasks / str(thread_id)).mkdir()
+            (proc / "self" / "task" / str(thread_id)).mkdir(parents=True)
         self.write(range(most))
-        self.threads = ComputeThreads(most, self.start, tasks=tasks, clock=lambda: self.now)
+        self.threads = ComputeThreads(most, self.start, proc=proc, clock=lambda: self.now)
 
     def start(self, count: int) -> Iterable[int]:
         self.started.append(count)
@@ -44,32 +47,61 @@ class Machine:
     def write(self, thread_ids: Iterable[int]) -> None:
         for thread_id in thread_ids:
             waited = round(self.waited[thread_id] * 1e9)
-            (self.tasks / str(thread_id) / "schedstat").write_text(f"1234567 {waited} 89\n")
+            self.put(f"self/task/{thread_id}/schedstat", f"1234567 {waited:020} 89\n")
+        ours, ticks = min(os.sched_getaffinity(0)), round(self.idle * os.sysconf("SC_CLK_TCK"))
+        self.put(
+            "stat",
+            f"cpu  1 2 3 99999 5 6 7 0 0 0\ncpu{ours} 1 2 3 {ticks:020} 5 6 7 0 0 0\n"
+            f"cpu99999 1 2 3 {2 * ticks:020} 5 6 7 0 0 0\nintr 1 2 3\n",
+        )
 
-    def run(self, seconds: float, waiting: float = 0.0, between_steps: float = 0.0) -> None:
-        """Steps, one after the other. `waiting` threads wait in them, and so many between them."""
+    def put(self, name: str, text: str) -> None:
+        """Of the same length each time: files that are cut and grow again take 20 times as long."""
+        if name not in self.files:
+            self.files[name] = os.open(self.proc / name, os.O_WRONLY | os.O_CREAT)
+        os.pwrite(self.files[name], text.encode(), 0)
+
+    def close(self) -> None:
+        self.threads.close()
+        for file in self.files.values():
+            os.close(file)
+
+    def run(
+        self,
+        seconds: float,
+        waiting: float = 0.0,
+        idle: float = 0.0,
+        waiting_between: float = 0.0,
+        idle_between: float | None = None,
+    ) -> None:
+        """Steps, one after the other. So many threads wait and so many cores idle in them, and
+        between them: there, those of the compute threads as well, if nothing else is said.
+        """
         end = self.now + seconds
         while self.now < end:
-            self.wait(between_steps * STEP)
-            self.now += STEP
+            rest = idle + self.threads.count if idle_between is None else idle_between
+            self.spend(waiting_between, rest)
             self.threads.begin_step()
-            self.wait(waiting * STEP)
-            self.now += STEP
+            self.spend(waiting, idle)
             self.threads.end_step()
 
-    def wait(self, seconds: float) -> None:
+    def spend(self, waiting: float, idle: float) -> None:
         """The first thread waits a third of it, the last one the rest."""
-        if seconds:
-            count = self.threads.count
-            self.waited[0] += seconds / 3
-            self.waited[count - 1] += seconds * 2 / 3
+        count = self.threads.count
+        self.now += STEP
+        self.idle += idle * STEP
+        if waiting or count < self.threads.most:  # where all compute, nobody asks who idles
+            self.waited[0] += waiting * STEP / 3
+            self.waited[count - 1] += waiting * STEP * 2 / 3
             self.write({0, count - 1})
 
 
 @pytest.fixture
-def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Machine:
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
     """Of so many cores; two if nobody says."""
-    return Machine(tmp_path, getattr(request, "param", 2))
+    machine = Machine(tmp_path, getattr(request, "param", 2))
+    yield machine
+    machine.close()
 
 
 def test_all_threads_compute_while_few_steps_wait(machine: Machine) -> None:
@@ -84,14 +116,15 @@ def test_steps_that_wait_go_on_with_fewer_threads(machine: Machine) -> None:
 
 
 def test_waiting_between_steps_does_not_count(machine: Machine) -> None:
-    machine.run(20, between_steps=2)
+    machine.run(20, waiting_between=2)
     assert machine.started == [2]
 
 
 @pytest.mark.parametrize("machine", [8], indirect=True)
 @pytest.mark.parametrize(("waiting", "left"), [(0.1, 7), (8 / 9, 7), (8 * 4 / 12, 4), (7.99, 1)])
 def test_each_neighbour_costs_a_thread(machine: Machine, waiting: float, left: int) -> None:
-    machine.run(3 * ENOUGH, waiting=waiting)
+    while machine.threads.count == 8:
+        machine.run(STEP, waiting=waiting)
     assert machine.threads.count == left
 
 
@@ -102,12 +135,28 @@ def test_neighbours_are_counted_by_what_they_leave(count: int) -> None:
         assert num_neighbours(waiting, count) == others
 
 
-def test_all_threads_come_back_when_the_neighbour_has_gone(machine: Machine) -> None:
+def test_threads_come_back_when_cores_idle(machine: Machine) -> None:
     machine.run(1, waiting=0.6)
-    machine.run(3)
+    machine.run(MIN_PAUSE / 2)
+    assert machine.threads.count == 1
+    machine.run(MIN_PAUSE / 2 - 0.2, idle=0.5)
     assert machine.threads.count == 2
     machine.run(10)
     assert machine.started == [2, 1, 2]
+
+
+@pytest.mark.parametrize("machine", [8], indirect=True)
+def test_as_many_threads_come_back_as_cores_idle(machine: Machine) -> None:
+    while machine.threads.count == 8:
+        machine.run(STEP, waiting=8 * 4 / 12)
+    machine.run(6 * ENOUGH, idle=2)
+    assert machine.started[:3] == [8, 4, 6]
+
+
+def test_cores_that_idle_only_between_steps_are_not_free(machine: Machine) -> None:
+    machine.run(1, waiting=0.6)
+    machine.run(MIN_PAUSE - 1, idle_between=1)
+    assert machine.threads.count == 1
 
 
 def test_tries_become_rare_while_the_neighbour_stays(machine: Machine) -> None:
@@ -115,21 +164,22 @@ def test_tries_become_rare_while_the_neighbour_stays(machine: Machine) -> None:
         tries = len(machine.started)
         end = machine.now + seconds
         while machine.now < end:  # it is felt only where all threads compute
-            machine.run(2 * STEP, waiting=0.6 if machine.threads.count == 2 else 0.0)
+            machine.run(STEP, waiting=0.6 if machine.threads.count == 2 else 0.0)
         return machine.started[tries:].count(2)
 
-    assert 3 <= run(20) <= 5
-    assert run(10 * MAX_PAUSE) <= 11
-    machine.run(60)  # it has gone
+    first = run(5 * MIN_PAUSE)
+    assert 2 <= first <= 3
+    assert run(4 * MAX_PAUSE) <= 5
+    machine.run(2 * MAX_PAUSE)  # it has gone, and no core idles
     assert machine.threads.count == 2
-    assert 3 <= run(20) <= 5
+    assert run(5 * MIN_PAUSE) == first
 
 
 def test_threads_that_linux_knows_nothing_of_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    threads = ComputeThreads(2, range, tasks=tmp_path)
+    threads = ComputeThreads(2, range, proc=tmp_path)
     for _ in range(3):
         threads.begin_step()
         threads.end_step()
@@ -139,7 +189,6 @@ def test_threads_that_linux_knows_nothing_of_stay(
     assert "schedstat" in record.message
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_that_ended_are_replaced() -> None:
     started = []
 
@@ -155,7 +204,7 @@ def test_threads_that_ended_are_replaced() -> None:
     thread, go_on = started[0]
     go_on.set()
     thread.join()
-    while (TASKS / str(thread.native_id)).exists():  # Linux is a little later than Python
+    while Path(f"/proc/self/task/{thread.native_id}").exists():  # Linux is later than Python
         time.sleep(0.001)
     threads.end_step()
     threads.begin_step()
@@ -167,11 +216,14 @@ def test_threads_that_ended_are_replaced() -> None:
     threads.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_openmp_names_the_threads_that_compute() -> None:
     def ask() -> tuple[list[list[int]], int, set[int]]:
         teams = [compute_thread_ids(count) for count in (3, 1, 3)]
-        return teams, threading.get_native_id(), {int(name) for name in os.listdir(TASKS)}
+        return (
+            teams,
+            threading.get_native_id(),
+            set(map(int, os.listdir("/proc/self/task"))),
+        )
 
     with ThreadPoolExecutor(1) as executor:  # a thread with a team of its own
         (three, one, again), own, tasks = executor.submit(ask).result()
@@ -181,7 +233,6 @@ def test_openmp_names_the_threads_that_compute() -> None:
     assert set(again) <= tasks
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_threads_on_one_core_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_threads, "ENOUGH", 0.05)
     core = min(os.sched_getaffinity(0))

@@ -1,5 +1,6 @@
 """The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
 
+import os
 import random
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from driver import BLOCK_SIZE, Driver, make_config
 from resident import is_resident, resident_bytes
 
-from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine, model_runner
@@ -346,6 +347,43 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
         ModelRunner(config, ModelInfo(config.model)).load()
     assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
     assert "5 MiB are available (cache.kv_cache_gib" in str(caught.value)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
+def test_tokens_do_not_depend_on_the_number_of_threads(
+    fused: bool, make_driver: MakeDriver, generate_reference: Generate
+) -> None:
+    driver = make_driver("llama", fused=fused)
+    driver.add("a", random_prompt(150))
+    driver.add("b", random_prompt(40))
+    driver.step({"a": 100, "b": 17})
+    for turn in range(12):
+        torch.set_num_threads(1 + turn % 3)
+        driver.step()
+    torch.set_num_threads(1)
+    assert_all_match(driver, "llama", generate_reference)
+
+
+@pytest.mark.parametrize(("setting", "is_fixed"), [(2, True), (None, False)])
+def test_a_number_of_threads_that_is_set_is_fixed(
+    setting: int | None,
+    is_fixed: bool,
+    model_path: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(machine, "default_num_threads", lambda: 2)
+    base = make_config(model_path("llama"))
+    config = EngineConfig(model=base.model, cache=base.cache, runner=RunnerConfig(threads=setting))
+    runner = ModelRunner(config, ModelInfo(config.model))
+    runner.load()
+    assert torch.get_num_threads() == runner.num_compute_threads == 2
+    assert ("2 threads, fewer while" in caplog.text) is not is_fixed
+    watched = [os.readlink(f"/proc/self/fd/{file}") for file in runner._threads._files]
+    assert len(set(watched)) == (0 if is_fixed else 2)
+    runner.close()
+    torch.set_num_threads(1)
 
 
 def test_load_says_in_one_line_what_it_chose(
