@@ -20,6 +20,8 @@ from aioserve import __version__
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 
+logger = logging.getLogger(__name__)
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 EXIT_ENGINE_DEAD = 3
@@ -56,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(config: EngineConfig) -> None:
+    # Said before the imports that take seconds.
+    logger.info(
+        "aioserve %s starts: model %s, policy %s",
+        __version__,
+        config.model.served_name,
+        config.scheduler.policy,
+    )
     from aioserve.server.app import serve
 
     await serve(config)

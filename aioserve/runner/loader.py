@@ -34,6 +34,7 @@ from aioserve.runner.attention.bridge import (
     serving,
 )
 from aioserve.runner.fused import CPU, NotFusedError, Place, fuse
+from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -240,18 +241,15 @@ def _record_attention(module: nn.Module, **inputs: Tensor) -> AttentionProbe:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No load report (we raise instead), and no progress bar in a log file."""
+    """No load report (we raise instead), and our kind of progress bar."""
     verbosity = hf_logging.get_verbosity()
-    had_progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        hf_logging.disable_progress_bar()
+    previous = hf_logging.set_tqdm_hook(lambda tqdm, args, options: tqdm(*args, **options | BAR))
     try:
         yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        if had_progress_bar:
-            hf_logging.enable_progress_bar()
+        hf_logging.set_tqdm_hook(previous)
 
 
 def _one_line(error: BaseException) -> str:

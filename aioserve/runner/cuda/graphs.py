@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from aioserve.runner.attention.backend import LayerAttention
+from aioserve.runner.progress import BAR
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class DecodeGraphs:
                 self._logits = torch.empty_like(logits)
             self._logits[:size] = logits
 
-        # None: a bar for people, nothing in a log file
-        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs", unit="size", disable=None):
+        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs", unit="size", **BAR):
             try:
                 self._replays[size] = capture(partial(work, size, prepare(size)))
             except torch.OutOfMemoryError:

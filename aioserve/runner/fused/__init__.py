@@ -8,6 +8,7 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -18,6 +19,7 @@ from aioserve.runner.fused.place import CPU, Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
 from aioserve.runner.fused.whole import WholeDecoder
+from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ def fuse(
     except Exception as error:  # code of any kind of model, on weights of any kind
         raise NotFusedError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     layers = []
-    for layer in parts.layers:
+    for layer in tqdm(parts.layers, "Laying out weights", unit="layer", **BAR):
         layers.append(_fuse_layer(layer, ops))
         for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
             linear._parameters.clear()  # what is left of them is one fused copy
@@ -86,7 +88,8 @@ def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]
     # one layer at a time, and all of them again later: there may not be memory for all layers
     # beside the originals, and the originals are needed until the last one is proved
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
-    for index, (layer, next_norm) in enumerate(zip(parts.layers, next_norms, strict=True)):
+    layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
     head = _fuse_linears((parts.head,), ops)
     proof.check_head(parts.norm, head, ops)

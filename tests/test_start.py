@@ -1,0 +1,68 @@
+"""What a start says, and when: the first line, bars on a terminal, a wrong folder."""
+
+import importlib
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from aioserve.config import ModelConfig
+from aioserve.model_info import ModelInfo
+from aioserve.runner.progress import BAR
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_first_line_is_logged_before_anything_heavy_is_imported() -> None:
+    """Were aiohttp imported first, its absence would end the process before the line."""
+    code = """
+import sys
+for name in ("aiohttp", "torch", "transformers"):
+    sys.modules[name] = None
+from aioserve.cli import main
+main(["--policy", "fcfs"])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    first = result.stderr.splitlines()[0]
+    assert first.endswith("starts: model embedded, policy fcfs")
+    assert "import of aiohttp halted" in result.stderr
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = importlib.import_module("aioserve.runner.loader")
+    monkeypatch.setitem(BAR, "delay", 0.0)  # the embedded model is loaded sooner
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        termios.tcsetwinsize(writer, (25, 80))  # a new one has no columns
+    with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        config = ModelConfig()
+        loader.load_model(config, ModelInfo(config))
+        monkeypatch.undo()
+        stderr.write("end")
+        stderr.flush()
+        shown = b""
+        while not shown.endswith(b"end"):
+            shown += terminal.read(65536)
+    if not is_terminal:
+        assert shown == b"end"
+    else:
+        for title in (b"Loading weights", b"Checking fused layers", b"Laying out weights"):
+            assert title in shown
+
+
+def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "aioserve").symlink_to(ROOT)
+    result = subprocess.run(
+        [sys.executable, "-m", "aioserve"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert f"finds the clone {tmp_path}/aioserve/, not the package in it: cd" in line
