@@ -1,0 +1,112 @@
+"""Installs the pinned torch in the build that this machine needs, unless it is there already.
+
+    python requirements/install_torch.py    # make does; TORCH_INDEX=URL decides instead
+
+On Linux the package index has the CUDA build, of which a machine without a card has no use: there
+the CPU build comes from PyTorch's own index, if that can be reached.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from http.client import HTTPException
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PINNED = re.search(r"^torch==(\S+)", Path(__file__).with_name("runtime.txt").read_text(), re.M)[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_SIZE, CUDA_SIZE = "190 MB", "2.6 GB"
+TIMEOUT = 5.0  # seconds
+
+
+def main() -> int:
+    if is_installed():
+        return 0
+    index, words = choose()
+    print(f"torch {PINNED}: {words}", flush=True)
+    if index is None:
+        return install(None)
+    code = install(index)
+    if code and index == CPU_INDEX:
+        print(f"torch {PINNED}: not there; the package index's build, up to {CUDA_SIZE}")
+        return install(None)
+    return code
+
+
+def is_installed() -> bool:
+    """Any build of the pinned version will do."""
+    try:
+        return version("torch").partition("+")[0] == PINNED
+    except PackageNotFoundError:
+        return False
+
+
+def choose(cpu_index: str = CPU_INDEX, timeout: float = TIMEOUT) -> tuple[str | None, str]:
+    """PyTorch's index to take it from, None for the usual one; and what that means, in words."""
+    asked = os.environ.get("TORCH_INDEX")
+    if asked:
+        return asked, f"from {asked}"
+    if sys.platform != "linux":
+        return None, "the package index's build for this system"
+    if has_card():
+        return None, f"the CUDA build ({CUDA_SIZE}), for the NVIDIA card of this machine"
+    if answers(cpu_index, timeout):
+        return cpu_index, f"the CPU build ({CPU_SIZE}), since there is no NVIDIA card here"
+    return None, (
+        f"no NVIDIA card here, but {cpu_index} cannot be reached: "
+        f"the package index's build, up to {CUDA_SIZE} with CUDA (TORCH_INDEX=URL for another)"
+    )
+
+
+def has_card() -> bool:
+    """Whether NVIDIA's driver, which brings `nvidia-smi`, lists one."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and b"GPU" in listed.stdout
+
+
+def answers(index: str, timeout: float) -> bool:
+    """Whether an index has torch, as far as `timeout` seconds can tell."""
+    found, done = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(f"{index}/torch/", timeout=timeout):
+                found.set()
+        except (OSError, HTTPException):
+            pass
+        finally:
+            done.set()
+
+    # A thread, since looking up a name knows no timeout.
+    threading.Thread(target=ask, daemon=True).start()
+    done.wait(timeout)
+    return found.is_set()
+
+
+def install(index: str | None) -> int:
+    """Run pip, with its bar if somebody looks; returns its exit code."""
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    if index is not None:
+        # Nothing but torch from there: all else is pinned in runtime.txt.
+        command += ["--index-url", index, "--no-deps"]
+    if not sys.stdout.isatty():
+        command.append("-q")
+    code = subprocess.run([*command, f"torch=={PINNED}"], check=False).returncode
+    if code and index is None:
+        running = ".".join(map(str, sys.version_info[:2]))
+        print(
+            f"torch {PINNED} could not be installed for Python {running}, as pip says above. "
+            "Another Python: make clean, then make serve PYTHON=python3.13",
+            file=sys.stderr,
+        )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
