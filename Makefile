@@ -2,8 +2,9 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install serve test check ab bench-cpu bench-peers clean
+.PHONY: help install serve test check ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,8 +23,16 @@ check: .venv/test  ## ruff and mypy alone
 	$(BIN)/mypy
 
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
-	@$(BIN)/python -m aioserve compare configs/fcfs.yaml configs/chunked_prefill.yaml \
-		configs/priority.yaml --workload configs/workloads/mixed.yaml $(ARGS)
+	@$(BIN)/python -m aioserve compare fcfs chunked_prefill priority --workload mixed $(ARGS)
+
+wheel: .venv/build  ## one wheel with all kernels, and an sdist, in dist/
+	rm -rf dist
+	AIOSERVE_BUILD=release $(BIN)/python -m build --no-isolation
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
+test-wheel: .venv/test wheel  ## install it where there is no compiler, and run the commands of README.md
+	AIOSERVE_WHEEL="$$(echo dist/*.whl)" $(BIN)/python -m pytest -q tests/test_wheel.py $(ARGS)
 
 bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or a directory)
 	@$(BIN)/python benchmarks/cpu.py $(or $(MODEL),135m) $(ARGS)
@@ -31,21 +40,33 @@ bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or
 bench-peers: .venv/runtime  ## the same loads on servers (PEERS="ours=URL other=URL" LOADS="W1 W5")
 	@$(BIN)/python benchmarks/peers.py $(PEERS) $(if $(LOADS),--loads $(LOADS)) $(ARGS)
 
-clean:  ## remove .venv and caches
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, what was built, and caches
+	rm -rf .venv build dist *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "aioserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "aioserve needs Python 3.11 or newer, and $(PYTHON) is" \
+		"$$($(PYTHON) -V 2>/dev/null || echo "not there"). Another one: make ... PYTHON=python3.13"; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 
 .venv/runtime: requirements/runtime.txt pyproject.toml $(KERNELS) | .venv/bin/python
-	$(BIN)/pip install -q --disable-pip-version-check -r requirements/runtime.txt
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps -e .
+	@$(BIN)/python requirements/install_torch.py
+	@echo "the rest of requirements/runtime.txt: 50 MB"
+	@$(PIP) -r requirements/runtime.txt
+	@echo "aioserve itself, compiling its kernels"
+	@$(PIP) --no-deps -e .
+	@[ "$$(uname)" != Linux ] || [ -e aioserve/kernels/_baseline.so ] || \
+		echo "The kernels were not compiled: plain torch does their work, slower. Is there a C" \
+		"compiler? Install gcc, then: make -B install"
 	@touch $@
 
 .venv/test: requirements/test.txt .venv/runtime
-	$(BIN)/pip install -q --disable-pip-version-check -r requirements/test.txt
+	@echo "requirements/test.txt: 310 MB"
+	@$(PIP) -r requirements/test.txt
+	@touch $@
+
+.venv/build: requirements/build.txt .venv/runtime
+	@$(PIP) -r requirements/build.txt
 	@touch $@

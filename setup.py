@@ -6,6 +6,7 @@ places, since `configs/` and `policies/` stand at the top. All else is in pyproj
 """
 
 import copy
+import os
 import platform
 import sys
 from pathlib import Path
@@ -21,6 +22,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
     FLAGS["avx512_bf16"] = [*FLAGS["avx512"], "-mavx512bf16"]
+
+
+# A release must have all kernels; anybody else gets those that can be compiled.
+OPTIONAL = os.environ.get("AIOSERVE_BUILD") != "release"
 
 
 class BuildKernels(build_ext):
@@ -61,7 +66,7 @@ setup(
                     *("-fno-math-errno", "-fno-trapping-math"),
                     *flags,
                 ],
-                optional=True,
+                optional=OPTIONAL,
             )
             for variant, flags in FLAGS.items()
         ),
@@ -69,7 +74,7 @@ setup(
             "aioserve.kernels._cpu",
             sources=[str(SOURCES / "cpu.c")],
             extra_compile_args=["-std=gnu11", "-fvisibility=default"],
-            optional=True,
+            optional=OPTIONAL,
         ),
     ]
     if sys.platform == "linux"

@@ -64,7 +64,7 @@ def test_the_curl_command_streams_what_the_readme_shows() -> None:
 
 def test_the_comparison_prints_the_table_that_is_shown() -> None:
     (command,) = [
-        block for block in blocks("bash") if block.count("\n") == 1 and "compare" in block
+        block for block in blocks("bash") if block.count("\n") == 1 and " compare " in block
     ]
     python, *arguments = command.split()
     assert python == "python"
