@@ -19,7 +19,9 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import from_wire
 from aioserve.server.protocol import (
     SHARED_SAMPLING_FIELDS,
+    ChatChoice,
     ChatChunkChoice,
+    ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatMessage,
@@ -39,7 +41,8 @@ T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _completion_decoder = msgspec.json.Decoder(Completion)
-_chat_decoder = msgspec.json.Decoder(ChatCompletionChunk)
+_chat_decoder = msgspec.json.Decoder(ChatCompletion)
+_chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
 _models_decoder = msgspec.json.Decoder(ModelList)
 _error_decoder = msgspec.json.Decoder(ErrorResponse)
 
@@ -50,8 +53,9 @@ class AsyncClient:
     """Requests to one server. Leaving a stream early aborts the request there.
 
     All methods raise what the engine raises: `RequestError` (with `param`),
-    `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and `EngineDeadError`,
-    also for a server that cannot be reached or goes away.
+    `RequestIdInUseError`, `EngineOverloadedError` (with `retry_after`), `RequestFailedError`, and
+    `EngineDeadError`, also for a server that cannot be reached or goes away. Of all samples of a
+    request that asks for `final_only`, the outputs come together, when the last one has ended.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):
@@ -65,7 +69,12 @@ class AsyncClient:
         model: str | None = None,  # None: whatever the server has
         timeout: float | None = None,  # seconds without a byte, waiting in its queue included
         connect_timeout: float = 10.0,
+        api_key: str | None = None,  # for whatever stands before the server: it checks none
+        headers: Mapping[str, str] | None = None,  # of every request
     ) -> None:
+        self._headers = dict(headers or {})
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self.base_url = base_url.rstrip("/")
         self.model = model
         self._timeout = aiohttp.ClientTimeout(
@@ -95,6 +104,7 @@ class AsyncClient:
         prompt: str | Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
+        request_id: str | None = None,
         priority: int = 0,
         user: str = "",
         timeout: float | None = None,
@@ -111,18 +121,22 @@ class AsyncClient:
             max_tokens=params.max_tokens,
             logprobs=params.logprobs,
             **self._shared(params),
+            request_id=request_id,
             priority=priority or None,
             user=user or None,
             timeout=timeout,
             cache_salt=cache_salt or None,
         )
-        return self._outputs("/v1/completions", body, _completion_decoder)
+        if body.stream:
+            return self._deltas("/v1/completions", body, _completion_decoder)
+        return self._whole("/v1/completions", body, _completion_decoder)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
+        request_id: str | None = None,
         priority: int = 0,
         user: str = "",
         timeout: float | None = None,
@@ -140,12 +154,15 @@ class AsyncClient:
             logprobs=None if params.logprobs is None else True,
             top_logprobs=params.logprobs,
             **self._shared(params),
+            request_id=request_id,
             priority=priority or None,
             user=user or None,
             timeout=timeout,
             cache_salt=cache_salt or None,
         )
-        return self._outputs("/v1/chat/completions", body, _chat_decoder)
+        if body.stream:
+            return self._deltas("/v1/chat/completions", body, _chat_chunk_decoder)
+        return self._whole("/v1/chat/completions", body, _chat_decoder)
 
     async def models(self) -> list[ModelCard]:
         """What the server serves: id and max_model_len."""
@@ -164,6 +181,7 @@ class AsyncClient:
         if self._open_session is None:
             self._open_session = aiohttp.ClientSession(
                 timeout=self._timeout,
+                headers=self._headers,
                 connector=aiohttp.TCPConnector(limit=0),  # the server says when it is full
             )
         return self._open_session
@@ -176,10 +194,11 @@ class AsyncClient:
             for name in SHARED_SAMPLING_FIELDS
             if (value := getattr(params, name)) != getattr(default, name)
         }
+        is_stream = params.output_kind == "delta"
         return given | {
             "model": self.model,
-            "stream": True,
-            "stream_options": _STREAM_OPTIONS,
+            "stream": is_stream or None,
+            "stream_options": _STREAM_OPTIONS if is_stream else None,
             "return_token_ids": True,
         }
 
@@ -200,7 +219,7 @@ class AsyncClient:
             reason = str(error) or type(error).__name__
             raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
 
-    async def _outputs(
+    async def _deltas(
         self,
         path: str,
         body: CompletionRequest | ChatCompletionRequest,
@@ -218,9 +237,31 @@ class AsyncClient:
                     message = f"an event of {self.base_url} cannot be read: {error}"
                     raise RequestFailedError(message) from error
                 for choice in chunk.choices:
-                    if output := _output(chunk, choice):
-                        yield output
+                    if choice.token_ids is UNSET and choice.finish_reason is None:
+                        continue  # it only says the role
+                    output = _output(chunk, choice)
+                    if chunk.usage:  # of this sample so far
+                        output.num_output_tokens = chunk.usage.completion_tokens
+                    yield output
         raise RequestFailedError(f"{self.base_url} ended the stream before the last output")
+
+    async def _whole(
+        self,
+        path: str,
+        body: CompletionRequest | ChatCompletionRequest,
+        decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletion],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with self._request("POST", path, _encoder.encode(body)) as response:
+            data = await response.read()
+        try:
+            reply = decoder.decode(data)
+        except msgspec.DecodeError as error:
+            message = f"the answer of {self.base_url} cannot be read: {error}"
+            raise RequestFailedError(message) from error
+        for choice in reply.choices:
+            output = _output(reply, choice)
+            output.num_output_tokens = len(output.token_ids)
+            yield output
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -232,12 +273,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield event.removeprefix(b"data: ")
 
 
-def _output(chunk: Envelope, choice: Choice) -> RequestOutput | None:
-    """The engine's delta behind a choice; None for one that only says the role."""
-    if choice.token_ids is UNSET and choice.finish_reason is None:
-        return None
+def _output(reply: Envelope, choice: Choice) -> RequestOutput:
+    """The engine's output behind a choice, without the number of its tokens."""
     output = RequestOutput(
-        request_id=chunk.id,
+        request_id=reply.id,
         index=choice.index,
         text=_text(choice),
         token_ids=choice.token_ids or [],
@@ -245,18 +284,22 @@ def _output(chunk: Envelope, choice: Choice) -> RequestOutput | None:
         finish_reason=choice.finish_reason,
         stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
     )
-    if chunk.usage:
-        output.num_prompt_tokens = chunk.usage.prompt_tokens
-        output.num_output_tokens = chunk.usage.completion_tokens
-        if details := chunk.usage.prompt_tokens_details:
+    if reply.usage:
+        output.num_prompt_tokens = reply.usage.prompt_tokens
+        if details := reply.usage.prompt_tokens_details:
             output.num_cached_tokens = details.cached_tokens
     return output
 
 
 def _text(choice: Choice) -> str:
-    if isinstance(choice, CompletionChoice):
-        return choice.text
-    return choice.delta.content or "" if isinstance(choice, ChatChunkChoice) else ""
+    match choice:
+        case CompletionChoice():
+            return choice.text
+        case ChatChunkChoice():
+            return choice.delta.content or ""
+        case ChatChoice():
+            return choice.message.content
+    return ""
 
 
 def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:

@@ -267,6 +267,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port; 0: any free one")] = 8000
     max_body_mib: Annotated[PositiveInt, Meta(description="largest request body, MiB")] = 16
+    ignore_unknown_fields: Annotated[
+        bool, Meta(description="take requests with fields that this server does not know")
+    ] = False
     enable_admin: Annotated[
         bool, Meta(description="POST /admin/policy and /admin/reset_prefix_cache, for operators")
     ] = False

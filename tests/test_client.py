@@ -9,10 +9,12 @@ import pytest
 from aioserve import AsyncClient, AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import (
+    AioserveError,
     EngineDeadError,
     EngineOverloadedError,
     RequestError,
     RequestFailedError,
+    RequestIdInUseError,
 )
 from aioserve.outputs import FinishReason
 from aioserve.server.app import listening
@@ -63,6 +65,10 @@ PARAMS = [
     SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=20, stop=("e",), include_stop_str_in_output=True),
     SamplingParams(max_tokens=20, temperature=0.3, top_k=4, seed=1, logit_bias={7: 1.5}),
+    SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, output_kind="final_only"),
+    SamplingParams(max_tokens=12, output_kind="final_only", stop=("e",)),
+    SamplingParams(max_tokens=12, detokenize=False),
+    SamplingParams(max_tokens=12, detokenize=False, output_kind="final_only"),
 ]
 
 
@@ -92,6 +98,66 @@ async def test_samples_are_told_apart(client):
             reasons[output.index] = output.finish_reason
     assert [len(ids) for ids in token_ids.values()] == [4, 4, 4]
     assert reasons == dict.fromkeys(range(3), FinishReason.LENGTH)
+
+
+async def test_final_only_is_one_output_for_each_sample(engine, client):
+    params = SamplingParams(n=3, max_tokens=40, ignore_eos=True, output_kind="final_only")
+    for outputs in (client.generate("Hello", params), client.chat(MESSAGES, params)):
+        finals = [output async for output in outputs]
+        assert [o.index for o in finals] == [0, 1, 2]
+        assert all(o.finished and o.text for o in finals)
+        assert [len(o.token_ids) for o in finals] == [o.num_output_tokens for o in finals]
+        assert [o.num_output_tokens for o in finals] == [40, 40, 40]
+
+
+async def test_no_text_is_made_for_who_wants_token_ids_alone(client):
+    params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+    outputs = [output async for output in client.generate("Hello", params)]
+    assert not any(output.text for output in outputs)
+    assert sum(len(output.token_ids) for output in outputs) == 8
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(stop="x", detokenize=False)
+    assert caught.value.param == "stop"
+
+
+@pytest.mark.parametrize("output_kind", ["delta", "final_only"])
+async def test_an_id_that_the_caller_chose_is_the_engines(engine, client, output_kind):
+    one = SamplingParams(max_tokens=2, ignore_eos=True, output_kind=output_kind)
+    outputs = [output async for output in client.generate("Hello", one, request_id="mine")]
+    assert {output.request_id for output in outputs} == {"mine"}
+    async with aclosing(client.chat(MESSAGES, ENDLESS, request_id="mine")) as running:
+        await anext(running)
+        with pytest.raises(RequestIdInUseError):
+            await anext(client.generate("Hello", one, request_id="mine"))
+        assert engine.abort("mine")
+        reasons = [output.finish_reason async for output in running]
+    assert reasons[-1] is FinishReason.ABORT
+
+
+async def test_headers_and_a_key_go_with_every_request():
+    heads = []
+
+    async def handle(reader, writer):
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        url = f"http://{host}:{port}"
+        async with AsyncClient(url, api_key="s3cret", headers={"X-Tenant": "ann"}) as client:
+            assert await client.health()
+            with pytest.raises(AioserveError):
+                await anext(client.generate("Hello"))
+    assert len(heads) == 2
+    for head in heads:
+        assert "Authorization: Bearer s3cret\r\n" in head
+        assert "X-Tenant: ann\r\n" in head
+
+
+async def test_a_message_with_a_misspelt_field_is_not_sent_without_it(client):
+    with pytest.raises(RequestError, match="nam"):
+        client.chat([{"role": "user", "content": "x", "nam": "Will"}])
 
 
 async def until_aborted(engine) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
+from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,3 +57,22 @@ def test_the_policies_read_what_the_page_says() -> None:
         }.items()
     }
     assert reads == {"user": {"fair"}, "priority": {"priority"}, "timeout": {"deadline"}}
+
+
+def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> None:
+    page = (ROOT / "docs/http-api.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page, re.MULTILINE)
+    listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
+    for name, field in {**UNSERVED, **FOREIGN}.items():
+        told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", listed.pop(name))]
+        if told or name not in ("store", "service_tier"):
+            assert told == list(field.no_ops), name
+    served = {
+        field.name
+        for body in (CompletionRequest, ChatCompletionRequest)
+        for field in msgspec.structs.fields(body)
+    }
+    assert listed.keys() - {"failing", "draining", "dead"} <= served | set(HINTS)
+    extensions = (ROOT / "docs/http-extensions.md").read_text()
+    for name in served:
+        assert f"`{name}`" in page + extensions, name

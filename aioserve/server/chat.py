@@ -6,13 +6,12 @@ are in `generation`.
 
 from collections.abc import Sequence
 
-import msgspec
 from aiohttp import web
 
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.generation import Reply, check_model, respond
+from aioserve.server.generation import Reply, read_body, respond
 from aioserve.server.logprobs import chat_logprobs
 from aioserve.server.protocol import (
     ChatChoice,
@@ -24,18 +23,19 @@ from aioserve.server.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatReplyMessage,
+    RequestPart,
     Usage,
 )
 from aioserve.server.sse import event
-from aioserve.server.validation import decode_request
+from aioserve.server.unserved import NOT_ON_CHAT
+from aioserve.server.validation import BodyDecoder
 
-_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = decode_request(_decoder, await request.read())
-    check_model(request, body)
+    body = await read_body(request, _decoder)
     params = sampling_params(body)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
@@ -78,12 +78,7 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
 
 def template_message(i: int, message: ChatMessage) -> dict[str, str]:
     """What the chat template gets to see. Raises `RequestError` for anything but text."""
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name):
-            raise RequestError(
-                f"{name} in messages is not supported by this server",
-                param=f"messages[{i}].{name}",
-            )
+    _refuse_all_but(("role", "content", "name"), message, f"messages[{i}]")
     role = "system" if message.role == "developer" else message.role
     rendered = {"role": role, "content": _text(i, message)}
     if message.name is not None:
@@ -104,10 +99,20 @@ def _text(i: int, message: ChatMessage) -> str:
                 f"content parts of type {part.type!r} are not supported, only 'text'",
                 param=f"{path}[{j}]",
             )
+        _refuse_all_but(("type", "text"), part, f"{path}[{j}]")
         if part.text is None:
             raise RequestError(f"{path}[{j}].text is missing", param=f"{path}[{j}].text")
         texts.append(part.text)
     return "".join(texts)
+
+
+def _refuse_all_but(names: tuple[str, ...], part: RequestPart, path: str) -> None:
+    """What is known but not served must be empty."""
+    for name in part.__struct_fields__:
+        if name not in names and getattr(part, name):
+            raise RequestError(
+                f"{name} in messages is not supported by this server", param=f"{path}.{name}"
+            )
 
 
 class ChatReply(Reply):

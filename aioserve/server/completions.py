@@ -5,27 +5,26 @@ Knows the shape of that endpoint; admission and streaming are in `generation`.
 
 from collections.abc import Sequence
 
-import msgspec
 from aiohttp import web
 
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput
-from aioserve.server.generation import Reply, check_model, respond
+from aioserve.server.generation import Reply, read_body, respond
 from aioserve.server.logprobs import completion_logprobs
 from aioserve.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from aioserve.server.sse import event
-from aioserve.server.validation import decode_request
+from aioserve.server.unserved import NOT_ON_COMPLETIONS
+from aioserve.server.validation import BodyDecoder
 
 # Each prompt is a request of its own; more than this is a batch job, not a request.
 MAX_PROMPTS = 1024
 
-_decoder = msgspec.json.Decoder(CompletionRequest)
+_decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = decode_request(_decoder, await request.read())
-    check_model(request, body)
+    body = await read_body(request, _decoder)
     params = body.sampling_params(body.max_tokens, body.logprobs)
     if body.best_of not in (None, 1, params.n):
         raise RequestError("best_of is not supported unless it equals n", param="best_of")

@@ -11,12 +11,17 @@ from aioserve.errors import (
     EngineOverloadedError,
     RequestError,
     RequestFailedError,
+    RequestIdInUseError,
 )
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 
 class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
+
+
+class UnknownFieldError(RequestError):
+    """The body has a field of a name that nobody here knows."""
 
 
 class _Kind(NamedTuple):
@@ -29,6 +34,8 @@ class _Kind(NamedTuple):
 # The first row that fits wins, so subclasses stand before their bases.
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
+    _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(RequestError, 400, "invalid_request_error", None),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
@@ -51,7 +58,8 @@ def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> Aioserv
     """The exception for an error that a server sent, in a response or as an event (500)."""
     kind = next((k for k in _KINDS if k.code is not None and k.code == info.code), None)
     if kind is None:
-        kind = next((k for k in _KINDS if k.status == status), None)
+        # The last row of a status is the one that says least.
+        kind = next((k for k in reversed(_KINDS) if k.status == status), None)
     error = kind.error if kind is not None else RequestFailedError
     if issubclass(error, RequestError) or (kind is None and status < 500):
         cls = error if issubclass(error, RequestError) else RequestError

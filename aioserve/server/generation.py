@@ -10,23 +10,32 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from aioserve.engine import RequestStream
-from aioserve.errors import AioserveError
+from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import UnknownModelError
-from aioserve.server.keys import ENGINE, RESPONSE_ID, TOKEN_TEXTS
+from aioserve.server.keys import (
+    ENGINE,
+    MAX_ID_LENGTH,
+    RESPONSE_ID,
+    TOKEN_TEXTS,
+    is_sane_id,
+)
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.sse import DONE, EventStream
+from aioserve.server.validation import BodyDecoder
 
 logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
+
+T = TypeVar("T", bound=GenerationRequest)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -39,7 +48,7 @@ class Reply(ABC):
 
     def __init__(self, request: web.Request, body: GenerationRequest) -> None:
         options = body.stream_options
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = body.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = body.model or request.app[ENGINE].config.model.served_name
         self.texts = request.app[TOKEN_TEXTS]
@@ -163,13 +172,26 @@ class _Collected:
         )
 
 
-def check_model(request: web.Request, body: GenerationRequest) -> None:
-    """Raises `UnknownModelError` unless the request names the served model, or none."""
-    served = request.app[ENGINE].config.model.served_name
-    if body.model is not None and body.model != served:
+async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
+    """The decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not here."""
+    config = request.app[ENGINE].config
+    body = decoder.decode(await request.read(), ignore_unknown=config.server.ignore_unknown_fields)
+    if body.model is not None and body.model != config.model.served_name:
         raise UnknownModelError(
-            f"model {body.model!r} does not exist; this server has {served!r}", param="model"
+            f"model {body.model!r} does not exist; this server has {config.model.served_name!r}",
+            param="model",
         )
+    if body.request_id is not None and not is_sane_id(body.request_id):
+        raise RequestError(
+            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
+            param="request_id",
+        )
+    if body.detokenize is False and not body.return_token_ids:
+        raise RequestError(
+            "detokenize false needs return_token_ids true, or nothing comes back",
+            param="detokenize",
+        )
+    return body
 
 
 async def respond(
@@ -185,6 +207,8 @@ async def respond(
     """
     request[RESPONSE_ID] = reply.id
     engine = request.app[ENGINE]
+    if not body.stream:  # nobody looks at a delta: none is made
+        params = msgspec.structs.replace(params, output_kind="final_only")
     async with AsyncExitStack() as stack:
         streams = []
         for i, prompt in enumerate(prompts):

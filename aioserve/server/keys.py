@@ -1,4 +1,6 @@
-"""The keys under which the application and its requests carry shared objects."""
+"""The keys under which the application and its requests carry shared objects, and what an id that a
+client chose may look like.
+"""
 
 from aiohttp import web
 
@@ -8,3 +10,10 @@ from aioserve.server.logprobs import TokenTexts
 ENGINE = web.AppKey("ENGINE", AsyncEngine)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
+
+MAX_ID_LENGTH = 128
+
+
+def is_sane_id(given: str) -> bool:
+    """Whether an id can stand in a header and in a line of a log."""
+    return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_LENGTH

@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.server.errors import to_wire
-from aioserve.server.keys import RESPONSE_ID
+from aioserve.server.keys import RESPONSE_ID, is_sane_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
-_MAX_REQUEST_ID = 128
 
 _encoder = msgspec.json.Encoder()
 
@@ -82,8 +81,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 def _given_request_id(request: web.Request) -> str | None:
     given = request.headers.get(REQUEST_ID_HEADER, "")
-    is_sane = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID
-    return given if is_sane else None
+    return given if is_sane_id(given) else None
 
 
 def _error(error: Exception) -> web.Response:

@@ -1,7 +1,7 @@
 """The wire structs of the OpenAI-compatible API: one definition for server and client.
 
-Requests ignore unknown fields (real clients send extras); fields that are known but not
-implemented are refused in `validation`. Knows nothing about HTTP or the engine.
+Requests refuse unknown fields; those that are known but not served are in `validation`. Knows
+nothing about HTTP or the engine.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,17 +22,23 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 # Requests
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RequestPart(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of what clients send. `null` means the default everywhere."""
+
+
+class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     """What a stream carries besides deltas."""
 
     include_usage: bool | None = None  # a last chunk with the usage of the whole request
     continuous_usage_stats: bool | None = None  # usage of its sample so far in every chunk
+    include_obfuscation: bool | None = None  # refused if true: chunks are not padded here
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields that both endpoints share. `null` means the default everywhere."""
+class GenerationRequest(RequestPart, kw_only=True, omit_defaults=True):
+    """The fields that both endpoints share."""
 
     model: str | None = None
+    request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
@@ -51,6 +57,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     repetition_penalty: float | None = None
     logit_bias: dict[Int, float] | None = None  # keys are token ids in strings
     skip_special_tokens: bool | None = None
+    detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
     priority: Int | None = None  # smaller is more urgent, under a policy that looks
     user: str | None = None
     timeout: float | None = None  # extension: seconds until finish_reason "timeout"
@@ -89,14 +96,21 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
         return [self.prompt] if kinds == {int} else self.prompt  # type: ignore[return-value]
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
     """One part of a message; only text is understood."""
 
     type: str
     text: str | None = None
+    # Of parts of other types; refused unless empty.
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: Any = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -104,8 +118,13 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str | None = None
     # Sent back by clients that replay an assistant's message; refused unless empty.
     tool_calls: Any = None
+    tool_call_id: Any = None
     function_call: Any = None
     audio: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):

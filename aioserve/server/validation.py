@@ -1,104 +1,134 @@
-"""Bodies to structs: strict decoding, and refusal of known fields that nothing here honours.
+"""Bodies to structs: strict decoding, in one pass, and refusal of what nothing here honours.
 
 Raises `RequestError` with the path of the field. Knows nothing about HTTP or the engine.
 """
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from difflib import get_close_matches
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.server.protocol import GenerationRequest
+from aioserve.server.errors import UnknownFieldError
+from aioserve.server.protocol import (
+    ChatMessage,
+    ContentPart,
+    GenerationRequest,
+    RequestPart,
+    StreamOptions,
+)
+from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 
 T = TypeVar("T", bound=GenerationRequest)
 
-# Fields of OpenAI, vLLM and SGLang that are not implemented here, and the values besides null
-# and false that ask for nothing. Pure hints and labels (metadata, safety_identifier,
-# prompt_cache_key, parallel_tool_calls ...) are not listed: ignoring them changes no answer.
-REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "audio": (),
-    "echo": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (),
-    "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (),
-    # SGLang
-    "ebnf": (),
-    "json_schema": (),
-    "lora_path": (),
-    "no_stop_trim": (),
-    "regex": (),
+# What is inside of a body, by the name of the field that holds it.
+_PARTS: Mapping[str, type[RequestPart]] = {
+    "stream_options": StreamOptions,
+    "messages": ChatMessage,
+    "content": ContentPart,
 }
-
-_refused_decoder = msgspec.json.Decoder(
-    msgspec.defstruct("RefusedFields", [(name, Any, None) for name in REFUSED_FIELDS])
-)
+_MAX_SHOWN = 64  # characters of an unknown name
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
 
 
-def decode_request(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The request in `body`. Raises `RequestError` that names the path of what is wrong."""
-    try:
-        request = decoder.decode(body)
-        refused = _refused_decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise RequestError(str(error), param=_path(str(error))) from error
-    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, nested too deep
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    _refuse(refused)
-    if request.stream_options is not None and not request.stream:
+class BodyDecoder(Generic[T]):
+    """Decodes bodies of one endpoint."""
+
+    def __init__(self, request_type: type[T], unserved: Mapping[str, Unserved]) -> None:
+        """`unserved`: what this endpoint does not serve, besides what none does."""
+        self._unserved = {**UNSERVED, **FOREIGN, **unserved}
+        # One struct for all names, so that one pass over the body finds them.
+        fields: list[tuple[str, Any, Any]] = [
+            (name, Any, None)
+            for name in (*self._unserved, *HINTS)
+            if name not in request_type.__struct_fields__
+        ]
+        name, bases = request_type.__name__, (request_type,)
+        self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
+        self._decoder = msgspec.json.Decoder(self._type)
+        self._served = request_type.__struct_fields__
+        self._get_unserved = attrgetter(*self._unserved)
+        self._nothing = (None,) * len(self._unserved)
+
+    def decode(self, body: bytes, *, ignore_unknown: bool = False) -> T:
+        """The request in `body`. Raises `RequestError` that names the path of what is wrong.
+
+        With `ignore_unknown`, names that neither OpenAI nor vLLM nor SGLang has are ignored.
+        """
+        try:
+            try:
+                request = self._decoder.decode(body)
+            except msgspec.ValidationError as error:
+                if not (ignore_unknown and _UNKNOWN.search(str(error))):
+                    raise
+                known = _known_only(msgspec.json.decode(body), self._type)
+                request = msgspec.convert(known, self._type, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise self._explain(str(error)) from error
+        except (ValueError, RecursionError) as error:  # malformed, not UTF-8, nested too deep
+            raise RequestError(f"the body is not valid JSON: {error}") from error
+        values = self._get_unserved(request)
+        if values != self._nothing:
+            self._refuse(values, ignore_unknown)
+        _check_stream_options(request)
+        return request
+
+    def _explain(self, message: str) -> RequestError:
+        path = _path(message)
+        unknown = _UNKNOWN.search(message)
+        if unknown is None:
+            return RequestError(message, param=path)
+        name, known = unknown[1][:_MAX_SHOWN], self._served
+        if path is not None:
+            holder = re.split(r"[\[.]", path)
+            known = next(_PARTS[h] for h in reversed(holder) if h in _PARTS).__struct_fields__
+        near = get_close_matches(name, known, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else " (see --ignore-unknown-fields)"
+        where = f" in {path}" if path is not None else ""
+        return UnknownFieldError(
+            f"unknown field {name!r}{where}{hint}", param=f"{path}.{name}" if path else name
+        )
+
+    def _refuse(self, values: tuple[Any, ...], ignore_foreign: bool) -> None:
+        for (name, field), value in zip(self._unserved.items(), values, strict=True):
+            if field.is_no_op(value) or (ignore_foreign and name in FOREIGN):
+                continue
+            instead = f": use {field.instead}" if field.instead else ""
+            raise RequestError(f"{name} is not supported by this server{instead}", param=name)
+
+
+def _check_stream_options(request: GenerationRequest) -> None:
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true", param="stream_options"
         )
-    return request
+    if options.include_obfuscation:
+        raise RequestError(
+            "include_obfuscation is not supported by this server",
+            param="stream_options.include_obfuscation",
+        )
 
 
-def _refuse(fields: Any) -> None:
-    for name, harmless in REFUSED_FIELDS.items():
-        value = getattr(fields, name)
-        if value is None or value is False:
-            continue
-        # Types are compared as well: prompt_logprobs=0 is not false, echo=1 is not true.
-        if not any(type(value) is type(other) and value == other for other in harmless):
-            raise RequestError(f"{name} is not supported by this server", param=name)
+def _known_only(tree: Any, struct: type[Any]) -> Any:
+    """`tree` without what `struct`, and the parts inside of it, have no field for."""
+    if isinstance(tree, list):
+        return [_known_only(item, struct) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: _known_only(value, _PARTS[name]) if name in _PARTS else value
+        for name, value in tree.items()
+        if name in struct.__struct_fields__
+    }
 
 
 def _path(message: str) -> str | None:

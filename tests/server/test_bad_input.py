@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from aioserve.server.validation import REFUSED_FIELDS
+from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -141,17 +141,31 @@ async def test_a_bad_field_is_a_400_that_names_its_path(server, path, base, case
 
 
 @pytest.mark.parametrize(
-    "path_base", [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+    ("path", "base", "own"),
+    [
+        ("/v1/completions", COMPLETION, NOT_ON_COMPLETIONS),
+        ("/v1/chat/completions", CHAT, NOT_ON_CHAT),
+    ],
+    ids=["completions", "chat"],
 )
-async def test_fields_that_are_not_implemented_are_refused_by_name(server, path_base):
-    path, base = path_base
-    for name in REFUSED_FIELDS:
+async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(
+    server, path, base, own
+):
+    for name, field in {**UNSERVED, **FOREIGN, **own}.items():
         answer = await server.request("POST", path, json={**base, name: "something"})
-        assert check(answer)["param"] == name
-    for name, harmless in REFUSED_FIELDS.items():
-        for value in (None, False, *harmless):
+        error = check(answer)
+        assert error["param"] == name
+        assert f"{name} is not supported" in error["message"]
+        assert field.instead in error["message"]
+        for value in (None, *field.no_ops):
             answer = await server.request("POST", path, json={**base, name: value})
             assert answer.status == 200, (name, value, answer)
+        answer = await server.request("POST", path, json={**base, name: False})
+        is_asked = any(no_op is True for no_op in field.no_ops) and False not in field.no_ops
+        assert answer.status == (400 if is_asked else 200), (name, answer)
+    for name in HINTS:
+        answer = await server.request("POST", path, json={**base, name: {"a": ["b"]}})
+        assert answer.status == 200, (name, answer)
 
 
 @pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 0), ("echo", 1), ("tools", [{}])])
@@ -159,9 +173,84 @@ async def test_a_value_that_only_resembles_false_is_refused(server, name, value)
     assert check(await server.complete(**{name: value}))["param"] == name
 
 
-async def test_unknown_fields_are_ignored(server):
-    answer = await server.complete(max_tokens=2, some_client_extra={"a": [1]}, metadata={"b": "c"})
-    assert answer.status == 200
+UNKNOWN = [
+    ({"tempratur": 0.5}, "tempratur", "did you mean 'temperature'?"),
+    ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
+    ({"ignore_eso": None}, "ignore_eso", "did you mean 'ignore_eos'?"),
+    ({"zzz": [1]}, "zzz", "unknown field 'zzz'"),
+    ({"x" * 10_000: 1}, "x" * 64, "unknown field"),
+    ({"`~ at `$.x": 1}, "`~ at `$.x", "unknown field"),
+    ({"stream": True, "stream_options": {"include_usag": 1}}, "stream_options.include_usag", ""),
+]
+UNKNOWN_IN_CHAT = [
+    ({"messages": [{"role": "user", "content": "x", "nam": "y"}]}, "messages[0].nam", "'name'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "txt": "y"}]}]},
+        "messages[0].content[0].txt",
+        "'text'",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "cases"),
+    [
+        ("/v1/completions", COMPLETION, UNKNOWN),
+        ("/v1/chat/completions", CHAT, UNKNOWN + UNKNOWN_IN_CHAT),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_an_unknown_field_is_a_400_that_names_it_and_the_nearest(server, path, base, cases):
+    for change, param, message in cases:
+        error = check(await server.request("POST", path, json={**base, **change}))
+        assert (error["param"], error["code"]) == (param, "unknown_parameter")
+        assert message in error["message"]
+        assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "cases"),
+    [
+        ("/v1/completions", COMPLETION, UNKNOWN),
+        ("/v1/chat/completions", CHAT, UNKNOWN),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_unknown_fields_can_be_ignored_and_those_that_ask_for_something_still_cannot(
+    start_server, path, base, cases
+):
+    async with start_server(server={"ignore_unknown_fields": True}) as server:
+        for change, _, _ in cases:
+            answer = await server.request("POST", path, json={**base, **change})
+            assert answer.status == 200, answer
+        for name in FOREIGN:
+            answer = await server.request("POST", path, json={**base, name: "x", "zzz": 1})
+            assert answer.status == 200, answer
+        for name in UNSERVED:
+            answer = await server.request("POST", path, json={**base, name: "x", "zzz": 1})
+            assert check(answer)["param"] == name
+        answer = await server.request("POST", path, json={**base, "temperature": "x", "zzz": 1})
+        assert check(answer)["param"] == "temperature"
+        bias = {"logit_bias": {"7": 1.5}, "zzz": 1}
+        assert (await server.request("POST", path, json={**base, **bias})).status == 200
+        part = {"type": "text", "text": "x", "cache_control": {}}
+        message = {"role": "user", "content": [part], "id": 7}
+        assert (await server.chat(messages=[message], max_tokens=2)).status == 200
+
+
+async def test_what_is_known_in_a_message_but_not_served_must_be_empty(server):
+    empty = {"tool_calls": [], "refusal": None, "annotations": [], "audio": None, "reasoning": ""}
+    message = {"role": "assistant", "content": "x", **empty}
+    assert (await server.chat(messages=[message], max_tokens=2)).status == 200
+    for name in ("refusal", "annotations", "reasoning_content", "tool_call_id"):
+        answer = await server.chat(messages=[{**message, name: "something"}])
+        assert check(answer)["param"] == f"messages[0].{name}"
+    part = {"type": "text", "text": "x", "image_url": {"url": "y"}}
+    answer = await server.chat([part])
+    assert check(answer)["param"] == "messages[0].content[0].image_url"
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    answer = await server.chat(**options)
+    assert check(answer)["param"] == "stream_options.include_obfuscation"
 
 
 MALFORMED = [

@@ -1,5 +1,7 @@
 """POST /v1/completions over a real socket."""
 
+import asyncio
+
 import pytest
 
 
@@ -164,3 +166,46 @@ async def test_priority_and_user_reach_the_engine(server, monkeypatch):
     await server.complete(priority=-3, user="will", max_tokens=1)
     await server.chat(max_tokens=1)
     assert seen == [(-3, "will"), (0, "")]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_request_can_choose_its_id(server, chat):
+    ask = server.chat if chat else server.complete
+    answer = await ask(request_id="mine-7", max_tokens=2)
+    assert answer.json()["id"] == answer.headers["X-Request-Id"] == "mine-7"
+    events = (await ask(request_id="mine-7", max_tokens=2, stream=True)).events()
+    assert {event["id"] for event in events} == {"mine-7"}
+
+
+async def test_an_id_in_use_is_a_409(server):
+    async def ask():
+        return await server.complete(request_id="mine", max_tokens=200, ignore_eos=True)
+
+    answers = await asyncio.gather(*(ask() for _ in range(5)))
+    assert sorted(answer.status for answer in answers) == [200, 409, 409, 409, 409]
+    refused = next(answer for answer in answers if answer.status == 409)
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == ("request_id", "request_id_in_use")
+    assert (await ask()).status == 200
+    prompts = await server.complete(["a", "b"], request_id="mine", max_tokens=2, n=2)
+    assert len(prompts.json()["choices"]) == 4
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 129, "two\nlines", "ü", 7])
+async def test_an_id_that_no_log_could_show_is_refused(server, bad):
+    answer = await server.complete(request_id=bad)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "request_id")
+
+
+async def test_token_ids_can_be_had_without_text(server):
+    fields = {"max_tokens": 6, "ignore_eos": True, "detokenize": False}
+    answer = await server.complete(**fields)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "detokenize")
+    fields["return_token_ids"] = True
+    for ask in (server.complete, server.chat):
+        (choice,) = (await ask(**fields)).json()["choices"]
+        assert len(choice["token_ids"]) == 6
+        assert (choice["text"] if ask == server.complete else choice["message"]["content"]) == ""
+    events = (await server.complete(**fields, stream=True)).events()
+    ids = [i for event in events for i in event["choices"][0]["token_ids"]]
+    assert ids == (await server.complete(**fields)).json()["choices"][0]["token_ids"]

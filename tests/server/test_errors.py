@@ -9,8 +9,9 @@ from aioserve.errors import (
     PolicyError,
     RequestError,
     RequestFailedError,
+    RequestIdInUseError,
 )
-from aioserve.server.errors import UnknownModelError, from_wire, to_wire
+from aioserve.server.errors import UnknownFieldError, UnknownModelError, from_wire, to_wire
 from aioserve.server.protocol import ErrorInfo
 
 
@@ -19,6 +20,8 @@ from aioserve.server.protocol import ErrorInfo
     [
         (RequestError("bad", param="n"), 400),
         (UnknownModelError("what?", param="model"), 404),
+        (UnknownFieldError("what?", param="tempratur"), 400),
+        (RequestIdInUseError("taken"), 409),
         (EngineOverloadedError("full"), 429),
         (RequestFailedError("step"), 500),
         (EngineDeadError("dead"), 503),

@@ -7,21 +7,22 @@ from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat import sampling_params, template_message
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
-from aioserve.server.validation import REFUSED_FIELDS, decode_request
+from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
+from aioserve.server.validation import BodyDecoder
 
-COMPLETION = msgspec.json.Decoder(CompletionRequest)
-CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+COMPLETION = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
+CHAT = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
 
 
 def completion(**fields) -> CompletionRequest:
-    return decode_request(COMPLETION, msgspec.json.encode({"prompt": "x", **fields}))
+    return COMPLETION.decode(msgspec.json.encode({"prompt": "x", **fields}))
 
 
 def chat(**fields) -> ChatCompletionRequest:
-    return decode_request(CHAT, msgspec.json.encode({"messages": [], **fields}))
+    return CHAT.decode(msgspec.json.encode({"messages": [], **fields}))
 
 
-PYTHON_ONLY = {"detokenize", "output_kind"}  # over HTTP there is always text; `stream` says when
+PYTHON_ONLY = {"output_kind"}  # over HTTP, `stream` says when
 
 
 def test_every_sampling_parameter_can_be_asked_for_over_http():
@@ -32,7 +33,10 @@ def test_every_sampling_parameter_can_be_asked_for_over_http():
 
 def test_no_honoured_field_is_refused():
     for request in (CompletionRequest, ChatCompletionRequest):
-        assert not set(REFUSED_FIELDS) & set(request.__struct_fields__)
+        for names in (UNSERVED, FOREIGN, HINTS):
+            assert not set(names) & set(request.__struct_fields__)
+    assert not set(NOT_ON_COMPLETIONS) & set(CompletionRequest.__struct_fields__)
+    assert not set(NOT_ON_CHAT) & set(ChatCompletionRequest.__struct_fields__)
 
 
 def test_every_shared_field_reaches_the_sampling_params():

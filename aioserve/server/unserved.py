@@ -1,0 +1,142 @@
+"""Fields that clients know from OpenAI or other engines and that are not served here, as data.
+
+Each says which of its values ask for nothing, and what to send instead. Knows nothing about how
+bodies are decoded.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Unserved(NamedTuple):
+    """A field that is refused unless it asks for nothing."""
+
+    no_ops: tuple[Any, ...] = ()  # besides null, and false where true is none
+    instead: str = ""
+
+    def is_no_op(self, value: Any) -> bool:
+        """Whether this value asks for nothing."""
+        if value is None or (value is False and not any(no_op is True for no_op in self.no_ops)):
+            return True
+        # Types are compared as well: prompt_logprobs=0 is not false, echo=1 is not true.
+        return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
+
+
+# Labels and hints: whatever they say, the answer is the same.
+HINTS = (
+    "metadata",
+    "parallel_tool_calls",  # of tools, which are refused
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+)
+
+_OPENAI = {
+    "audio": Unserved(),
+    "echo": Unserved(),
+    "function_call": Unserved(("none", "auto")),
+    "functions": Unserved(([],)),
+    "modalities": Unserved((["text"],)),
+    "moderation": Unserved(),
+    "prediction": Unserved(),
+    "reasoning_effort": Unserved(("none",)),
+    "response_format": Unserved(({"type": "text"},)),
+    "service_tier": Unserved(("auto", "default")),
+    "store": Unserved(),
+    "suffix": Unserved(("",)),
+    "tool_choice": Unserved(("none", "auto")),
+    "tools": Unserved(([],)),
+    "verbosity": Unserved(("medium",)),
+    "web_search_options": Unserved(),
+}
+_VLLM = {
+    "add_generation_prompt": Unserved((True,)),
+    "allowed_token_ids": Unserved(([],)),
+    "bad_words": Unserved(([],)),
+    "chat_template": Unserved(),
+    "chat_template_kwargs": Unserved(({},)),
+    "continue_final_message": Unserved(),
+    "documents": Unserved(([],)),
+    "early_stopping": Unserved(),
+    "guided_choice": Unserved(),
+    "guided_decoding_backend": Unserved(),
+    "guided_grammar": Unserved(),
+    "guided_json": Unserved(),
+    "guided_regex": Unserved(),
+    "guided_whitespace_pattern": Unserved(),
+    "include_reasoning": Unserved((True, False)),
+    "kv_transfer_params": Unserved(),
+    "length_penalty": Unserved((1, 1.0)),
+    "logits_processors": Unserved(([],)),
+    "mm_processor_kwargs": Unserved(({},)),
+    "prompt_embeds": Unserved(),
+    "prompt_logprobs": Unserved(),
+    "return_tokens_as_token_ids": Unserved(),
+    "spaces_between_special_tokens": Unserved((True,)),
+    "structural_tag": Unserved(),
+    "structured_outputs": Unserved(),
+    "truncate_prompt_tokens": Unserved(),
+    "use_beam_search": Unserved(),
+    "vllm_xargs": Unserved(({},)),
+}
+_SGLANG = {
+    "custom_logit_processor": Unserved(),
+    "custom_params": Unserved(),
+    "ebnf": Unserved(),
+    "json_schema": Unserved(),
+    "lora_path": Unserved(),
+    "no_stop_trim": Unserved(),
+    "regex": Unserved(),
+    "return_hidden_states": Unserved(),
+    "separate_reasoning": Unserved((True, False)),
+    "stop_regex": Unserved(),
+    "stream_reasoning": Unserved((True, False)),
+}
+#: Of OpenAI, vLLM and SGLang, whose clients come here as they are: never ignored.
+UNSERVED: Mapping[str, Unserved] = _OPENAI | _VLLM | _SGLANG
+
+#: Of llama.cpp, Ollama, TGI and others: unknown here, but it can be said what they are called.
+FOREIGN: Mapping[str, Unserved] = {
+    "adapter_id": Unserved(),
+    "cache_prompt": Unserved((True, False)),
+    "do_sample": Unserved((True,), "temperature 0 for false"),
+    "dry_multiplier": Unserved((0, 0.0)),
+    "dynatemp_range": Unserved((0, 0.0)),
+    "grammar": Unserved(("",)),
+    "images": Unserved(([],)),
+    "input_ids": Unserved((), "prompt on /v1/completions"),
+    "lora": Unserved(([],)),
+    "lora_name": Unserved(),
+    "max_length": Unserved((), "max_tokens"),
+    "max_new_tokens": Unserved((), "max_tokens"),
+    "min_new_tokens": Unserved((0,), "min_tokens"),
+    "mirostat": Unserved((0,)),
+    "n_predict": Unserved((-1,), "max_tokens"),
+    "n_probs": Unserved((0,), "logprobs"),
+    "num_beams": Unserved((1,)),
+    "num_predict": Unserved((-1,), "max_tokens"),
+    "random_seed": Unserved((), "seed"),
+    "repeat_last_n": Unserved(),
+    "repeat_penalty": Unserved((1, 1.0), "repetition_penalty"),
+    "rid": Unserved((), "request_id"),
+    "stop_sequences": Unserved(([],), "stop"),
+    "system": Unserved((), "a message with role system"),
+    "tfs_z": Unserved((1, 1.0)),
+    "top_a": Unserved((0, 0.0)),
+    "top_n_tokens": Unserved((0,), "logprobs"),
+    "typical_p": Unserved((1, 1.0)),
+    "xtc_probability": Unserved((0, 0.0)),
+}
+
+#: Served on the other endpoint, or under another name.
+NOT_ON_COMPLETIONS: Mapping[str, Unserved] = {
+    "add_special_tokens": Unserved((True,)),
+    "max_completion_tokens": Unserved((), "max_tokens"),
+    "messages": Unserved((), "/v1/chat/completions"),
+    "top_logprobs": Unserved((0,), "logprobs, a number"),
+}
+NOT_ON_CHAT: Mapping[str, Unserved] = {
+    "add_special_tokens": Unserved(),  # the chat template says which there are
+    "best_of": Unserved((1,)),
+    "prompt": Unserved((), "/v1/completions"),
+}
