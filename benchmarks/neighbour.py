@@ -35,13 +35,13 @@ BUSY = "while True: pass"
 
 
 @contextlib.contextmanager
-def server(model: str, threads: str, log_level: str) -> Iterator[str]:
+def server(model: str, threads: str) -> Iterator[str]:
     """The URL of one that is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [sys.executable, "-m", "aioserve", "--model", model, "--port", str(port)]
-    words += ["--log-level", log_level]
+    words += ["--log-level", "debug" if threads == CHOOSES else "warning"]
     words += [] if threads == CHOOSES else ["--threads", threads]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(words) as process:
@@ -94,7 +94,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--neighbours", type=int, default=1)
-    parser.add_argument("--log-level", default="warning", help="debug: why the number changes")
     parser.add_argument(
         "--threads",
         nargs="+",
@@ -108,9 +107,7 @@ def main() -> int:
     found: dict[str, list[dict[str, Document]]] = {ALONE: [], BESIDE: []}
     seed = random.randrange(1 << 40)
     with contextlib.ExitStack() as stack:
-        urls = {
-            name: stack.enter_context(server(args.model, name, args.log_level)) for name in names
-        }
+        urls = {name: stack.enter_context(server(args.model, name)) for name in names}
         for round_, where in itertools.product(range(args.rounds), (ALONE, BESIDE)):
             order = names[round_ % len(names) :] + names[: round_ % len(names)]
             with neighbours(args.neighbours if where == BESIDE else 0):

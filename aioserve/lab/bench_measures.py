@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from aioserve.lab.bench import Exchange, Load
-from aioserve.lab.measures import PER_REQUEST, Floats, Slo, quantile
+from aioserve.lab.measures import PER_REQUEST, Slo, quantile
+from aioserve.lab.service import Floats
 
 Document = dict[str, Any]
 

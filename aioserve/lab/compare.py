@@ -12,17 +12,27 @@ import msgspec
 import numpy as np
 
 from aioserve.config import EngineConfig
-from aioserve.lab.bootstrap import compare_gaps, compare_requests, compare_totals, draw_weights
-from aioserve.lab.measures import PER_REQUEST, RunMeasures, Slo, quantile
+from aioserve.lab.bootstrap import (
+    Difference,
+    Sampling,
+    compare_gaps,
+    compare_requests,
+    compare_totals,
+    sample,
+)
+from aioserve.lab.groups import compare_groups, group_requests, list_groups, summarize_groups
+from aioserve.lab.measures import PER_REQUEST, RunMeasures, Slo, statistics_of, tidy
 from aioserve.lab.parallel import simulate_all
 from aioserve.lab.run import Progress, check_fits, run_live, simulated
-from aioserve.lab.timeline import distributions, tidy, timelines
+from aioserve.lab.timeline import distributions, timelines
 from aioserve.lab.workload import Workload
 from aioserve.model_info import ModelInfo
 
 NUM_VICTIMS = 5
 # They change who is served and where, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")
+# Options of policies that say what clients are due: a number each.
+WEIGHT_OPTIONS = ("weights", "tickets")
 
 Document = dict[str, Any]
 
@@ -92,6 +102,35 @@ def prepare(
     return candidates, workloads, notes
 
 
+def stated_weights(
+    candidates: Sequence[Candidate], workload: Workload
+) -> tuple[list[dict[str, float]], str]:
+    """What clients are due under each candidate, and who says so ("" if nobody does).
+
+    The workload has the first word. Otherwise what one configuration states holds for those that
+    state nothing, unless several state different things: then each is measured by its own.
+    """
+    if workload.weights:
+        return [workload.weights] * len(candidates), "the workload"
+    own = []
+    for candidate in candidates:
+        options = candidate.config.scheduler.options
+        stated = [options[name] for name in WEIGHT_OPTIONS if isinstance(options.get(name), dict)]
+        own.append(
+            {
+                str(client): float(weight)
+                for weights in stated
+                for client, weight in weights.items()
+                if isinstance(weight, int | float) and weight > 0
+            }
+        )
+    different = [weights for i, weights in enumerate(own) if weights and weights not in own[:i]]
+    if len(different) == 1:
+        owner = candidates[own.index(different[0])].name
+        return different * len(candidates), f"configuration {owner}"
+    return own, "each configuration" if different else ""
+
+
 def compare(
     candidates: list[Candidate],
     workloads: list[Workload],
@@ -112,30 +151,37 @@ def compare(
     records = simulate_all(runs, num_jobs, progress)
     if is_live:
         records = (run_live(config, workload, progress) for config, workload in runs)
+    weights, stated_by = stated_weights(candidates, workloads[0])
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
     for number, (record, (_, workload)) in enumerate(zip(records, runs, strict=True)):
         i = number % len(candidates)
-        measures[i].append(RunMeasures(record, workload, slo))
+        measures[i].append(RunMeasures(record, workload, slo, weights[i] if stated_by else None))
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
             curves[i] = timelines(record, workload, window)
+    groups = group_requests(workloads)
     results = [
         {
             "name": candidate.name,
             "policy": candidate.config.scheduler.policy,
             "settings": msgspec.to_builtins(candidate.config),
+            "weights": weights[i],
             **summarize(measures[i]),
+            "groups": summarize_groups(groups, measures[i]),
             "distributions": distributions(measures[i]),
             "timelines": curves[i],
         }
         for i, candidate in enumerate(candidates)
     ]
+    listed = list_groups([result["groups"] for result in results])
+    sampling = sample([run.block for run in measures[0]], is_live=is_live)
     first = candidates[0]
     for i, candidate in enumerate(candidates[1:], start=1):
         results[i]["against_first"] = {
             "other_differences": other_differences(first.config, candidate.config),
-            "differences": differences(measures[0], measures[i]),
+            "differences": differences(measures[0], measures[i], sampling),
+            "groups": _as_data(compare_groups(groups, listed, measures[0], measures[i], sampling)),
             "paired": _paired(measures[0], measures[i]),
             "victims": _victims(workloads, measures[0], measures[i]),
         }
@@ -144,6 +190,8 @@ def compare(
         "workload": _describe(workloads),
         "slo": None if slo is None else msgspec.to_builtins(slo),
         "notes": notes,
+        "weights_stated_by": stated_by,
+        "listed_groups": listed,
         "results": results,
     }
 
@@ -153,8 +201,8 @@ def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
     statistics: dict[str, dict[str, float]] = {}
     for name in PER_REQUEST:
         values = np.concatenate([getattr(run, name) for run in runs])
-        statistics[name] = _statistics(values)
-    statistics["gap"] = _statistics(np.concatenate([run.gaps for run in runs]).astype(float))
+        statistics[name] = statistics_of(values)
+    statistics["gap"] = statistics_of(np.concatenate([run.gaps for run in runs]).astype(float))
     totals = {name: [run.totals[name] for run in runs] for name in runs[0].totals}
     reasons = sorted({reason for run in runs for reason in run.finish_reasons})
     return {
@@ -165,20 +213,19 @@ def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
     }
 
 
-def differences(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, Any]:
+def differences(
+    first: list[RunMeasures], second: list[RunMeasures], sampling: Sampling
+) -> dict[str, Any]:
     """Second minus first, by measure and statistic, each with its interval."""
-    blocks = [run.block for run in first]
-    weights = draw_weights([int(block[-1]) + 1 for block in blocks])
     found: dict[str, Any] = {
         name: compare_requests(
             [getattr(run, name) for run in first],
             [getattr(run, name) for run in second],
-            blocks,
-            weights,
+            sampling,
         )
         for name in PER_REQUEST
     }
-    found["gap"] = compare_gaps(first, second, weights)
+    found["gap"] = compare_gaps(first, second, sampling)
     good = [[run.is_good for run in runs] for runs in (first, second)]
     found["totals"] = {
         name: compare_totals(
@@ -187,28 +234,22 @@ def differences(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str
         for name in first[0].totals
     }
     # It has one value per request, so blocks of one seed are enough for an interval.
-    found["totals"]["good_share"] = compare_requests(good[0], good[1], blocks, weights)["mean"]
+    found["totals"]["good_share"] = compare_requests(good[0], good[1], sampling)["mean"]
+    return dict(_as_data(found))
+
+
+def _as_data(found: Any) -> Any:
+    """Differences at any depth of dictionaries as plain data."""
+    if isinstance(found, dict):
+        return {name: _as_data(value) for name, value in found.items()}
+    assert isinstance(found, Difference)
     return {
-        measure: {
-            name: {
-                "value": tidy(difference.value),
-                "low": None if difference.low is None else tidy(difference.low),
-                "high": None if difference.high is None else tidy(difference.high),
-                "is_distinguishable": difference.is_distinguishable,
-                "is_nothing": difference.is_nothing,
-            }
-            for name, difference in statistics.items()
-        }
-        for measure, statistics in found.items()
+        "value": tidy(found.value),
+        "low": None if found.low is None else tidy(found.low),
+        "high": None if found.high is None else tidy(found.high),
+        "is_distinguishable": found.is_distinguishable,
+        "is_nothing": found.is_nothing,
     }
-
-
-def _statistics(values: Any) -> dict[str, float]:
-    known = values[~np.isnan(values)]
-    if not len(known):
-        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"), float("nan"))
-    quantiles = {f"p{round(100 * q)}": tidy(quantile(known, q)) for q in (0.5, 0.9, 0.99)}
-    return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
 
 
 def _paired(first: list[RunMeasures], second: list[RunMeasures]) -> dict[str, Any]:
@@ -261,6 +302,7 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
         "seeds": [workload.seed for workload in workloads],
         "requests": len(first.requests),
         "seconds": tidy(first.duration),
+        "clients": first.num_clients,
         "prompt_tokens": sum(r.num_prompt_tokens for r in first.requests),
         "output_tokens": sum(r.max_tokens for r in first.requests),
     }

@@ -5,6 +5,7 @@ without a first token has no time to it.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,9 +14,9 @@ import numpy.typing as npt
 
 from aioserve.errors import ConfigError
 from aioserve.lab.record import RequestRecord, RunRecord
+from aioserve.lab.service import Floats, jain_index, service_by_client
 from aioserve.lab.workload import Workload
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Gaps between tokens are too many to keep: counted in bins 1% apart, from 10 microseconds up.
@@ -51,8 +52,19 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunMeasures:
     """One run in arrays, one entry per request of the workload, and totals."""
 
-    def __init__(self, record: RunRecord, workload: Workload, slo: Slo | None) -> None:
+    def __init__(
+        self,
+        record: RunRecord,
+        workload: Workload,
+        slo: Slo | None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`weights` say what clients are due beside each other; None: nobody has stated any, and
+        there is no fairness by weight.
+        """
         requests = record.requests
+        self.weights = weights or {}
+        self.service = service_by_client(record, workload, self.weights)
         self.ttft = np.array([_first_token(r) for r in requests])
         self.tpot = np.array([_per_output_token(r) for r in requests])
         self.e2e = np.array([r.end - r.arrival if r.is_finished else np.nan for r in requests])
@@ -62,6 +74,11 @@ class RunMeasures:
         self.block = block_numbers(len(requests))
         self._count_gaps(requests)
         self.totals = _totals(record, workload, self.is_good)
+        rates = np.array([service.rate for service in self.service.values()])
+        self.totals["fairness"] = jain_index(rates)
+        if weights is not None:
+            due = np.array([weights.get(client, 1.0) for client in self.service])
+            self.totals["fairness_by_weight"] = jain_index(rates / due)
         self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
 
     def _meets(self, slo: Slo) -> npt.NDArray[np.bool_]:
@@ -101,21 +118,18 @@ def quantile(values: Floats, q: float) -> float:
     return float(known[max(int(np.ceil(q * len(known))) - 1, 0)])
 
 
-def jain_index(values: Floats) -> float:
-    """(sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything (Jain, 1984)."""
-    squares = float(np.sum(values**2))
-    return float(np.sum(values)) ** 2 / (len(values) * squares) if squares else 1.0
+def tidy(value: float) -> float:
+    """Six digits: more say nothing and fill the file."""
+    return float(f"{value:.6g}")
 
 
-def service_rates(record: RunRecord, workload: Workload) -> dict[str, float]:
-    """Per user: tokens (prompt and reply) that were served in a second of being in the system."""
-    tokens: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
-    for request, result in zip(workload.requests, record.requests, strict=True):
-        served = len(result.token_times)
-        tokens[request.user] += served + (request.num_prompt_tokens if served else 0)
-        seconds[request.user] += result.end - result.arrival  # type: ignore[assignment]
-    return {user: tokens[user] / max(seconds[user], 1e-9) for user in sorted(tokens)}
+def statistics_of(values: Floats) -> dict[str, float]:
+    """Mean, quantiles and maximum of those that are known."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"), float("nan"))
+    quantiles = {f"p{round(100 * q)}": tidy(quantile(known, q)) for q in (0.5, 0.9, 0.99)}
+    return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
 
 
 def _first_token(request: RequestRecord) -> float:
@@ -151,7 +165,6 @@ def _totals(record: RunRecord, workload: Workload, is_good: Floats) -> dict[str,
         "requests_per_second": num_finished / seconds,
         "goodput_per_second": float(np.sum(is_good)) / seconds,
         "good_share": float(np.mean(is_good)),
-        "fairness": jain_index(np.array(list(service_rates(record, workload).values()))),
         "prefix_hit_share": num_cached / max(num_prompt, 1),
         "wasted_share": (scheduled - needed) / max(scheduled, 1),
         "wasted_tokens": scheduled - needed,

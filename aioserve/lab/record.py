@@ -20,6 +20,7 @@ class RequestRecord:
     """One request of the workload, under one configuration."""
 
     __slots__ = (
+        "admitted",
         "arrival",
         "end",
         "finish_reason",
@@ -31,6 +32,7 @@ class RequestRecord:
 
     def __init__(self) -> None:
         self.arrival = 0.0
+        self.admitted: float | None = None  # its first step was handed over
         self.end = 0.0
         self.finish_reason = ""  # of `FinishReason`, or "refused"
         self.num_cached_tokens = 0
@@ -48,6 +50,7 @@ class StepLog:
     """One entry per step."""
 
     def __init__(self) -> None:
+        self.planned = array("d")  # handed over; with two in flight, before the start
         self.start = array("d")
         self.seconds = array("d")
         self.num_prefill_tokens = array("l")  # of rows with more than one token
@@ -136,13 +139,17 @@ class RunRecorder:
         num_decodes = len(scheduler_output.num_scheduled_tokens)
         if num_decodes != num_tokens:
             num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
+        planned = began - self._start
+        for new in scheduler_output.scheduled_new_reqs:
+            request = self._record.requests[int(new.request_id)]
+            if request.admitted is None:  # else it was preempted
+                request.admitted = planned
         end -= self._start
         # With two steps in flight the second waits for the first.
-        start = began - self._start
-        if start < self._last_end:
-            start = self._last_end
+        start = max(planned, self._last_end)
         self._last_end = end
         steps = self._record.steps
+        steps.planned.append(planned)
         steps.start.append(start)
         steps.seconds.append(end - start)
         steps.num_prefill_tokens.append(num_tokens - num_decodes)

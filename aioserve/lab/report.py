@@ -5,19 +5,14 @@ Puts the parts of `page/` together. The drawing is done by the reader's browser.
 
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from aioserve.lab.compare import Document
-from aioserve.lab.words import (
-    difference_of,
-    headline,
-    pair_summary,
-    remarks,
-    shown_rows,
-    value_of,
-    verdict,
-)
+from aioserve.lab.group_words import COLUMNS, COMPETING, Cell, group_tables
+from aioserve.lab.rows import Row, difference_of, meanings, shown_rows, value_of, verdict
+from aioserve.lab.words import headline, pair_summary, remarks
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -38,6 +33,8 @@ def render_html(document: Document) -> str:
         ],
         "table": _table(document),
         "pairs": _pairs(document),
+        "meanings": meanings(shown_rows(document["results"])),
+        "groups": _groups(document),
     }
     # "</script>" inside of a name must not end the script.
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
@@ -61,21 +58,52 @@ def _table(document: Document) -> list[dict[str, object]]:
         cells = []
         for result in results:
             difference = difference_of(result, row)
-            scaled = None
-            if difference is not None:
-                scaled = {
-                    end: None if difference[end] is None else difference[end] * row.factor
-                    for end in ("value", "low", "high")
-                }
             cells.append(
                 {
                     "value": value_of(result, row),
-                    "difference": scaled,
+                    "difference": _scaled(difference, row),
                     "verdict": verdict(difference, row, value_of(results[0], row)),
                 }
             )
         rows.append({"label": row.label, "digits": row.digits, "cells": cells})
     return rows
+
+
+def _groups(document: Document) -> list[dict[str, object]]:
+    """Tables of clients and classes; in a cell the value, its difference and what that amounts to,
+    in milliseconds.
+    """
+    return [
+        {
+            "kind": table.kind,
+            "columns": [column.label for column in COLUMNS],
+            "more": table.num_more,
+            "note": COMPETING,
+            "rows": [row._asdict() | {"cells": _cells(row.cells)} for row in table.rows],
+        }
+        for table in group_tables(document)
+    ]
+
+
+def _cells(cells: list[Cell]) -> list[dict[str, object]]:
+    return [
+        {
+            "value": cell.value,
+            "difference": _scaled(cell.difference, column),
+            "verdict": cell.verdict,
+        }
+        for cell, column in zip(cells, COLUMNS, strict=True)
+    ]
+
+
+def _scaled(difference: dict[str, Any] | None, row: Row) -> dict[str, float | None] | None:
+    """In the row's unit."""
+    if difference is None:
+        return None
+    return {
+        end: None if difference[end] is None else difference[end] * row.factor
+        for end in ("value", "low", "high")
+    }
 
 
 def _pairs(document: Document) -> list[dict[str, object]]:

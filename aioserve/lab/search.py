@@ -10,9 +10,8 @@ import numpy as np
 
 from aioserve.errors import ConfigError
 from aioserve.lab.compare import Candidate, prepare
-from aioserve.lab.measures import RunMeasures, Slo
+from aioserve.lab.measures import RunMeasures, Slo, tidy
 from aioserve.lab.run import Progress, simulate
-from aioserve.lab.timeline import tidy
 from aioserve.lab.workload import Workload
 
 MAX_DOUBLINGS = 12  # away from the workload's own rate, before giving up

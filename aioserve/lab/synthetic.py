@@ -151,10 +151,16 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     share: Positive = 1.0  # of the arrivals, relative to the other classes
     arrivals: Arrivals | None = None  # of its own, instead of a share
     users: Count = 1  # named after the class; requests (or sessions) are spread evenly
+    weight: Positive | None = None  # of each user: what it is due beside others
     priority: int = 0
     timeout: Positive | None = None  # seconds
     prefixes: Prefixes | None = None
     session: Session | None = None
+
+    @property
+    def user_names(self) -> list[str]:
+        """Those of its users."""
+        return [self.name] if self.users == 1 else [f"{self.name}-{k}" for k in range(self.users)]
 
 
 class WorkloadSpec(Spec, frozen=True, kw_only=True):
@@ -200,7 +206,8 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
         last.append(len(requests) - 1)
         if len(requests) >= limit:
             break
-    return Workload(name, tuple(requests[: spec.num_requests]), seed=seed)
+    weights = {u: c.weight for c in spec.classes if c.weight is not None for u in c.user_names}
+    return Workload(name, tuple(requests[: spec.num_requests]), seed=seed, weights=weights)
 
 
 def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:
@@ -243,6 +250,7 @@ class _Maker:
     def __init__(self, kind: ClientClass, seed: int) -> None:
         self._kind = kind
         self._seed = seed
+        self._users = kind.user_names
         self._rng = random.Random(f"{seed} requests {kind.name}")
         self._num_texts = 0
         self._num_made = 0
@@ -265,7 +273,7 @@ class _Maker:
         In a closed loop it begins `arrival` seconds after the end of the request it `follows`.
         """
         kind, rng = self._kind, self._rng
-        user = kind.name if kind.users == 1 else f"{kind.name}-{self._num_made % kind.users}"
+        user = self._users[self._num_made % kind.users]
         self._num_made += 1
         said = self._prefix()
         num_turns = 1 if kind.session is None else max(1, round(kind.session.turns.draw(rng)))
@@ -282,6 +290,7 @@ class _Maker:
                     user=user,
                     timeout=kind.timeout,
                     follows=place + turn - 1 if turn else follows,
+                    kind=kind.name,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))

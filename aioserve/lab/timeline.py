@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from aioserve.lab.measures import Floats, RunMeasures
+from aioserve.lab.measures import RunMeasures, tidy
 from aioserve.lab.record import RunRecord
+from aioserve.lab.service import Floats
 from aioserve.lab.workload import Workload
 
 NUM_POINTS = 240  # of a curve over time
@@ -103,8 +104,3 @@ def _steps(record: RunRecord, window: list[float]) -> dict[str, Any]:
         "prefill_tokens": list(steps.num_prefill_tokens[shown]),
         "decodes": list(steps.num_decodes[shown]),
     }
-
-
-def tidy(value: float) -> float:
-    """Six digits: more say nothing and fill the file."""
-    return float(f"{value:.6g}")

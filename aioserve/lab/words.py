@@ -1,95 +1,29 @@
-"""A comparison in words and in a table for a terminal.
+"""A comparison in words and in tables for a terminal.
 
-Knows the document that `compare` makes; computes nothing but units.
+Knows the document that `compare` makes; what its measures are is said in `rows`.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
+from aioserve.lab.bootstrap import MIN_SEEDS
 from aioserve.lab.compare import Document
+from aioserve.lab.group_words import render_groups
+from aioserve.lab.rows import (
+    NOISE,
+    ROWS,
+    TINY,
+    UNKNOWN,
+    Row,
+    difference_of,
+    number,
+    shown_rows,
+    signed,
+    value_of,
+    verdict,
+)
 
-NOISE = "not distinguishable from noise"
-UNKNOWN = "no interval from so few seeds"
-TINY = "less than 1% apart"
-
-
-class Row(NamedTuple):
-    """One line of a table: a measure, and how to show it."""
-
-    label: str
-    measure: str
-    statistic: str
-    unit: str  # appended to differences in words
-    factor: float  # from the document's unit to the shown one
-    digits: int
-    good: int  # +1: more is better, -1: less is
-
-
-def _durations() -> list[Row]:
-    rows = []
-    for label, measure, statistics in (
-        ("TTFT", "ttft", ("mean", "p50", "p99")),
-        ("TPOT", "tpot", ("mean", "p50", "p99")),
-        ("gap", "gap", ("p50", "p99", "max")),
-        ("end to end", "e2e", ("mean", "p50", "p99")),
-    ):
-        rows += [Row(f"{label} {s}, ms", measure, s, "ms", 1e3, 1, -1) for s in statistics]
-    return rows
-
-
-ROWS = [
-    *_durations(),
-    Row("output tokens/s", "totals", "output_tokens_per_second", "tokens/s", 1, 1, 1),
-    Row("all tokens/s", "totals", "total_tokens_per_second", "tokens/s", 1, 0, 1),
-    Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
-    Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1),
-    Row("fairness (Jain)", "totals", "fairness", "", 1, 3, 1),
-    Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
-    Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
-    Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
-    Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
-]
-
-
-def value_of(result: dict[str, Any], row: Row) -> float:
-    """The value of a row under one configuration, in the row's unit; NaN if there is none."""
-    section = result["totals"] if row.measure == "totals" else result["durations"][row.measure]
-    value = section[row.statistic]
-    return math.nan if value is None else value * row.factor
-
-
-def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
-    """What a difference against the value `first` amounts to, in words."""
-    if difference is None:
-        return ""
-    if difference["is_nothing"]:
-        return "the same"
-    if difference["low"] is None:
-        return UNKNOWN
-    if not difference["is_distinguishable"]:
-        return NOISE
-    if max(abs(difference["low"]), abs(difference["high"])) * row.factor < 0.01 * abs(first):
-        return TINY
-    return "better" if difference["value"] * row.good > 0 else "worse"
-
-
-def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
-    """Rows that say something: some value is known and not 0, and not all users are one."""
-    users = {user for result in results for user in result["timelines"]["service"]["users"]}
-    return [
-        row
-        for row in ROWS
-        if any(value_of(r, row) != 0 and not math.isnan(value_of(r, row)) for r in results)
-        and (row.statistic != "fairness" or len(users) > 1)
-    ]
-
-
-def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
-    """The difference against the first configuration; None for the first, and for maxima."""
-    if "against_first" not in result:
-        return None
-    found = result["against_first"]["differences"].get(row.measure, {}).get(row.statistic)
-    return found if found is None or found["value"] is not None else None
+MAX_WEIGHTS = 6  # that are named
 
 
 def headline(document: Document) -> str:
@@ -97,10 +31,13 @@ def headline(document: Document) -> str:
     workload, seeds = document["workload"], document["workload"]["seeds"]
     times = "" if len(seeds) == 1 else f" with {len(seeds)} seeds"
     how = "in real time" if document["mode"] == "live" else "in virtual time"
-    return (
-        f"{workload['name']}: {workload['requests']} requests in {workload['seconds']:.0f} s"
-        f"{times}, {how}"
-    )
+    if workload["clients"] is not None:
+        when = f"from {workload['clients']} clients who wait for each reply"
+    elif workload["seconds"]:
+        when = f"in {workload['seconds']:.0f} s"
+    else:
+        when = "at once"
+    return f"{workload['name']}: {workload['requests']} requests {when}{times}, {how}"
 
 
 def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
@@ -128,7 +65,28 @@ def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
             )
     if document["workload"]["is_recorded"]:
         found.append("A recorded trace has no other seeds: intervals come from blocks of time.")
+    if len(document["workload"]["seeds"]) < MIN_SEEDS and document["mode"] == "live":
+        found.append(
+            "Live, the machine is another one in every round: an interval needs at least "
+            f"{MIN_SEEDS} seeds."
+        )
+    if document["weights_stated_by"]:
+        found.append(_about_weights(document))
     return found
+
+
+def _about_weights(document: Document) -> str:
+    weights = document["results"][0]["weights"]
+    named = [f"{client} {weight:g}" for client, weight in list(weights.items())[:MAX_WEIGHTS]]
+    if len(weights) > MAX_WEIGHTS:
+        named.append(f"and {len(weights) - MAX_WEIGHTS} more")
+    if document["weights_stated_by"] == "each configuration":
+        named = ["its own"]
+    return (
+        "Fairness by weight is Jain's index of rates of service divided by the weights that "
+        f"{document['weights_stated_by']} states ({', '.join(named)}); fairness (Jain) takes the "
+        "rates as they are, and is below 1 where weights are kept to."
+    )
 
 
 def pair_summary(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -139,10 +97,10 @@ def pair_summary(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
         difference = difference_of(other, row)
         assert difference is not None
         text, said = row.label.split(",")[0], verdict(difference, row, value_of(first, row))
-        if said in ("better", "worse"):
+        if said in ("better", "worse", "higher", "lower"):
             text += f" ({_change(first, other, row)})"
         by_verdict.setdefault(said, []).append(text)
-    order = ("better", "worse", TINY, NOISE, "the same", UNKNOWN)
+    order = ("better", "worse", "higher", "lower", TINY, NOISE, "the same", UNKNOWN)
     found = [f"{v}: {', '.join(by_verdict[v])}" for v in order if v in by_verdict]
     e2e = other["against_first"]["paired"]["e2e"]
     found.append(
@@ -156,7 +114,8 @@ def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
     a, b = value_of(first, row), value_of(other, row)
     if a <= 0 or row.unit in ("", "points"):
         return f"{b - a:+.{row.digits}f} {row.unit}".strip()
-    return f"{b / a:.1f} times" if b > 2 * a else f"{100 * (b / a - 1):+.0f}%"
+    share = 100 * (b / a - 1)
+    return f"{b / a:.1f} times" if b > 2 * a else f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
 
 
 def render_table(document: Document) -> str:
@@ -165,16 +124,17 @@ def render_table(document: Document) -> str:
     lines = [headline(document), ""]
     if not others:
         lines += _single(first)
-    for other in others:
-        lines += [*_pair(first, other), ""]
-    return "\n".join(lines + remarks(document)).rstrip()
+    for number_of, other in enumerate(others):
+        lines += [*([""] if number_of else []), *_pair(first, other)]
+    lines += render_groups(document)
+    return "\n".join([*lines, "", *remarks(document)]).rstrip()
 
 
 def _single(result: dict[str, Any]) -> list[str]:
     rows = shown_rows([result])
     width = max(len(result["name"]), 10)
     return [f"{'':22}{result['name']:>{width}}"] + [
-        f"{row.label:22}{_number(value_of(result, row), row):>{width}}" for row in rows
+        f"{row.label:22}{number(value_of(result, row), row):>{width}}" for row in rows
     ]
 
 
@@ -189,19 +149,15 @@ def _pair(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
         difference = difference_of(other, row)
         interval = delta = ""
         if difference is not None:
-            delta = f"{difference['value'] * row.factor:+.{row.digits}f}"
+            delta = signed(difference["value"] * row.factor, row)
             if difference["low"] is not None:
                 low, high = (difference[end] * row.factor for end in ("low", "high"))
-                interval = f"{low:+.{row.digits}f} .. {high:+.{row.digits}f}"
+                interval = f"{signed(low, row)} .. {signed(high, row)}"
         lines.append(
-            f"{row.label:22}{_number(x, row):>{a}}  {_number(y, row):>{b}}  {delta:>10}  "
+            f"{row.label:22}{number(x, row):>{a}}  {number(y, row):>{b}}  {delta:>10}  "
             f"{interval:>20}  {verdict(difference, row, x)}".rstrip()
         )
     return lines
-
-
-def _number(value: float, row: Row) -> str:
-    return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
 
 
 SWEEP_COLUMNS = (
@@ -218,26 +174,49 @@ SWEEP_COLUMNS = (
 
 
 def render_sweep(document: Document) -> str:
-    """One line per value of the setting."""
+    """A line per value of the setting, and one with the intervals against the first value."""
     results, setting = document["results"], document["sweep"]["setting"]
     by_name = {(row.measure, row.statistic): row for row in ROWS}
     rows = [by_name[column] for column in SWEEP_COLUMNS]
     rows = [r for r in rows if any(not math.isnan(value_of(result, r)) for result in results)]
-    heads = [row.label.replace("end to end", "e2e").split(",")[0] for row in rows]
-    first = max(len(setting.rpartition(".")[2]), *(len(result["name"]) for result in results))
-    widths = [max(len(head), 9) + 2 for head in heads]
-    lines = [headline(document), ""]
-    lines.append(
-        f"{setting.rpartition('.')[2]:>{first}}"
-        + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
-    )
+    lines = [[setting.rpartition(".")[2], *(_short(row) for row in rows)]]
     for result in results:
-        lines.append(
-            f"{result['name']:>{first}}"
-            + "".join(
-                f"{_number(value_of(result, row), row):>{width}}"
-                for row, width in zip(rows, widths, strict=True)
-            )
+        lines.append([result["name"], *(number(value_of(result, row), row) for row in rows)])
+        intervals = [_interval(results[0], result, row) for row in rows]
+        if any(intervals):
+            lines.append(["", *intervals])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    units = "Durations in milliseconds"
+    if any(row.statistic == "good_share" for row in rows):
+        units += ", the SLO in percent of the requests"
+    shown += ["", f"{units}."]
+    if len(lines) > 1 + len(results):
+        shown.append(
+            f"Below a value: the 95% interval of its change from that of {results[0]['name']}."
         )
-    lines += ["", "Durations in milliseconds, the SLO in percent of the requests."]
-    return "\n".join(lines + remarks(document, with_differences=False))
+    elif len(results) > 1:
+        shown.append(f"There is {UNKNOWN}.")
+    return "\n".join([headline(document), "", *shown, *remarks(document, with_differences=False)])
+
+
+def _short(row: Row) -> str:
+    label = row.label.replace("end to end", "e2e").removeprefix("output ")
+    return label.split(",")[0]
+
+
+def _interval(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
+    """As a share or a multiple of the first value; in the row's unit where that is 0 or a share."""
+    difference, base = difference_of(other, row), value_of(first, row)
+    if difference is None or difference["low"] is None:
+        return ""
+    low, high = (difference[end] * row.factor for end in ("low", "high"))
+    if base <= 0 or row.unit == "points":
+        return f"{signed(low, row)} .. {signed(high, row)}"
+    if high > base:  # more than doubled: "1.9 .. 3.5x" says it better than "+89% .. +245%"
+        return f"{1 + low / base:.1f} .. {1 + high / base:.1f}x"
+    shares = (round(100 * end / base) for end in (low, high))
+    return " .. ".join(f"{share:+d}%" if share else "0%" for share in shares)

@@ -44,6 +44,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     user: str = ""
     timeout: float | None = None
     follows: int = -1
+    kind: str = ""  # the class of clients, if the workload has classes
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,11 +64,19 @@ class Workload(msgspec.Struct, frozen=True):
     requests: tuple[WorkloadRequest, ...]
     seed: int = 0
     is_recorded: bool = False  # a trace: another seed changes token ids, but no times or lengths
+    weights: dict[str, float] = {}  # of users: what they are due beside each other, if it is stated
 
     @property
     def duration(self) -> float:
         """Seconds from the start to the last arrival that is known in advance."""
         return max((r.arrival for r in self.requests if r.follows < 0), default=0.0)
+
+    @property
+    def num_clients(self) -> int | None:
+        """In a closed loop: how many clients ask again as soon as they are served. Else None."""
+        starts = [r for r in self.requests if r.follows < 0]
+        is_closed = self.duration == 0 and len(starts) < len(self.requests)
+        return len(starts) if is_closed else None
 
     @property
     def num_tokens(self) -> int:

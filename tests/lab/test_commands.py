@@ -20,7 +20,7 @@ def test_compare_prints_a_table_and_writes_json_and_html(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, page = tmp_path / "out.json", tmp_path / "out.html"
-    words = ["compare", FCFS, CHUNKED, *SMALL, "--seeds", "2", "--slo", "ttft=1,tpot=0.05"]
+    words = ["compare", FCFS, CHUNKED, *SMALL, "--seeds", "3", "--slo", "ttft=1,tpot=0.05"]
     assert main([*words, "--json", str(data), "--html", str(page)]) == 0
     printed = capsys.readouterr()
     assert re.search(r"gap p99, ms +[\d.]+ +[\d.]+ +-[\d.]+ .*better", printed.out)
@@ -47,14 +47,36 @@ def test_sweep_prints_a_line_for_each_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "sweep.html"
-    words = ["sweep", CHUNKED, *SMALL, "--seeds", "1", "--html", str(page)]
+    words = ["sweep", CHUNKED, *SMALL, "--seeds", "3", "--html", str(page)]
     assert main([*words, "--set", "scheduler.options.chunk_size=64,256,1024"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
     found = {int(words[0]): words for words in lines if words and words[0].isdecimal()}
     assert list(found) == [64, 256, 1024]
     worst_gap = [float(found[size][5]) for size in found]
     assert worst_gap == sorted(worst_gap)
     assert '"values":["64","256","1024"]' in page.read_text()
+    intervals = re.findall(r"[-+]?[\d.]+%? \.\. [-+]?[\d.]+[%x]", printed)
+    assert len(intervals) == 2 * 7  # of all but the first value, and not of maxima
+    assert "the 95% interval of its change from that of 64" in printed
+
+
+def test_a_sweep_of_one_short_seed_says_that_it_has_no_intervals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "sweep",
+        CHUNKED,
+        *SMALL,
+        "--seeds",
+        "1",
+        "--set",
+        "scheduler.options.chunk_size=64,99",
+    ]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ".." not in printed
+    assert "no interval from so few seeds or requests" in printed
 
 
 def test_a_trace_runs_without_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

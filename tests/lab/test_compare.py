@@ -12,8 +12,9 @@ from aioserve.errors import ConfigError
 from aioserve.lab.compare import Candidate, Document, compare, encode, other_differences
 from aioserve.lab.measures import Slo
 from aioserve.lab.report import render_html
-from aioserve.lab.synthetic import WorkloadSpec, generate
-from aioserve.lab.words import NOISE, remarks, render_table
+from aioserve.lab.rows import NOISE
+from aioserve.lab.synthetic import Closed, WorkloadSpec, generate
+from aioserve.lab.words import headline, remarks, render_table
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest
 
 SPEC = msgspec.convert(
@@ -118,6 +119,31 @@ def test_the_report_is_one_file_that_names_no_other(document: Document) -> None:
     data = re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     assert len(json.loads(data[1])["results"]) == 2
+
+
+def test_no_card_of_the_report_is_wider_than_a_small_screen(document: Document) -> None:
+    assert not re.search(r"minmax\(\d+px", render_html(document))
+
+
+def test_a_closed_loop_says_how_many_clients_not_how_many_seconds() -> None:
+    closed = generate(
+        msgspec.structs.replace(SPEC, arrivals=Closed(clients=16), num_requests=60), name="w"
+    )
+    at_once = Workload("w", tuple(WorkloadRequest(0.0, (Piece(i, 9),), 5) for i in range(3)))
+    assert [headline(compare([candidate("a")], [w])) for w in (closed, at_once)] == [
+        "w: 60 requests from 16 clients who wait for each reply, in virtual time",
+        "w: 3 requests at once, in virtual time",
+    ]
+
+
+def test_every_estimate_lies_in_its_interval(document: Document) -> None:
+    num_intervals = 0
+    for statistics in document["results"][1]["against_first"]["differences"].values():
+        for difference in statistics.values():
+            if difference["low"] is not None:
+                num_intervals += 1
+                assert difference["low"] <= difference["value"] <= difference["high"]
+    assert num_intervals > 15
 
 
 def test_requests_that_never_finished_are_counted_and_said() -> None:

@@ -47,6 +47,15 @@ function words() {
     element("div", { class: "words" }, ...cards));
 }
 
+// Intervals of differences, drawn where the first value would be with them.
+function whiskers(cells, factor) {
+  const end = (name) => cells.map((cell) => {
+    const d = cell.difference;
+    return d && d[name] !== null && cells[0].value !== null ? (cells[0].value + d[name]) * factor : null;
+  });
+  return { low: end("low"), high: end("high") };
+}
+
 function sweep() {
   if (!data.sweep) return;
   const find = (label) => data.table.find((row) => row.label.startsWith(label));
@@ -54,13 +63,14 @@ function sweep() {
     const series = labels.filter(find).map((label, i) => ({
       name: label, color: color(i), x: results.map((_, k) => k),
       y: find(label).cells.map((cell) => (cell.value === null ? null : cell.value * factor)),
+      ...whiskers(find(label).cells, factor),
     }));
     if (!series.length) return [];
     const made = linePlot({ title, series, yLabel, yFormat: format, xFormat: String, xLabel: data.sweep.setting, xNames: data.sweep.values, dots: true });
     made.querySelector("h3").after(legend(series.map((s) => [s.name.split(",")[0], s.color])));
     return [made];
   };
-  section("The sweep", "One setting, everything else equal.", grid("", [
+  section("The sweep", `One setting, everything else equal. A bar is the 95% interval of the difference from ${data.sweep.values[0]}.`, grid("", [
     ...plot("Time to first token", ["TTFT p50", "TTFT p99"], "", seconds, 1e-3),
     ...plot("Gaps between tokens", ["gap p50", "gap p99", "gap max"], "", seconds, 1e-3),
     ...plot("End to end", ["end to end p50", "end to end p99"], "", seconds, 1e-3),
@@ -70,7 +80,11 @@ function sweep() {
 }
 
 const number = (v, row) => (v === null ? "–" : v.toFixed(row.digits));
-const signed = (v, row) => (v > 0 ? "+" : v < 0 ? "−" : "±") + Math.abs(v).toFixed(row.digits);
+function signed(v, row) {
+  const text = Math.abs(v).toFixed(row.digits);
+  return (+text === 0 ? "" : v > 0 ? "+" : "−") + text;
+}
+const interval = (d, row) => (d && d.low !== null ? `${signed(d.low, row)} … ${signed(d.high, row)}` : "");
 
 function makeTable(heads, rows) {
   return element("div", { class: "scroll panel" }, element("table", {},
@@ -78,27 +92,60 @@ function makeTable(heads, rows) {
 }
 
 function pairTable(k) {
+  const drawn = data.table.map((row) => ({ ...row.cells[k], base: row.cells[0].value }));
+  const axis = forestScale(drawn.filter((cell) => cell.difference && cell.base > 0));
   const heads = ["", results[0].name, results[k].name, "difference", "95% interval"].map((h) => element("th", {}, h));
-  heads.push(element("th", { class: "forest" }, "−100% … +100%"), element("th", { class: "left" }, ""));
-  return makeTable(heads, data.table.map((row) => {
+  heads.push(element("th", { class: "forest" }, forestAxis(axis)), element("th", { class: "left" }, ""));
+  return makeTable(heads, data.table.map((row, i) => {
     const first = row.cells[0].value, cell = row.cells[k], d = cell.difference;
     const mark = element("td", { class: "forest" });
-    if (d && first > 0) mark.append(forest(cell, first, 1));
+    if (d && first > 0) mark.append(forest(drawn[i], axis));
     return element("tr", {}, element("td", {}, row.label),
       element("td", {}, number(first, row)), element("td", {}, number(cell.value, row)),
       element("td", {}, d ? signed(d.value, row) : ""),
-      element("td", { class: "faint" }, d && d.low !== null ? `${signed(d.low, row)} … ${signed(d.high, row)}` : ""),
+      element("td", { class: "faint" }, interval(d, row)),
       mark, element("td", { class: `left ${tone(cell.verdict)}` }, cell.verdict));
   }));
 }
 
 function table() {
   const text = results.length > 1 && !data.sweep
-    ? `Differences are against ${results[0].name}; the marks show them, and their interval, as a share of its value.` : "";
+    ? `Differences are against ${results[0].name}; the marks show them, and their interval, as a share of its value, on a logarithmic scale beyond 1%.`
+    : data.sweep ? `Below a value: the 95% interval of its difference from that of ${results[0].name}.` : "";
   if (data.sweep || results.length === 1)
     section("In numbers", text, makeTable(["", ...results.map((r) => r.name)].map((h) => element("th", {}, h)),
-      data.table.map((row) => element("tr", {}, element("td", {}, row.label), ...row.cells.map((c) => element("td", {}, number(c.value, row)))))));
+      data.table.map((row) => element("tr", {}, element("td", {}, row.label), ...row.cells.map((c) => element("td", {},
+        number(c.value, row), element("div", { class: "small faint" }, interval(c.difference, row))))))));
   else section("In numbers", text, ...results.slice(1).map((_, k) => pairTable(k + 1)));
+}
+
+function meanings() {
+  const list = element("dl", { class: "meanings" });
+  for (const [word, meaning] of Object.entries(data.meanings)) list.append(element("dt", {}, word), element("dd", {}, meaning));
+  section("What the words mean", "", element("div", { class: "panel" }, list));
+}
+
+function groups() {
+  const share = (v) => (v === null ? "–" : `${(100 * v).toFixed(1)}%`);
+  for (const { kind, columns, rows, more, note } of data.groups) {
+    const hasShares = rows.some((row) => row.share !== null), hasUnfinished = rows.some((row) => row.unfinished);
+    const heads = [kind, "under", "requests", ...(hasUnfinished ? ["unfinished"] : []), ...columns.map((c) => `${c}, ms`),
+      ...(hasShares ? ["competing", "share", "due"] : [])];
+    const ms = { digits: 1 };
+    const lines = rows.map((row, i) => element("tr", { class: i && rows[i - 1].name === row.name ? "" : "first" },
+      element("td", {}, i && rows[i - 1].name === row.name ? "" : row.name), element("td", { class: "left" }, row.config),
+      element("td", {}, row.requests), ...(hasUnfinished ? [element("td", {}, row.unfinished)] : []),
+      ...row.cells.map((cell) => element("td", {
+        class: ["better", "worse"].includes(cell.verdict) ? tone(cell.verdict) : "",
+        title: cell.difference ? `${signed(cell.difference.value, ms)} (${interval(cell.difference, ms)}): ${cell.verdict}` : "",
+      }, number(cell.value, ms))),
+      ...(hasShares ? [row.competing, row.share, row.due_share].map((v) => element("td", {}, share(v))) : [])));
+    const text = results.length > 1 ? `Green and red differ from ${results[0].name} for sure, by more than 1%.` : "";
+    const after = [hasShares ? `${note[0].toUpperCase()}${note.slice(1)}.` : "",
+      more ? `${more} more waited less for their first tokens; they are in the JSON.` : ""].filter(Boolean).join(" ");
+    section(`By ${kind}`, text, makeTable(heads.map((h, i) => element("th", { class: i < 2 ? "left" : "" }, h)), lines),
+      ...(after ? [element("p", { class: "faint" }, after)] : []));
+  }
 }
 
 function curves() {
@@ -171,8 +218,10 @@ words();
 sweep();
 curves();
 table();
-overTime();
+meanings();
+groups();
 service();
+overTime();
 steps();
 victims();
 settings();

@@ -57,6 +57,13 @@ const NINES = [
 ];
 const NINES_TICKS = [0, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999].map((p) => [p, percent(p)]);
 
+// Differences: linear to 1%, then as far from 1% to 10% as from 10% to 100%.
+const SIGNED = [
+  (v) => Math.sign(v) * Math.log10(1 + Math.abs(v) / 0.01),
+  (v) => Math.sign(v) * 0.01 * (10 ** Math.abs(v) - 1),
+];
+const SIGNED_TICKS = [-10, -1, -0.1, 0, 0.1, 1, 10];
+
 function scale(low, high, from, to, [f, inverse] = LINEAR) {
   const span = f(high) - f(low) || 1;
   const at = (value) => from + ((f(value) - f(low)) / span) * (to - from);
@@ -90,12 +97,12 @@ function frame(options, x, y, box = FRAME) {
 }
 
 // series: [{name, color, x, y}]. With isShare, y is a share and the pointer reads all series at one
-// y; else at one x.
+// y; else at one x. With low and high, a point has a whisker from one to the other.
 function linePlot({ title, series, xLabel, yLabel, xFormat, yFormat, xLog = false, yMax, xNames, isShare = false, dots = false }) {
   const { width, height, left, right, top, bottom } = FRAME;
   let [xLow, xHigh] = extent(series.map((s) => s.x));
   if (xLog) { xLow = Math.max(xLow, 1e-5); xHigh = Math.max(xHigh, xLow * 1.5); }
-  const yHigh = yMax ?? (extent(series.map((s) => s.y))[1] * 1.06 || 1);
+  const yHigh = yMax ?? (extent(series.flatMap((s) => [s.y, s.high ?? []]))[1] * 1.06 || 1);
   const x = scale(xLow, xHigh, left, width - right, xLog ? LOG : LINEAR);
   const y = scale(0, isShare ? 0.999 : yHigh, height - bottom, top, isShare ? NINES : LINEAR);
   const ticks = xNames ? xNames.map((name, i) => [i, name])
@@ -107,6 +114,9 @@ function linePlot({ title, series, xLabel, yLabel, xFormat, yFormat, xLog = fals
       if (s.y[i] !== null) path += `${path ? "L" : "M"}${x(Math.max(v, xLow)).toFixed(1)} ${y(s.y[i]).toFixed(1)}`;
     });
     svg.append(element("path", { class: "curve", d: path, style: `stroke:${s.color}` }));
+    (s.high ?? []).forEach((high, i) => high !== null && svg.append(element("line", {
+      x1: x(s.x[i]), x2: x(s.x[i]), y1: y(Math.max(s.low[i], 0)), y2: y(high), style: `stroke:${s.color};stroke-width:5;opacity:.35`,
+    })));
     if (dots) s.x.forEach((v, i) => s.y[i] !== null && svg.append(element("circle", { cx: x(v), cy: y(s.y[i]), r: 3, style: `fill:${s.color}` })));
   }
   const cross = element("line", { class: "cross", visibility: "hidden" });
@@ -161,16 +171,33 @@ function stepPlot({ title, steps, yHigh, begin, xSpan }) {
   return panel(title, svg);
 }
 
-// A difference and its interval on an axis of shares of the first value.
-function forest(cell, base, limit) {
-  const svg = element("svg", { viewBox: "0 0 170 18" });
-  const x = scale(-limit, limit, 4, 166);
-  svg.append(element("line", { class: "axis", x1: x(0), x2: x(0), y1: 0, y2: 18 }));
-  const { value, low, high } = cell.difference;
-  const tone = cell.verdict === "better" ? "var(--good)" : cell.verdict === "worse" ? "var(--bad)" : "var(--faint)";
-  const clamp = (v) => Math.min(Math.max(v / base, -limit), limit);
-  if (low !== null) svg.append(element("line", { x1: x(clamp(low)), x2: x(clamp(high)), y1: 9, y2: 9, style: `stroke:${tone};stroke-width:2` }));
-  svg.append(element("circle", { cx: x(clamp(value)), cy: 9, r: 3.4, style: `fill:${tone}` }));
+// Differences and their intervals as shares of the first value, all rows on one axis.
+const FOREST = { width: 220, height: 18, margin: 8 };
+
+function forestScale(cells) {
+  const shares = cells.flatMap(({ difference: d, base }) => [d.value, d.low ?? 0, d.high ?? 0].map((v) => Math.abs(v / base)));
+  const limit = Math.min(Math.max(...shares, 0.1), 10);
+  const x = scale(-limit, limit, FOREST.margin, FOREST.width - FOREST.margin, SIGNED);
+  return { limit, x, ticks: SIGNED_TICKS.filter((v) => Math.abs(v) <= limit) };
+}
+function forestAxis({ x, ticks }) {
+  const svg = element("svg", { viewBox: `0 0 ${FOREST.width} 14` });
+  for (const tick of ticks)
+    svg.append(element("text", { x: x(tick), y: 11, "text-anchor": "middle" }, tick > 0 ? `+${percent(tick)}` : percent(tick).replace("-", "−")));
+  return svg;
+}
+function forest({ difference: { value, low, high }, base, verdict }, { limit, x, ticks }) {
+  const { width, height } = FOREST, middle = height / 2;
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}` });
+  for (const tick of ticks)
+    svg.append(element("line", { class: "axis", x1: x(tick), x2: x(tick), y1: 0, y2: height, style: tick ? "opacity:.5" : "" }));
+  const tone = verdict === "better" ? "var(--good)" : verdict === "worse" ? "var(--bad)" : "var(--faint)";
+  const at = (v) => x(Math.min(Math.max(v / base, -limit), limit));
+  if (low !== null) svg.append(element("line", { x1: at(low), x2: at(high), y1: middle, y2: middle, style: `stroke:${tone};stroke-width:2` }));
+  if (Math.abs(value / base) <= limit) svg.append(element("circle", { cx: at(value), cy: middle, r: 3.4, style: `fill:${tone}` }));
+  else svg.append(element("path", { // off the scale
+    d: value > 0 ? `M${width - 8} 4L${width} 9L${width - 8} 14Z` : "M8 4L0 9L8 14Z", style: `fill:${tone}`,
+  }));
   return svg;
 }
 

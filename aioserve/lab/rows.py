@@ -1,0 +1,146 @@
+"""The measures of a comparison: which there are, in which units, what they mean, which is better.
+
+Knows the document that `compare` makes; computes nothing but units.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+NOISE = "not distinguishable from noise"
+UNKNOWN = "no interval from so few seeds or requests"
+TINY = "less than 1% apart"
+
+
+class Row(NamedTuple):
+    """One line of a table: a measure, and how to show it."""
+
+    label: str
+    measure: str
+    statistic: str
+    unit: str  # appended to differences in words
+    factor: float  # from the document's unit to the shown one
+    digits: int
+    good: int  # +1: more is better, -1: less is, 0: neither
+
+
+def _durations() -> list[Row]:
+    rows = []
+    for label, measure, statistics in (
+        ("TTFT", "ttft", ("mean", "p50", "p99")),
+        ("TPOT", "tpot", ("mean", "p50", "p99")),
+        ("gap", "gap", ("p50", "p99", "max")),
+        ("end to end", "e2e", ("mean", "p50", "p99")),
+    ):
+        rows += [Row(f"{label} {s}, ms", measure, s, "ms", 1e3, 1, -1) for s in statistics]
+    return rows
+
+
+ROWS = [
+    *_durations(),
+    Row("output tokens/s", "totals", "output_tokens_per_second", "tokens/s", 1, 1, 1),
+    Row("all tokens/s", "totals", "total_tokens_per_second", "tokens/s", 1, 0, 1),
+    Row("goodput, requests/s", "totals", "goodput_per_second", "requests/s", 1, 2, 1),
+    Row("within the SLO, %", "totals", "good_share", "points", 100, 1, 1),
+    Row("fairness (Jain)", "totals", "fairness", "", 1, 3, 1),
+    Row("fairness by weight", "totals", "fairness_by_weight", "", 1, 3, 1),
+    Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
+    Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
+    Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
+    Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
+]
+
+
+# By what labels begin with. One sentence each, for a reader who has not met them.
+MEANINGS = {
+    "TTFT": "Time to first token: from the arrival of a request to its first token.",
+    "TPOT": "Time per output token: the mean time from one token to the next within a request.",
+    "gap": "From one token to the next, over all tokens of all requests: a long one is a stall.",
+    "end to end": "From the arrival of a request to its last token, of those that got there.",
+    "output tokens/s": "Tokens of replies per second, from the first arrival to the last token.",
+    "all tokens/s": "The same with the tokens of prompts.",
+    "goodput": "Requests per second that finished within all limits of the SLO.",
+    "within the SLO": "The share of the requests that finished within all limits of the SLO.",
+    "fairness (Jain)": (
+        "Jain's index of the clients' rates of service, in tokens per second that their requests "
+        "spent in the system: 1 if all are served at the same rate, 1/n if one of n has everything."
+    ),
+    "fairness by weight": (
+        "The same of rates divided by weights: 1 if all are served as their weights say."
+    ),
+    "prefix hits": "The share of prompt tokens that were found in the KV cache.",
+    "wasted tokens": (
+        "Computed again after a preemption, for requests that never finished, or as wrong drafts: "
+        "as a share of all that was computed."
+    ),
+    "preemptions": "How often a running request had to give its memory back.",
+    "unfinished requests": "Ended before their last token: timed out, refused, failed.",
+    "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",
+}
+
+
+def meanings(rows: list[Row]) -> dict[str, str]:
+    """Of the rows, and of the words in their labels."""
+    labels = [row.label for row in rows] + ["p50, p99"]
+    return {
+        word: meaning
+        for word, meaning in MEANINGS.items()
+        if any(label.startswith(word) for label in labels)
+    }
+
+
+def value_of(result: dict[str, Any], row: Row) -> float:
+    """The value of a row under one configuration, in the row's unit; NaN if there is none."""
+    section = result["totals"] if row.measure == "totals" else result["durations"][row.measure]
+    value = section.get(row.statistic)  # without weights there is no fairness by weight
+    return math.nan if value is None else value * row.factor
+
+
+def verdict(difference: dict[str, Any] | None, row: Row, first: float) -> str:
+    """What a difference against the value `first` amounts to, in words."""
+    if difference is None:
+        return ""
+    if difference["is_nothing"]:
+        return "the same"
+    if difference["low"] is None:
+        return UNKNOWN
+    if not difference["is_distinguishable"]:
+        return NOISE
+    if max(abs(difference["low"]), abs(difference["high"])) * row.factor < 0.01 * abs(first):
+        return TINY
+    if row.good == 0:
+        return "higher" if difference["value"] > 0 else "lower"
+    return "better" if difference["value"] * row.good > 0 else "worse"
+
+
+def shown_rows(results: list[dict[str, Any]]) -> list[Row]:
+    """Rows that say something: some value is known and not 0, and not all users are one.
+
+    Where weights say that clients are due unequal shares, equal ones are not better.
+    """
+    users = {user for result in results for user in result["timelines"]["service"]["users"]}
+    has_weights = any(result["weights"] for result in results)
+    return [
+        row._replace(good=0) if row.statistic == "fairness" and has_weights else row
+        for row in ROWS
+        if any(value_of(r, row) != 0 and not math.isnan(value_of(r, row)) for r in results)
+        and (not row.statistic.startswith("fairness") or len(users) > 1)
+    ]
+
+
+def difference_of(result: dict[str, Any], row: Row) -> dict[str, Any] | None:
+    """The difference against the first configuration; None for the first, and for maxima."""
+    if "against_first" not in result:
+        return None
+    found = result["against_first"]["differences"].get(row.measure, {}).get(row.statistic)
+    return found if found is None or found["value"] is not None else None
+
+
+def number(value: float, row: Row) -> str:
+    """With the digits of the row."""
+    return "-" if math.isnan(value) else f"{value:.{row.digits}f}"
+
+
+def signed(value: float, row: Row) -> str:
+    """A difference: with its sign, unless it rounds to nothing."""
+    text = f"{value:+.{row.digits}f}"
+    return text if float(text) else text[1:]
