@@ -133,13 +133,14 @@ class KVCacheManager:
         request.num_slots += num_blocks * self.block_size
         return block_ids
 
-    def cache_full_blocks(self, request: Request) -> list[int]:
+    def cache_full_blocks(self, request: Request, num_computed: int | None = None) -> list[int]:
         """Make the request's full blocks of known, computed tokens findable; return the new ones.
 
         Called when a step is scheduled, before it runs: steps run in order, and within a step
-        keys and values are written before they are read.
+        keys and values are written before they are read. `num_computed` are the tokens that count
+        as computed, if not all that are scheduled.
         """
-        num_known = request.num_computed_tokens
+        num_known = request.num_computed_tokens if num_computed is None else num_computed
         if num_known > request.num_tokens:
             num_known = request.num_tokens
         first, end = request.num_cached_blocks, num_known // self.block_size

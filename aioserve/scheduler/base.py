@@ -379,6 +379,8 @@ class BaseScheduler(SchedulerInterface):
         del self._requests[request.request_id]
         self._timers.forget(request)
         self._release_encoder_outputs(request)
+        if request.block_ids and status is not RequestStatus.FINISHED_ERROR:
+            self.kv_cache.cache_full_blocks(request, self._num_written_tokens(request))
         if self._is_in_flight(request):
             self._ended.add(request)
         else:
@@ -428,6 +430,18 @@ class BaseScheduler(SchedulerInterface):
             if request in self._ended and not self._is_in_flight(request):
                 self._ended.remove(request)
                 self.kv_cache.free(request)
+
+    def _num_written_tokens(self, request: Request) -> int:
+        """How many tokens have their keys and values in blocks now: not those of steps in flight.
+
+        The newest never counts: a draft token that was wrong may stand in its place.
+        """
+        num_in_flight = sum(
+            output.num_scheduled_tokens[request.request_id]
+            for output, requests in self._in_flight
+            if request in requests
+        )
+        return min(request.num_computed_tokens - num_in_flight, request.num_tokens - 1)
 
     def _is_in_flight(self, request: Request) -> bool:
         return any(request in requests for _, requests in self._in_flight)

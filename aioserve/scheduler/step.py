@@ -288,6 +288,7 @@ class Step:
         num_missing = -(-num_slots // kv_cache.block_size) - len(request.block_ids)
         if num_missing <= 0:
             return True  # near its limit it needs no lookahead
+        kv_cache.cache_full_blocks(request)  # filled by earlier steps
         while num_missing > pool.num_free_blocks:
             scheduler = self._scheduler
             victim = scheduler.choose_victim()
@@ -299,7 +300,6 @@ class Step:
             self.preempt(victim)
             if request.status is not RequestStatus.RUNNING:
                 return False  # it was its own victim, or relied on the victim's work
-        kv_cache.cache_full_blocks(request)  # filled by earlier steps
         new_block_ids = kv_cache.grow(request, num_missing)
         if request not in self._admitted:
             self._new_block_ids[request.request_id] = new_block_ids
