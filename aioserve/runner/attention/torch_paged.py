@@ -29,11 +29,10 @@ class TorchPagedAttention(AttentionBackend):
     def __init__(self, spec: KVCacheSpec, num_kv_blocks: int, block_size: int) -> None:
         super().__init__(KVMemory(spec, num_kv_blocks, block_size))
         self._block_size = block_size
-        self._dtype = spec.dtype
         self._plan: _StepPlan | None = None
 
     def prepare(self, step: StepInputs) -> None:
-        self._plan = _StepPlan(step, self._block_size, self._dtype)
+        self._plan = _StepPlan(step, self._block_size)
 
     def forward(
         self,
@@ -76,16 +75,15 @@ class _Group:
     size: int  # B
     queries: Tensor  # [B * Q] packed tokens; a padded query repeats the last one of its item
     kv_rows: Tensor  # [B, Hkv, L / block_size] rows of the cache seen as [blocks * Hkv, ...]
-    bias: Tensor  # [B, 1, 1, Q, L]: 0 where the query may look, else -inf
+    hidden: Tensor  # [B, 1, 1, Q, L]: where the query may not look
     passes: list[slice]  # KV heads to take at once
 
 
 class _StepPlan:
     """The work items of one step, and their grouping per kind of layer (made on first use)."""
 
-    def __init__(self, step: StepInputs, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, step: StepInputs, block_size: int) -> None:
         self._block_size = block_size
-        self._dtype = dtype
         self._block_table = step.block_table
         self._slot_mapping = step.slot_mapping
         query_lens = np.diff(step.query_start_loc)
@@ -162,13 +160,11 @@ class _StepPlan:
         hidden = key_position > position
         if shape.window is not None:
             hidden |= key_position <= position - shape.window
-        bias = torch.zeros(hidden.shape, dtype=self._dtype)
-        bias.masked_fill_(torch.from_numpy(hidden), float("-inf"))
         return _Group(
             size=len(items),
             queries=torch.from_numpy((self._token[items, None] + query).reshape(-1)),
             kv_rows=torch.from_numpy(kv_rows),
-            bias=bias[:, None, None],
+            hidden=torch.from_numpy(hidden)[:, None, None],
             passes=passes,
         )
 
@@ -218,7 +214,8 @@ def _attend(
     by_head = scores.view(size, num_kv_heads, queries_per_kv, -1, key.shape[1])
     if softcap is not None:
         torch.tanh_(by_head.div_(softcap)).mul_(softcap)
-    by_head.add_(group.bias)
+    # filled, not added: scores with what others left may be infinite in float16
+    by_head.masked_fill_(group.hidden, float("-inf"))
     if sinks is None:
         probs = torch.softmax(scores, dim=-1)  # computes in float32 for bfloat16 input
     else:
