@@ -16,6 +16,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.outputs import SchedulerStats
 from tests.models import make_model
+from tests.variants import DTYPE
 
 VOCAB_SIZE = 2048
 MAX_TOKENS = 100
@@ -53,24 +54,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model_path: Path) -> list[list[int]]:
+def reference(model_path: Path) -> list[Any]:
     """What `transformers` generates for each prompt alone."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from aioserve.runner.loader import resolve_dtype
+    from tests.greedy import GreedyReference
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in make_prompts():
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
+    model = GreedyReference(model_path, resolve_dtype(DTYPE))
+    return [model.tokens(prompt, MAX_TOKENS) for prompt in make_prompts()]
 
 
 async def serve_all(
@@ -121,7 +111,7 @@ POOLS = {"roomy": 32_000, "tight": 3_100, "starved": 500}
 @pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
 def test_greedy_tokens_equal_those_of_transformers(
     model_path: Path,
-    reference: list[list[int]],
+    reference: list[Any],
     policy: str,
     options: dict[str, Any],
     prefix_caching: bool,
@@ -129,7 +119,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     block_size = 16 if pool == "roomy" else 2
     config = EngineConfig(
-        model=ModelConfig(model=str(model_path), dtype="float32"),
+        model=ModelConfig(model=str(model_path), dtype=DTYPE),
         cache=CacheConfig(
             enable_prefix_caching=prefix_caching,
             watermark=0,

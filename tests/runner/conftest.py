@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 
+from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.loader import resolve_dtype
 from aioserve.runner.model_runner import ModelRunner
+from tests.greedy import GreedyReference
 from tests.models import make_model
+from tests.variants import DTYPE, VARIANTS
 
 
 @pytest.fixture(scope="session")
@@ -44,26 +47,25 @@ def make_driver(model_path: Callable[..., Path]) -> Iterator[Callable[..., Drive
 
 
 @pytest.fixture
-def generate_reference(model_path: Callable[..., Path]) -> Callable[..., list[int]]:
-    """`generate_reference(kind, prompt, num_tokens)`: greedy tokens by `transformers.generate`."""
-    from transformers import AutoModelForCausalLM
+def generate_reference(model_path: Callable[..., Path]) -> Callable[..., Any]:
+    """`generate_reference(kind, prompt, num_tokens)`: what equals its greedy tokens.
 
-    models: dict[str, Any] = {}
+    `dtype=`: of another element type than the tests' own.
+    """
+    references: dict[tuple[str, str], GreedyReference] = {}
 
-    def generate(kind: str, prompt: list[int], num_tokens: int) -> list[int]:
-        if kind not in models:
-            models[kind] = AutoModelForCausalLM.from_pretrained(
-                model_path(kind), dtype=torch.float32
-            )
-        ids = torch.tensor([prompt])
-        output = models[kind].generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+    def generate(kind: str, prompt: list[int], num_tokens: int, dtype: str = DTYPE) -> Any:
+        if (kind, dtype) not in references:
+            references[kind, dtype] = GreedyReference(model_path(kind), resolve_dtype(dtype))
+        return references[kind, dtype].tokens(prompt, num_tokens)
 
     return generate
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The test runs on each variant of the kernels, and on plain torch."""
+    monkeypatch.setenv("AIOSERVE_KERNELS", request.param)
+    load_kernels.cache_clear()
+    yield request.param
+    load_kernels.cache_clear()

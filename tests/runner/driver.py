@@ -10,6 +10,7 @@ from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.variants import DTYPE
 
 GREEDY = SamplingParams(temperature=0)
 NUM_BLOCKS = 128
@@ -18,7 +19,7 @@ BLOCK_SIZE = 8
 
 def make_config(path: Path, **model: Any) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(**{"model": str(path), "dtype": "float32", **model}),
+        model=ModelConfig(**{"model": str(path), "dtype": DTYPE, **model}),
         cache=CacheConfig(num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_num_seqs=8),
         runner=RunnerConfig(threads=1),  # two would mostly wait for each other on tiny tensors

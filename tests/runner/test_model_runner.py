@@ -22,6 +22,7 @@ from aioserve.runner.kv_pool import choose_num_kv_blocks
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
+from tests.variants import DTYPE
 
 MakeDriver = Callable[..., Driver]
 Generate = Callable[..., list[int]]
@@ -340,7 +341,8 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", tmp_path, hidden_size=512)
-    config = make_config(tmp_path)  # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
+    # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
+    config = make_config(tmp_path, dtype="float32")
     monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
     monkeypatch.setattr(model_runner, "load_model", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError) as caught:
@@ -394,7 +396,7 @@ def test_load_says_in_one_line_what_it_chose(
     runner = ModelRunner(config, ModelInfo(config.model))
     runner.load()
     (record,) = [r for r in caplog.records if r.name == "aioserve.runner.model_runner"]
-    assert "LlamaForCausalLM, fused: float32" in record.message
+    assert f"LlamaForCausalLM, fused: {DTYPE}" in record.message
     assert re.search("attention: (compiled kernels|plain torch)", record.message)
     assert "128 blocks, 1024 tokens" in record.message
     runner.close()

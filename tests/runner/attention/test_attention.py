@@ -12,12 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioserve.kernels import Kernels, usable_variants
+from aioserve.kernels import Kernels
 from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs, torch_paged
 from aioserve.runner.attention.compiled import CompiledAttention
 from aioserve.runner.attention.torch_paged import TorchPagedAttention
+from aioserve.runner.loader import resolve_dtype
+from tests.variants import DTYPE, VARIANTS
 
 BLOCK_SIZE = 4
+TOLERANCE = {
+    "float32": {"rtol": 1e-4, "atol": 1e-5},
+    # plain torch also rounds scores and weights
+    "float16": {"rtol": 0.01, "atol": 0.01},
+    "bfloat16": {"rtol": 0.1, "atol": 0.1},
+}
 MakeBackend = Callable[[KVCacheSpec, int, int], CompiledAttention | TorchPagedAttention]
 
 
@@ -25,10 +33,10 @@ def compiled_backend(variant: str) -> MakeBackend:
     return partial(CompiledAttention, Kernels(variant))
 
 
-@pytest.fixture(params=["torch", *usable_variants()])
+@pytest.fixture(params=VARIANTS)
 def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
-    """Plain torch, and every variant of the kernels that this CPU runs."""
-    return TorchPagedAttention if request.param == "torch" else compiled_backend(request.param)
+    """Every variant of the kernels that this CPU runs, and plain torch."""
+    return TorchPagedAttention if request.param == "off" else compiled_backend(request.param)
 
 
 def naive_attention(
@@ -69,19 +77,24 @@ class PagedSequences:
         lengths: list[int],
         num_kv_heads: int,
         dims: tuple[int, int],
-        dtype: torch.dtype = torch.float32,
+        dtype: str = DTYPE,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         key_dim, value_dim = dims
-        self.keys = [torch.randn(n, num_kv_heads, key_dim, generator=generator) for n in lengths]
-        self.values = [
-            torch.randn(n, num_kv_heads, value_dim, generator=generator) for n in lengths
-        ]
+        self.keys, self.values = (
+            [
+                torch.randn(n, num_kv_heads, dim, generator=generator).to(resolve_dtype(dtype))
+                for n in lengths
+            ]
+            for dim in dims
+        )
+        self.tolerance = TOLERANCE[dtype]
         width = max(-(-n // BLOCK_SIZE) for n in lengths)
         blocks = list(range(width * len(lengths)))
         random.Random(0).shuffle(blocks)
         self.block_table = np.array(blocks, dtype=np.int32).reshape(len(lengths), width)
-        spec = KVCacheSpec((LayerSpec(num_kv_heads, key_dim, value_dim),), dtype)
+        layer = LayerSpec(num_kv_heads, key_dim, value_dim)
+        spec = KVCacheSpec((layer,), resolve_dtype(dtype))
         self.backend = make_backend(spec, len(blocks), BLOCK_SIZE)
         # what was never written, and what others left behind, must not matter
         for cache in (*self.backend.key_caches, *self.backend.value_caches):
@@ -98,7 +111,7 @@ class PagedSequences:
                 (self.backend.key_caches[0], self.keys[row]),
                 (self.backend.value_caches[0], self.values[row]),
             ):
-                cache[blocks, :, offsets] = states[:num_computed].to(cache.dtype)
+                cache[blocks, :, offsets] = states[:num_computed]
 
     def step(self, chunks: dict[int, int], num_heads: int, **options: Any) -> None:
         """Run `chunks[sequence]` more tokens of some sequences and compare with the loop."""
@@ -121,7 +134,8 @@ class PagedSequences:
             sampling=np.arange(len(rows)),
             logits_indices=starts[1:] - 1,
         )
-        queries = [torch.randn(n, num_heads, self.keys[0].shape[2]) for n in lens]
+        like = self.keys[0]
+        queries = [torch.randn(n, num_heads, like.shape[2]).to(like.dtype) for n in lens]
         ends = [self.computed[row] + n for row, n in chunks.items()]
 
         def packed(states: list[Tensor]) -> Tensor:
@@ -137,10 +151,15 @@ class PagedSequences:
             0, torch.cat(queries), packed(self.keys), packed(self.values), **options
         )
         expected = [
-            naive_attention(query, self.keys[row][:end], self.values[row][:end], **options)
+            naive_attention(
+                query.float(),
+                self.keys[row][:end].float(),
+                self.values[row][:end].float(),
+                **options,
+            )
             for query, row, end in zip(queries, chunks, ends, strict=True)
         ]
-        torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out.float(), torch.cat(expected), **self.tolerance)
         for row, end in zip(chunks, ends, strict=True):
             self.computed[row] = end
 
@@ -165,8 +184,11 @@ def small_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def run_mixed_steps(make_backend: MakeBackend, num_kv_heads: int, **options: Any) -> None:
-    sequences = PagedSequences(make_backend, [3, 20, 41, 70, 12], num_kv_heads, dims=(16, 16))
+def run_mixed_steps(
+    make_backend: MakeBackend, num_kv_heads: int, dtype: str = DTYPE, **options: Any
+) -> None:
+    lengths = [3, 20, 41, 70, 12]
+    sequences = PagedSequences(make_backend, lengths, num_kv_heads, (16, 16), dtype)
     sequences.step({0: 1, 1: 11, 3: 37}, 6, **options)
     sequences.step({2: 40, 0: 1, 3: 5, 1: 3}, 6, **options)
     sequences.step({1: 1, 3: 1, 2: 1, 0: 1}, 6, **options)
@@ -215,7 +237,13 @@ def test_masked_slots_hide_whatever_was_written_there(make_backend: MakeBackend)
         sequences.step({0: 5}, 2, scaling=1.0)
     sequences.values[0][:], sequences.keys[0][:] = healthy
     sequences.step({0: 2, 1: 5}, 2, scaling=1.0)
-    assert math.isfinite(float(sequences.backend.value_caches[0].sum()))
+    assert math.isfinite(float(sequences.backend.value_caches[0].float().sum()))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_scores_of_masked_slots_may_be_beyond_float16(make_backend: MakeBackend, name: str) -> None:
+    """With what others left behind, which is large here."""
+    run_mixed_steps(make_backend, 2, "float16", **OPTIONS[name] | {"scaling": 1.3})
 
 
 def test_padding_of_a_group_is_bounded() -> None:
@@ -232,6 +260,10 @@ def test_padding_of_a_group_is_bounded() -> None:
         sampling=np.arange(8),
         logits_indices=np.arange(8),
     )
-    plan = torch_paged._StepPlan(inputs, BLOCK_SIZE, torch.float32)
+    plan = torch_paged._StepPlan(inputs, BLOCK_SIZE)
     groups = plan.groups(torch_paged._LayerShape(None, 4, 2, 16))
-    assert [(group.size, group.bias.shape[-1]) for group in groups] == [(2, 400), (2, 100), (4, 8)]
+    assert [(group.size, group.hidden.shape[-1]) for group in groups] == [
+        (2, 400),
+        (2, 100),
+        (4, 8),
+    ]

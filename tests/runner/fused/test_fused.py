@@ -23,8 +23,10 @@ from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.loader import AnyModel, load_model
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
+from tests.variants import DTYPE
 
 BLOCK_SIZE = 16
+ROUNDING = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # of logits, to those of the modules
 MakeDriver = Callable[..., Driver]
 Generate = Callable[..., list[int]]
 Fields = dict[str, Any]
@@ -120,9 +122,12 @@ def test_fused_logits_are_those_of_the_modules(case: str, tmp_path: Path) -> Non
     step = one_prompt(70, sampling=[0, 30, 69])
     model = load(tmp_path)
     assert isinstance(model, FusedModel)
-    expected = compute(load(tmp_path, fused=False), step)
-    # sums in another order, through three layers; logits are up to 10
-    torch.testing.assert_close(compute(model, step), expected, rtol=1e-4, atol=1e-4)
+    found, expected = compute(model, step), compute(load(tmp_path, fused=False), step)
+    if DTYPE == "float32":
+        # sums in another order, through three layers; logits are up to 10
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    else:  # they and the modules round some hundred times, at other places
+        assert relative_error(found, expected) < ROUNDING[DTYPE]
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -136,8 +141,7 @@ def test_plain_torch_serves_where_there_are_no_kernels(
     model = load(tmp_path, dtype=dtype)
     assert isinstance(model, FusedModel)
     expected = compute(load(tmp_path, dtype=dtype, fused=False), step)
-    error = relative_error(compute(model, step), expected)
-    assert error < (1e-5 if dtype == "float32" else 0.05)
+    assert relative_error(compute(model, step), expected) < ROUNDING[dtype]
 
 
 NOT_LLAMA_LIKE: list[tuple[str, Fields, str]] = [
@@ -232,7 +236,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_bfloat16_is_as_near_to_float32_as_the_modules_are(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path, num_hidden_layers=6, initializer_range=0.05)
     step = one_prompt(200, sampling=list(range(200)))
-    exact = compute(load(tmp_path, fused=False), step)
+    exact = compute(load(tmp_path, dtype="float32", fused=False), step)
     theirs = relative_error(compute(load(tmp_path, dtype="bfloat16", fused=False), step), exact)
     model = load(tmp_path, dtype="bfloat16")
     assert isinstance(model, FusedModel)

@@ -8,8 +8,7 @@ import torch
 from aioserve.runner.fused import linear
 from aioserve.runner.fused.linear import PackedLinear, PlainLinear, pack_linear
 from aioserve.runner.loader import resolve_dtype
-
-DTYPES = ["float32", "bfloat16", "float16"]
+from tests.variants import DTYPES
 
 
 @pytest.fixture(autouse=True)

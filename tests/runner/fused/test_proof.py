@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused import compute, one_prompt, relative_error
+from test_fused import ROUNDING, compute, one_prompt, relative_error
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -17,14 +17,14 @@ from aioserve.runner import fused
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.fused import CPU, FusedModel
 from aioserve.runner.fused.whole import WholeDecoder
-from aioserve.runner.loader import AnyModel, load_model, prepare_model
+from aioserve.runner.loader import AnyModel, load_model, prepare_model, resolve_dtype
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.runner.served_model import ServedModel
 from tests.models import make_model
 from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
+from tests.variants import DTYPE, DTYPES
 
 STEP = one_prompt(30, sampling=[0, 29])
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 
 
 def edited(path: Path, edit: Callable[[dict[str, Tensor]], object], **fields: Any) -> Path:
@@ -47,15 +47,13 @@ def nothing_added(weights: dict[str, Tensor]) -> None:
         weights[f"model.layers.1.{name}.weight"].zero_()
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_that_adds_nothing_is_fused(dtype: str, tmp_path: Path) -> None:
     path = edited(tmp_path, nothing_added)
     model = load(path, dtype=dtype)
     assert isinstance(model, FusedModel)
-    error = relative_error(
-        compute(model, STEP), compute(load(path, dtype=dtype, fused=False), STEP)
-    )
-    assert error < (1e-5 if dtype == "float32" else 0.05)
+    expected = compute(load(path, dtype=dtype, fused=False), STEP)
+    assert relative_error(compute(model, STEP), expected) < ROUNDING[dtype]
 
 
 def test_a_head_of_zeros_is_fused(tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def test_a_wrong_layer_is_found_where_the_right_one_adds_nothing(
         from dataclasses import replace
 
         layer = fuse_layer(parts, ops)
-        return replace(layer, down=lambda x: layer.down(x) + 1e-3)
+        return replace(layer, down=lambda x: layer.down(x) + (1e-3 if DTYPE == "float32" else 1))
 
     monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops: (
         spoil if parts.attention.index == 1 else fuse_layer)(parts, ops))  # fmt: skip
@@ -127,7 +125,7 @@ def test_a_module_that_raises_is_served_unfused_and_the_log_says_why(
 ) -> None:
     config = make_config(make_model("llama", tmp_path)).model
     module = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation=ATTN_IMPLEMENTATION
+        tmp_path, attn_implementation=ATTN_IMPLEMENTATION, dtype=resolve_dtype(DTYPE)
     ).eval()
 
     def fail_on_long_input(_: nn.Module, args: Any) -> None:

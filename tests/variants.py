@@ -1,0 +1,17 @@
+"""Which kernels and which element types tests run on: all, unless the environment names one.
+
+`make test-isa` names one of each in turn (tests/isa.py). Knows names; knows no models.
+"""
+
+import os
+
+from aioserve.kernels import usable_variants
+
+#: Variants of the kernels to run, best first, and plain torch.
+VARIANTS = [os.environ.get("AIOSERVE_KERNELS") or "", *usable_variants(), "off"]
+VARIANTS = VARIANTS[:1] if VARIANTS[0] else VARIANTS[1:]
+
+#: The element type of models in tests that are not about one.
+DTYPE = os.environ.get("AIOSERVE_TEST_DTYPE", "float32")
+
+DTYPES = ["float32", "bfloat16", "float16"]
