@@ -1,4 +1,4 @@
-"""Compiled kernels for the CPU: norms, rotary embedding, activations, paged attention.
+"""Compiled kernels for the CPU: norms, rotary embedding, activations, attention, products.
 
 Thin calls into C on torch tensors, without the GIL, on as many threads as the calling thread gave
 torch. Knows shapes and pointers; knows nothing about models, requests or steps. The environment
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.kernels.decoder import DecoderStruct, PackedWeight, StepStruct
+from aioserve.kernels.decoder import DecoderStruct, PackedWeight, PanelShape, StepStruct
 from aioserve.kernels.library import (
     KernelsUnavailableError,
     choose_variant,
@@ -69,12 +69,15 @@ class Kernels:
         self._paged_attention = by_dtype(
             "paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P
         )
-        #: Whether `linear` and `decode` are there: for bfloat16, with AVX512's products of pairs.
-        self.has_products = hasattr(library, "decode_bf16")
-        if self.has_products:
-            self._linear, self._decode = library.linear_bf16, library.decode_bf16
-            self._linear.argtypes, self._linear.restype = (_P, _P, _P, _I), None
-            self._decode.argtypes, self._decode.restype = (_P, _P, _P, _P), None
+        self._linear = by_dtype("linear", _P, _P, _P, _I)
+        self._decode = by_dtype("decode", _P, _P, _P, _P)
+        #: How `linear` and `decode` want weights.
+        self.panel_shapes = {
+            dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
+            for dtype, suffix in _SUFFIXES.items()
+        }
+        #: Whether products of two-byte numbers are faster than those of float32 by other means.
+        self.is_fast = bool(_I.in_dll(library, "has_multiply_add").value)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """`out` = `x` / rms(`x`) * `weight`, per row. `out` may be `x`."""
@@ -164,8 +167,11 @@ class Kernels:
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
 
     def linear(self, weight: PackedWeight, x: Tensor, out: Tensor) -> None:
-        """`out` [T, outputs] = `x` [T, inputs] @ weight.T + bias, all bfloat16."""
-        self._linear(ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
+        """`out` [T, outputs] = `x` [T, inputs] @ weight.T + bias, all packed for the type of `x`.
+
+        A row's result does not depend on the other rows or on the number of threads.
+        """
+        self._linear[x.dtype](ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
 
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor
@@ -174,7 +180,7 @@ class Kernels:
 
         `scratch` has room for `tokens` times twice `hidden` and `wide` numbers.
         """
-        self._decode(
+        self._decode[scratch.dtype](
             ctypes.byref(decoder), ctypes.byref(step), scratch.data_ptr(), logits.data_ptr()
         )
 

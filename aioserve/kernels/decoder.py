@@ -1,16 +1,22 @@
-"""The structs that the compiled decoder reads, field for field as in src/decoder.h.
+"""The structs that the compiled decoder reads, field for field as in src/decoder.h and weight.h.
 
 Knows layouts and addresses; whoever fills them in keeps what they point to alive.
 """
 
 import ctypes
+from typing import NamedTuple
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-PANEL = 64  # outputs that lie side by side in a packed weight
-
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class PanelShape(NamedTuple):
+    """How weights lie for one variant and type: [out / outputs, in / depth, outputs, depth]."""
+
+    outputs: int
+    depth: int
 
 
 class PackedWeight(ctypes.Structure):
@@ -55,11 +61,15 @@ class StepStruct(ctypes.Structure):
     )
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """`weight` [out, in] as `linear.h` wants it: [out / 64, in / 2, 64, 2], zeros at the end."""
+def pack_weight(weight: Tensor, shape: PanelShape) -> Tensor:
+    """`weight` [out, in] in panels, with zeros after the last output. `in` is even."""
     num_outputs, num_inputs = weight.shape
-    num_panels = -(-num_outputs // PANEL)
-    padding = num_panels * PANEL - num_outputs
-    if padding:
-        weight = torch.cat([weight, weight.new_zeros(padding, num_inputs)])
-    return weight.view(num_panels, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    num_panels = -(-num_outputs // shape.outputs)
+    whole = F.pad(weight, (0, 0, 0, num_panels * shape.outputs - num_outputs))
+    panels = whole.view(num_panels, shape.outputs, num_inputs // shape.depth, shape.depth)
+    return panels.transpose(1, 2).contiguous()
+
+
+def pack_bias(bias: Tensor, shape: PanelShape) -> Tensor:
+    """`bias` [out] with zeros after the last output, as many as the panels have."""
+    return F.pad(bias, (0, -len(bias) % shape.outputs))

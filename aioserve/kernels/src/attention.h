@@ -4,84 +4,22 @@
 //
 // The work is cut into items: some queries of one row, all their heads of one KV head, a range of
 // keys. An item walks its keys in tiles, each packed once for all of its queries, or read directly
-// for few (direct.h). Where a tile or an item begins depends on positions alone, so that a token's
-// result does not depend on the other rows of the step, nor on the number of threads.
+// for few (direct.h, direct_pairs.h). Where a tile or an item begins depends on positions alone:
+// a token's result does not depend on the other rows of the step, nor on the number of threads.
 
 #ifdef PAIRS
 #define STEP 2  // numbers per lane
 #define WEIGHT bf16
 #define STORE_WEIGHT store_bf16
 #define EXP2 exp2_rough
-#define MULTIPLY_ADD(sum, a, b) \
-    (vf) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
-#define IS_DIRECT(rows, key_dim, value_dim) \
-    ((rows) <= DIRECT_ROWS && (key_dim) % 32 == 0 && (value_dim) % 32 == 0)
+#define MULTIPLY multiply_pairs
 #else
 #define STEP 1
 #define WEIGHT float
 #define STORE_WEIGHT store_f32
 #define EXP2 exp2_
-#define MULTIPLY_ADD(sum, a, b) ((sum) + (a) * (b))
-#define IS_DIRECT(rows, key_dim, value_dim) 0
+#define MULTIPLY multiply_floats
 #endif
-
-// sums[r][j] += a[r][k] * b[k][j], for constant mr <= MAX_ROWS and nv <= MAX_VECTORS: in registers.
-INLINE void NAME(product)(int mr, int nv, const float *a, int64_t a_stride, const float *b,
-                          int64_t b_stride, int64_t n, vf sums[MAX_ROWS][MAX_VECTORS]) {
-    for (int64_t k = 0; k < n; k++) {
-        vf right[MAX_VECTORS];
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) right[j] = load_f32(b + k * b_stride + j * W);
-#pragma GCC unroll 8
-        for (int r = 0; r < mr; r++) {
-            vf left = splat_bits(a + r * a_stride + k);
-#pragma GCC unroll 8
-            for (int j = 0; j < nv; j++) sums[r][j] = MULTIPLY_ADD(sums[r][j], left, right[j]);
-        }
-    }
-}
-
-// Columns [0, nv * W) of out = scale * out + a @ b.
-INLINE void NAME(product_columns)(int mr, int nv, const float *a, int64_t a_stride, const float *b,
-                                  int64_t b_stride, int64_t n, const float *scales, float *out,
-                                  int64_t out_stride) {
-    vf sums[MAX_ROWS][MAX_VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < mr; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++)
-            sums[r][j] = scales ? load_f32(out + r * out_stride + j * W) * scales[r] : splat(0);
-    NAME(product)(mr, nv, a, a_stride, b, b_stride, n, sums);
-#pragma GCC unroll 8
-    for (int r = 0; r < mr; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) store_f32(out + r * out_stride + j * W, sums[r][j]);
-}
-
-// All `columns`, a multiple of W.
-INLINE void NAME(product_rows)(int mr, const float *a, int64_t a_stride, const float *b,
-                               int64_t b_stride, int64_t n, int64_t columns, const float *scales,
-                               float *out, int64_t out_stride) {
-    int64_t c = 0;
-    for (; c + MAX_VECTORS * W <= columns; c += MAX_VECTORS * W)
-        NAME(product_columns)(mr, MAX_VECTORS, a, a_stride, b + c, b_stride, n, scales, out + c,
-                              out_stride);
-    for (; c < columns; c += W)
-        NAME(product_columns)(mr, 1, a, a_stride, b + c, b_stride, n, scales, out + c, out_stride);
-}
-
-static __attribute__((noinline)) void NAME(multiply)(int mr, const float *a, int64_t a_stride, const float *b,
-                           int64_t b_stride, int64_t n, int64_t columns, const float *scales,
-                           float *out, int64_t out_stride) {
-#define CASE(rows)                                                                              \
-    case rows:                                                                                  \
-        NAME(product_rows)(rows, a, a_stride, b, b_stride, n, columns, scales, out, out_stride); \
-        break;
-    switch (mr) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-    }
-#undef CASE
-}
 
 // Where K and V of two tiles lie: of this one, and of what this thread takes next.
 typedef struct {
@@ -196,7 +134,7 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
     const int64_t padded_lanes = (lanes + W - 1) / W * W;
     const int64_t position = work->position;
-    const int is_direct = IS_DIRECT(rows, key_dim, value_dim);
+    const int is_direct = rows <= DIRECT_ROWS && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
     const int most = is_direct ? DIRECT_ROWS : MAX_ROWS;
 
     float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / STEP) +
@@ -214,7 +152,9 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
 #ifdef PAIRS
         memcpy(queries + r * lanes, query, key_dim * sizeof(T));
 #else
-        for (int64_t d = 0; d < key_dim; d += W) store_f32(queries + r * lanes + d, LOAD(query + d));
+        for (int64_t d = 0; d < key_dim; d += W)
+            store_f32(queries + r * lanes + d,
+                      is_direct ? LOAD_PART(query + d / PART * PART, d / W % 2) : LOAD(query + d));
 #endif
         int has_sink = args->sinks && work->piece == 0;
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
@@ -264,13 +204,11 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
             if (from >= to) continue;
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
-#ifdef PAIRS
             if (is_direct)
-                score_keys(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
+                NAME(score_keys)(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
                            scores + from);
             else
-#endif
-                NAME(multiply)(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
+                MULTIPLY(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
                                0, scores + from, TILE);
             float scales[DIRECT_ROWS];
             for (int i = 0; i < mr; i++) {
@@ -279,20 +217,23 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
                                                                             : begin;
                 scales[i] = NAME(soften)(args, scores + i * TILE,
                                          weights + i * (TILE / STEP), from, to, start,
-                                         own < end ? own : end, &maxima[r + i], totals + (r + i) * W);
+                                         own < end ? own : end, &maxima[r + i],
+                                         totals + (r + i) * W);
             }
-#ifdef PAIRS
             if (is_direct)
-                weigh_values(mr, weights + from / STEP, value_rows + from, next_values + from,
+                NAME(weigh_values)(mr, weights + from / STEP, value_rows + from, next_values + from,
                              to - from, scales, out, value_dim);
             else
-#endif
-                NAME(multiply)(mr, weights + from / STEP, TILE / STEP,
+                MULTIPLY(mr, weights + from / STEP, TILE / STEP,
                                values + from / STEP * value_dim, value_dim, (to - from) / STEP,
                                value_dim, scales, out + r * value_dim, value_dim);
         }
     }
 
+#ifndef PAIRS
+    if (is_direct)
+        for (int64_t d = 0; d < rows * value_dim; d += PART) ORDER_PARTS(out + d);
+#endif
     for (int64_t r = 0; r < rows; r++) {
         float total = sum(load_f32(totals + r * W));
         if (work->partial) {  // other pieces of this context are elsewhere
@@ -368,5 +309,4 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
 #undef WEIGHT
 #undef STORE_WEIGHT
 #undef EXP2
-#undef MULTIPLY_ADD
-#undef IS_DIRECT
+#undef MULTIPLY

@@ -48,7 +48,8 @@ INLINE void NAME(store_finite)(T *slot, const T *x, int64_t n) {
 }
 
 // W numbers of both halves of a head: optional norm, then rotation.
-INLINE void NAME(rotate_part)(T *x, const T *norm, float scale, const float *cos_sin, int64_t half) {
+INLINE void NAME(rotate_part)(T *x, const T *norm, float scale, const float *cos_sin,
+                              int64_t half) {
     vf a = LOAD(x), b = LOAD(x + half), cos = load_f32(cos_sin), sin = load_f32(cos_sin + half);
     if (norm) {
         a = a * scale * LOAD(norm);

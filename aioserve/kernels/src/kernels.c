@@ -2,42 +2,56 @@
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
 #include "plan.h"
 #include "vector.h"
+#include "weight.h"
+
+// Without it, products cost twice as much, and other libraries use what this one may not.
+#if defined(__FMA__) || defined(__aarch64__)
+const int64_t has_multiply_add = 1;
+#else
+const int64_t has_multiply_add = 0;
+#endif
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 
+#define LANES(name) JOIN(name, floats)
+#define MULTIPLY_ADD(sum, a, b) multiply_add(a, b, sum)
+#include "product.h"
+#undef LANES
+#undef MULTIPLY_ADD
+
+// LOAD_PART(p, i), of 2 * W numbers: those that are fastest to widen, then the others. ORDER_PARTS
+// puts floats that lie so back in order. DEPTH: inputs that lie side by side in a packed weight.
 #define T float
 #define LOAD load_f32
+#define LOAD_PART(p, i) load_f32((p) + W * (i))
+#define ORDER_PARTS(p)
 #define STORE store_f32
+#define DEPTH 1
 #define NAME(name) JOIN(name, f32)
-#include "elementwise.h"
-#include "attention.h"
-#undef T
-#undef LOAD
-#undef STORE
-#undef NAME
+#include "element.h"
 
 #define T f16
 #define LOAD load_f16
+#define LOAD_PART(p, i) load_f16((p) + W * (i))
+#define ORDER_PARTS(p)
 #define STORE store_f16
+#define DEPTH 1
 #define NAME(name) JOIN(name, f16)
-#include "elementwise.h"
-#include "attention.h"
-#undef T
-#undef LOAD
-#undef STORE
-#undef NAME
+#include "element.h"
 
-#define T bf16
-#define LOAD load_bf16
-#define STORE store_bf16
-#define NAME(name) JOIN(name, bf16)
 #ifdef __AVX512BF16__
 #define PAIRS
-#include "direct.h"
+#define LANES(name) JOIN(name, pairs)
+#define MULTIPLY_ADD(sum, a, b) \
+    (vf) _mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#include "product.h"
 #endif
-#include "elementwise.h"
-#include "attention.h"
-#ifdef PAIRS
-#include "decoder.h"
-#endif
+#define T bf16
+#define LOAD load_bf16
+#define LOAD_PART load_half_bf16
+#define ORDER_PARTS(p) zip(p)
+#define STORE store_bf16
+#define DEPTH 2
+#define NAME(name) JOIN(name, bf16)
+#include "element.h"

@@ -1,84 +1,218 @@
-// Products with a weight that never changes, bfloat16, by AVX512's dot products of pairs. Sums are
-// float32 over the whole row, in one order: no result depends on other rows or on threads.
-//
-// The weight is laid out in panels of 64 outputs: [out / 64][in / 2][64][2], padded with zeros.
-#pragma once
-#include "vector.h"
+// Products with a weight that never changes. Included once per element type: T, LOAD, LOAD_PART,
+// STORE, DEPTH, NAME. Numbers of two bytes are widened to float32: in registers for few rows, once
+// into a buffer for many. Each output is one float32 sum over the inputs in their order, whatever
+// the number of rows: no result depends on other rows or on threads.
 
-#define PANEL 64
-#define TILE_ROWS 6  // times 4 vectors of outputs: 24 sums in registers, 5 more for the operands
-#define BLOCK_NUMBERS (1 << 17)  // of x, that stay in the second-level cache beside a panel
-#define PARALLEL_PRODUCTS_FROM (1 << 17)
+#ifndef PANEL
+#define PANEL (MAX_VECTORS * W)
+#define BLOCK (W == 16 ? 128 : 256)  // inputs at a time: of a panel 8 to 32 KiB, widened 16 or 32
+#define FEW 36                       // rows, up to which weights are widened in registers
+#define PAIR_ROWS 3                  // up to which two panels share them: one alone has few sums
+#define MANY 192                     // rows at a time; a multiple of MAX_ROWS
+#define MANY_OUTPUTS (32 * W)        // at a time, for which the rows are widened once
+#define LINE 64                      // bytes that memory gives at a time
 
-typedef struct {
-    const bf16 *weight, *bias;  // bias [out] or null
-    int64_t in, out;            // `in` is even
-} linear;
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+#endif
 
-INLINE __m512bh load_pairs(const bf16 *p) {
-    __m512bh v;
-    memcpy(&v, p, sizeof v);
-    return v;
+#define LOAD_WEIGHTS(p, i) (DEPTH == 2 ? LOAD_PART(p, i) : LOAD(p))
+#define STEP_BYTES (PANEL * DEPTH * (int64_t)sizeof(T))  // of DEPTH inputs in a panel
+
+const int64_t NAME(panel)[2] = {PANEL, DEPTH};
+
+// Outputs of one row and one panel, of which `count` exist.
+INLINE void NAME(store_sums)(const float *sums, const T *bias, T *y, int64_t count) {
+    T whole[PANEL], *to = count < PANEL ? whole : y;
+    for (int64_t c = 0; c < PANEL; c += W) {
+        vf v = load_f32(sums + c);
+        STORE(to + c, bias ? v + LOAD(bias + c) : v);
+    }
+    if (count < PANEL) memcpy(y, whole, count * sizeof(T));
 }
 
-// `rows` rows of x against one panel; `count` outputs of it exist.
-INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in, const bf16 *bias,
-                         bf16 *y, int64_t out, int64_t count) {
-    __m512 sums[TILE_ROWS][4];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < 4; c++) sums[r][c] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < in; k += 2, panel += 2 * PANEL) {
-        __m512bh w[4];
-        for (int c = 0; c < 4; c++) w[c] = load_pairs(panel + 32 * c);
-        for (int r = 0; r < rows; r++) {
-            int32_t pair;
-            memcpy(&pair, x + r * in + k, sizeof pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int c = 0; c < 4; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], both, w[c]);
+// sums [panels][rows][PANEL] += n inputs of x times those of neighbouring panels; from 0 if
+// `is_first`. Constant rows and panels. Meanwhile a share of what comes next is fetched: every
+// `1 / shares` of the bytes that are read here, from `next` on.
+INLINE void NAME(few_tile)(int rows, int panels, const float *x, int64_t x_stride, const T *weight,
+                           int64_t panel_size, int64_t n, const char *next, int64_t shares,
+                           int is_first, float *sums) {
+    vf own[2][MAX_ROWS][MAX_VECTORS];
+#pragma GCC unroll 2
+    for (int p = 0; p < panels; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < MAX_VECTORS; j++)
+                own[p][r][j] = is_first ? splat(0)
+                                        : load_f32(sums + (p * rows + r) * PANEL + j * W);
+    const int64_t next_step = STEP_BYTES / shares, next_line = LINE / shares;
+    for (int64_t k = 0; k < n; k += DEPTH, weight += PANEL * DEPTH, next += next_step)
+#pragma GCC unroll 2
+        for (int p = 0; p < panels; p++) {
+#pragma GCC unroll 8
+            for (int line = 0; line == 0 || line < STEP_BYTES / LINE; line++)
+                __builtin_prefetch(next + p * panel_size * sizeof(T) + line * next_line);
+#pragma GCC unroll 2
+            for (int i = 0; i < DEPTH; i++) {
+                vf right[MAX_VECTORS];
+#pragma GCC unroll 4
+                for (int j = 0; j < MAX_VECTORS; j++)
+                    right[j] = LOAD_WEIGHTS(weight + p * panel_size + j * W * DEPTH, i);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    vf left = splat_bits(x + r * x_stride + k + i);
+#pragma GCC unroll 4
+                    for (int j = 0; j < MAX_VECTORS; j++)
+                        own[p][r][j] = multiply_add(left, right[j], own[p][r][j]);
+                }
+            }
         }
+#pragma GCC unroll 2
+    for (int p = 0; p < panels; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int j = 0; j < MAX_VECTORS; j++)
+                store_f32(sums + (p * rows + r) * PANEL + j * W, own[p][r][j]);
+}
+
+static __attribute__((noinline)) void NAME(multiply_few)(int rows, int panels, const float *x,
+                                                         int64_t x_stride, const T *weight,
+                                                         int64_t panel_size, int64_t n,
+                                                         const char *next, int64_t shares,
+                                                         int is_first, float *sums) {
+#define CASE(rows, panels)                                                                      \
+    case 2 * rows + panels - 1:                                                                 \
+        NAME(few_tile)(rows, panels, x, x_stride, weight, panel_size, n, next, shares, is_first, \
+                       sums);                                                                   \
+        break;
+    switch (2 * rows + panels - 1) {
+        CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
+        CASE(1, 2) CASE(2, 2) CASE(3, 2)
     }
-    for (int c = 0; c < 4; c++) {
-        int64_t left = count - 16 * c;
-        if (left <= 0) return;
-        __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
-        vf add = {0};
-        if (bias) {
-            bf16 part[16] = {0};
-            memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
-            add = load_bf16(part);
+#undef CASE
+}
+
+INLINE void NAME(widen_rows)(const T *x, int64_t stride, int64_t rows, int64_t n, float *wide,
+                             int64_t wide_stride) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < n; k += W)
+            store_f32(wide + r * wide_stride + k, LOAD(x + r * stride + k));
+}
+
+// Up to FEW rows. What an item's next block will be is fetched during this one.
+static void NAME(linear_few)(const linear *layer, const T *x, T *y, int64_t rows) {
+    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
+    const int64_t at_once = rows <= PAIR_ROWS ? 2 : 1, items = ceil_div(panels, at_once);
+    const int64_t x_stride = in + 16, panel_size = in * PANEL;
+    const int64_t tiles = ceil_div(rows, MAX_ROWS);
+    const T *const weight = layer->weight, *const bias = layer->bias;
+#pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
+    {
+        const int64_t threads = omp_get_num_threads();
+        float sums[FEW * PANEL] __attribute__((aligned(64)));
+        float *wide = malloc(rows * x_stride * sizeof(float));
+        NAME(widen_rows)(x, in, rows, in, wide, x_stride);
+        // dynamic: on a busy machine a thread may be away for milliseconds
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t item = 0; item < items; item++) {
+            const int64_t panel = item * at_once, column = panel * PANEL;
+            const int count = panels - panel < at_once ? panels - panel : at_once;
+            const T *own = weight + panel * panel_size;
+            // probably
+            const T *after = item + threads < items ? own + threads * at_once * panel_size : own;
+            for (int64_t start = 0; start < in; start += BLOCK) {
+                int64_t n = smaller(BLOCK, in - start);
+                const char *next = (const char *)(start + n < in ? own + (start + n) * PANEL
+                                                                 : after);
+                for (int64_t tile = 0; tile < tiles; tile++) {
+                    int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+                    NAME(multiply_few)(end - first, count, wide + first * x_stride + start,
+                                       x_stride, own + start * PANEL, panel_size, n,
+                                       next + n * PANEL * sizeof(T) * tile / tiles, tiles,
+                                       start == 0, sums + first * PANEL);
+                }
+            }
+            for (int64_t p = 0; p < count; p++)
+                for (int64_t r = 0; r < rows; r++)
+                    NAME(store_sums)(sums + (p * rows + r) * PANEL,
+                                     bias ? bias + column + p * PANEL : 0,
+                                     y + r * out + column + p * PANEL,
+                                     smaller(out - column - p * PANEL, PANEL));
         }
-        for (int r = 0; r < rows; r++) {
-            __m256bh half = _mm512_cvtneps_pbh((__m512)((vf)sums[r][c] + add));
-            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
+        free(wide);
+    }
+}
+
+// sums [rows][PANEL] += x [rows][n] times a part of a panel; from 0 if `is_first`. `next` is
+// fetched meanwhile.
+static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, const T *weight,
+                                int64_t n, const char *next, int is_first, float *sums) {
+    float wide[BLOCK * PANEL] __attribute__((aligned(64)));
+    for (int64_t k = 0; k < n; k += DEPTH)
+#pragma GCC unroll 2
+        for (int i = 0; i < DEPTH; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < MAX_VECTORS; j++)
+                store_f32(wide + (k + i) * PANEL + j * W,
+                          LOAD_WEIGHTS(weight + k * PANEL + j * W * DEPTH, i));
+    static const float ones[MAX_ROWS] = {1, 1, 1, 1, 1, 1};
+    const int64_t tiles = ceil_div(rows, MAX_ROWS);
+    const int64_t bytes = n * PANEL * sizeof(T);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        for (int64_t b = bytes * tile / tiles / LINE; b < bytes * (tile + 1) / tiles / LINE; b++)
+            __builtin_prefetch(next + b * LINE);
+        int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+        multiply_floats(end - first, x + first * x_stride, x_stride, wide, PANEL, n, PANEL,
+                        is_first ? 0 : ones, sums + first * PANEL, PANEL);
+    }
+}
+
+static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t rows) {
+    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
+    const int64_t x_stride = BLOCK + 16;  // rows of a power of two would share lines of a cache
+    const int64_t blocks = ceil_div(rows, MANY);
+    const int64_t at_once = ceil_div(ceil_div(rows, blocks), MAX_ROWS) * MAX_ROWS;
+    const T *const weight = layer->weight, *const bias = layer->bias;
+#pragma omp parallel
+    {
+        const int64_t share = ceil_div(panels * blocks, 4 * omp_get_num_threads());
+        const int64_t group = smaller(MANY_OUTPUTS / PANEL, share);
+        const int64_t groups = ceil_div(panels, group);
+        float *wide = malloc((x_stride + group * PANEL) * at_once * sizeof(float));
+        float *sums = wide + x_stride * at_once;
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t item = 0; item < blocks * groups; item++) {
+            const int64_t row = item / groups * at_once, n = smaller(at_once, rows - row);
+            const int64_t first = item % groups * group, end = smaller(first + group, panels);
+            for (int64_t start = 0; start < in; start += BLOCK) {
+                const int64_t inputs = smaller(BLOCK, in - start);
+                NAME(widen_rows)(x + row * in + start, in, n, inputs, wide, x_stride);
+                for (int64_t panel = first; panel < end; panel++) {
+                    const T *own = weight + (panel * in + start) * PANEL;
+                    NAME(multiply_many)(wide, x_stride, n, own, inputs,
+                                        (const char *)(own + in * PANEL), start == 0,
+                                        sums + (panel - first) * at_once * PANEL);
+                }
+            }
+            for (int64_t r = 0; r < n; r++)
+                for (int64_t panel = first; panel < end; panel++)
+                    NAME(store_sums)(sums + ((panel - first) * at_once + r) * PANEL,
+                                     bias ? bias + panel * PANEL : 0,
+                                     y + (row + r) * out + panel * PANEL,
+                                     smaller(out - panel * PANEL, PANEL));
         }
+        free(wide);
     }
 }
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
-void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
-    int64_t in = layer->in, out = layer->out, panels = (out + PANEL - 1) / PANEL;
-    int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
-    at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
-    int64_t blocks = (rows + at_once - 1) / at_once;
-    // dynamic: on a busy machine a thread may be away for milliseconds
-#pragma omp parallel for schedule(dynamic) if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
-    for (int64_t item = 0; item < blocks * panels; item++) {
-        int64_t column = item % panels * PANEL, row = item / panels * at_once;
-        int64_t end = row + at_once < rows ? row + at_once : rows;
-        const bf16 *panel = layer->weight + column * in;
-        const bf16 *bias = layer->bias ? layer->bias + column : 0;
-        int64_t count = out - column < PANEL ? out - column : PANEL;
-        for (; row < end; row += TILE_ROWS) {
-            const bf16 *from = x + row * in;
-            bf16 *to = y + row * out + column;
-            switch (end - row) {  // a compiled loop for every number of rows
-                case 1: product_tile(1, from, panel, in, bias, to, out, count); break;
-                case 2: product_tile(2, from, panel, in, bias, to, out, count); break;
-                case 3: product_tile(3, from, panel, in, bias, to, out, count); break;
-                case 4: product_tile(4, from, panel, in, bias, to, out, count); break;
-                case 5: product_tile(5, from, panel, in, bias, to, out, count); break;
-                default: product_tile(6, from, panel, in, bias, to, out, count);
-            }
-        }
-    }
+void NAME(linear)(const linear *layer, const T *x, T *y, int64_t rows) {
+    if (rows <= FEW)
+        NAME(linear_few)(layer, x, y, rows);
+    else
+        NAME(linear_many)(layer, x, y, rows);
 }
+
+#undef LOAD_WEIGHTS
+#undef STEP_BYTES

@@ -12,7 +12,11 @@
 #define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
 #define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
-#define MAX_VECTORS (W == 16 ? 4 : 2)
+#if W == 16 || defined(__aarch64__)  // 32 registers, else 16
+#define MAX_VECTORS 4
+#else
+#define MAX_VECTORS 2
+#endif
 #define NOTHING_SEEN -1e30f  // finite: -inf less -inf would be NaN
 #define PARALLEL_ATTENTION_FROM (1 << 18)  // products; fewer take some microseconds
 

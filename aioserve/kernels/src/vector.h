@@ -40,6 +40,19 @@ INLINE vf maximum(vf a, vf b) {  // b where a is NaN
 #endif
 }
 
+// a * b + sum, rounded once where there is an instruction for it: everywhere or nowhere.
+INLINE vf multiply_add(vf a, vf b, vf sum) {
+#if W == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif W == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
+}
+
 INLINE vf load_f32(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f32(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
@@ -63,6 +76,13 @@ INLINE vf load_bf16(const bf16 *p) {
     vh h;
     memcpy(&h, p, sizeof h);
     return (vf)(widen(h) << 16);
+}
+
+// Of 2 * W numbers those at even places, or at odd ones: without moving any between lanes.
+INLINE vf load_half_bf16(const bf16 *p, int is_odd) {
+    vu both;
+    memcpy(&both, p, sizeof both);
+    return (vf)(is_odd ? both & 0xffff0000 : both << 16);
 }
 
 INLINE void store_bf16(bf16 *p, vf v) {  // to nearest, ties to even; NaN stays NaN
@@ -202,4 +222,12 @@ INLINE void transpose(vf v[W]) {
             v[i + step] = __builtin_shuffle(a, b, high);
         }
     }
+}
+
+// 2 * W floats in the order of `load_half_bf16` back to their own.
+INLINE void zip(float *p) {
+    vf even = load_f32(p), odd = load_f32(p + W);
+    vi order = (INDEXES >> 1) + (INDEXES & 1) * W;
+    store_f32(p, __builtin_shuffle(even, odd, order));
+    store_f32(p + W, __builtin_shuffle(even, odd, order + W / 2));
 }

@@ -1,0 +1,93 @@
+"""Products of every variant that this CPU runs, against torch in float64.
+
+A sum of n products in float32 is off by at most n units in the last place of the sum of their
+absolute values, and by far less in practice; the result is rounded once to its type.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.kernels import Kernels, usable_variants
+from aioserve.runner.fused.panels import PanelLinear
+
+if not usable_variants():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+# Relative to the sum of the absolute values of the products: sums in float32, and one rounding.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Around every number at which other code takes over, and more than is taken at a time.
+ROWS = [*range(1, 21), 36, 37, 192, 200]
+
+
+@pytest.fixture(scope="module", params=usable_variants())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(request.param)
+
+
+@pytest.fixture(params=TOLERANCE, ids=["f32", "bf16", "f16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+Draw = Callable[..., Tensor]
+
+
+@pytest.fixture
+def draw(dtype: torch.dtype) -> Draw:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 48), (130, 592), (960, 32)])
+def test_products_of_any_size_are_close_to_float64(
+    kernels: Kernels, dtype: torch.dtype, draw: Draw, outputs: int, inputs: int, has_bias: bool
+) -> None:
+    weight, bias = draw(outputs, inputs), draw(outputs) if has_bias else None
+    linear, x = PanelLinear(kernels, weight, bias), draw(200, inputs)
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        expected, size = expected + bias.double(), size + bias.double().abs()
+    limit = TOLERANCE[dtype] * (expected.abs() if dtype != torch.float32 else size) + 4e-6 * size
+    for rows in ROWS:
+        found = linear(x[:rows])
+        assert bool(((found.double() - expected[:rows]).abs() <= limit[:rows]).all()), rows
+
+
+def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
+    kernels: Kernels, draw: Draw
+) -> None:
+    linear, x = PanelLinear(kernels, draw(450, 592), draw(450)), draw(200, 592)
+    threads, expected = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in ROWS:
+                assert torch.equal(linear(x[200 - rows :]), expected[200 - rows :]), rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nothing_is_written_beside_the_outputs(kernels: Kernels, draw: Draw) -> None:
+    linear, x = PanelLinear(kernels, draw(33, 16), None), draw(50, 16)
+    for rows in (1, 3, 7, 50):
+        room = torch.full((rows + 1, 33), 7.0, dtype=x.dtype)
+        kernels.linear(linear.packed, x[:rows], room)
+        assert bool((room[rows] == 7).all())
+        assert torch.equal(room[:rows], linear(x[:rows]))
+
+
+def test_what_is_not_a_number_stays_in_its_row_and_output(kernels: Kernels, draw: Draw) -> None:
+    weight, x = draw(40, 32), draw(40, 32)
+    x[1, 3], weight[2, 5] = float("nan"), float("inf")
+    found = PanelLinear(kernels, weight, None)(x)
+    assert bool(found[1].isnan().all())
+    assert not bool(found[:, 2].isfinite().any())
+    rest = torch.ones(40, 40, dtype=torch.bool)
+    rest[1], rest[:, 2] = False, False
+    assert bool(found[rest].isfinite().all())
