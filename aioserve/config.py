@@ -58,7 +58,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     revision: Annotated[str | None, Meta(description="hub revision of the model")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="compute type; auto: bfloat16 where the CPU has it, else float32"),
+        Meta(description="compute type; auto: bfloat16 where it is fast, else float32"),
     ] = "auto"
     max_model_len: Annotated[
         PositiveInt | None,

@@ -3,6 +3,7 @@
 Knows `transformers` and file formats; knows nothing about blocks, batches or requests.
 """
 
+import gc
 import inspect
 import json
 import logging
@@ -22,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.architecture import check_architecture
@@ -76,7 +78,16 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place = CPU) -> Serv
     """
     check_architecture(info)
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
-    module = _from_pretrained(config, info, resolve_dtype(config.dtype), place.device)
+    dtype = resolve_dtype(config.dtype)
+    model = prepare_model(_from_pretrained(config, info, dtype, place.device), config, info, place)
+    if config.dtype != "auto" or model.is_compiled or machine.has_native_bf16():
+        return model
+    if dtype == torch.float32:
+        return model
+    logger.info("%s is loaded again, as float32: the CPU has no bfloat16 of its own", model.name)
+    del model
+    gc.collect()  # modules know each other
+    module = _from_pretrained(config, info, torch.float32, place.device)
     return prepare_model(module, config, info, place)
 
 
@@ -113,14 +124,18 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo) -> int:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """The compute type for a `--dtype` setting."""
+    """The compute type for a `--dtype` setting; "auto" is right if our kernels serve the model."""
     if name != "auto":
         return {
             "float32": torch.float32,
             "bfloat16": torch.bfloat16,
             "float16": torch.float16,
         }[name]
-    return torch.bfloat16 if machine.has_native_bf16() else torch.float32
+    try:
+        is_fast = machine.has_native_bf16() or load_kernels().is_fast
+    except KernelsUnavailableError:
+        is_fast = False
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def _weight_files(path: Path) -> list[Path]:

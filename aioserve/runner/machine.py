@@ -44,7 +44,7 @@ def available_memory() -> int:
 
 
 def has_native_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is faster."""
+    """Whether the CPU multiplies bfloat16; where it does not, torch is faster in float32."""
     return not _NATIVE_BF16.isdisjoint(cpu_flags())
 
 

@@ -19,6 +19,7 @@ class ServedModel(ABC):
     num_parameters: int  # tied ones counted once
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]  # as many
+    is_compiled = False  # whether our own kernels compute all of it
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:

@@ -1,6 +1,8 @@
 """A model directory that cannot be served is refused in one line that says what and where."""
 
 import json
+import platform
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from driver import make_config
 
 from aioserve.errors import ConfigError
+from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.attention import StepInputs, create_attention_backend
@@ -18,6 +21,7 @@ from aioserve.runner.loader import AnyModel, load_model, resolve_dtype
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 STEP = StepInputs(
     req_ids=["a"],
     rows=np.arange(1),
@@ -191,11 +195,55 @@ def test_window_that_is_only_in_the_mask_is_refused_where_it_matters(tmp_path: P
     assert load(tmp_path, max_model_len=32)
 
 
-def test_auto_is_bfloat16_only_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_bf16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
-        monkeypatch.setattr(machine, "has_native_bf16", lambda has_bf16=has_bf16: has_bf16)
-        assert resolve_dtype("auto") == dtype
+@pytest.fixture
+def choose_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """On a CPU without bfloat16 of its own, with this variant of the kernels, or "off"."""
+    monkeypatch.setattr(machine, "has_native_bf16", lambda: False)
+
+    def choose(variant: str) -> None:
+        if variant != "off" and variant not in usable_variants():
+            pytest.skip(f"{variant} does not run here")
+        monkeypatch.setenv("AIOSERVE_KERNELS", variant)
+        load_kernels.cache_clear()
+
+    yield choose
+    load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("off", torch.float32),
+        ("baseline", torch.float32 if IS_X86 else torch.bfloat16),
+        ("avx2", torch.bfloat16),
+        ("avx512", torch.bfloat16),
+    ],
+)
+def test_auto_is_bfloat16_where_our_kernels_make_it_fast(
+    variant: str, dtype: torch.dtype, choose_kernels: Callable[[str], None]
+) -> None:
+    choose_kernels(variant)
+    assert resolve_dtype("auto") == dtype
     assert resolve_dtype("float16") == torch.float16
+
+
+def test_auto_is_bfloat16_where_the_cpu_has_it(
+    choose_kernels: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_kernels("off")
+    monkeypatch.setattr(machine, "has_native_bf16", lambda: True)
+    assert resolve_dtype("auto") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("phi", torch.float32)])
+def test_auto_is_float32_for_a_model_that_our_kernels_do_not_serve(
+    kind: str, dtype: torch.dtype, choose_kernels: Callable[[str], None], tmp_path: Path
+) -> None:
+    choose_kernels("avx2")
+    make_model(kind, tmp_path)
+    model = load(tmp_path, dtype="auto")
+    assert model.kv_cache_spec.dtype == dtype
+    assert load(tmp_path, dtype="bfloat16").kv_cache_spec.dtype == torch.bfloat16
 
 
 def test_machine_answers_are_sane() -> None:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
+from aioserve.runner.fused.compiled import CompiledOps
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.place import CPU, Place
@@ -30,12 +31,13 @@ __all__ = ["CPU", "FusedModel", "NotFusedError", "Place", "fuse"]
 class FusedModel(ServedModel):
     """A model whose modules are gone; their weights are fused and laid out for this machine."""
 
-    def __init__(self, original: ServedModel, decoder: FusedDecoder) -> None:
+    def __init__(self, original: ServedModel, decoder: FusedDecoder, is_compiled: bool) -> None:
         self.name = f"{original.name}, fused"
         self.num_parameters = original.num_parameters
         self.kv_cache_spec = original.kv_cache_spec
         self.attention_calls = original.attention_calls
         self.decoder = decoder
+        self.is_compiled = is_compiled
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.forward(inputs, attention)
@@ -78,7 +80,7 @@ def fuse(
             logger.warning(
                 "%s: the compiled loop over layers is not used: %s", original.name, difference
             )
-    return FusedModel(original, decoder)
+    return FusedModel(original, decoder, isinstance(ops, CompiledOps))
 
 
 def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]:
