@@ -266,7 +266,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port; 0: any free one")] = 8000
-    max_body_mib: Annotated[PositiveInt, Meta(description="largest request body, MiB")] = 16
+    max_body_mib: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="largest request body, MiB (default: by the model's length limit, 1 to 16)"
+        ),
+    ] = None
     ignore_unknown_fields: Annotated[
         bool, Meta(description="take requests with fields that this server does not know")
     ] = False

@@ -60,6 +60,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_running_reqs: int
     num_waiting_reqs: int
+    num_waiting_tokens: int  # known tokens of those in the queue
     num_kv_blocks: int
     num_used_kv_blocks: int
     num_preemptions: int

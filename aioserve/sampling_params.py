@@ -13,6 +13,9 @@ from aioserve.errors import RequestError
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
+# Every stop string is looked for in every delta, on the event loop.
+MAX_STOP_STRINGS = 32
+MAX_STOP_TOKEN_IDS = 1024
 
 RANGES: list[tuple[str, Callable[[float], bool], str]] = [
     ("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"),
@@ -68,6 +71,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+        for name, given, limit in (
+            ("stop", self.stop_strings, MAX_STOP_STRINGS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ):
+            if len(given) > limit:
+                raise RequestError(f"{name} must hold at most {limit}, got {len(given)}", name)
         if not all(self.stop_strings):
             raise RequestError("stop must not contain an empty string", param="stop")
         if self.stop_strings and not self.detokenize:

@@ -27,6 +27,7 @@ from aioserve.engine.stream import RequestStream
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
+    EngineOverloadedError,
     EngineStartError,
     PolicyError,
     RequestError,
@@ -55,6 +56,11 @@ SHADOW_TICK_SECONDS = 0.02
 # A policy whose last step failed may work again for the next request, but only a request can show
 # it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
 POLICY_FAILURE_SECONDS = 10.0
+
+
+# A client that is refused hears when to come again: not at once, and not so late that the server
+# idles when its load was a peak. Guesses.
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 class AsyncEngine:
@@ -96,6 +102,8 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
+        self._num_arriving = 0  # being tokenized, in the thread for long prompts
+        self._arriving_tokens = 0  # of these, at least
 
     @property
     def errored(self) -> BaseException | None:
@@ -304,7 +312,7 @@ class AsyncEngine:
         assert self._core is not None
         arrival_time = self._clock()  # before tokenizing: waiting for that is waiting, too
         params = self._input_processor.complete_params(sampling_params or SamplingParams())
-        token_ids = await self._input_processor.tokenize(prompt)
+        token_ids = await self._tokenize(prompt)
         self._check_alive()
         request_id = request_id or f"req-{uuid4().hex}"
         stream = RequestStream(
@@ -330,10 +338,38 @@ class AsyncEngine:
                 )
                 self._core.add_request(request)
                 self._output_processor.add_request(request, samples, index)
-        except BaseException:
+        except BaseException as error:
             self._drop(samples)
+            if isinstance(error, EngineOverloadedError):
+                error.retry_after = self._estimate_wait()
             raise
         return stream
+
+    async def _tokenize(self, prompt: Prompt) -> list[int]:
+        """Refuses what is too long, or too much for the queue, before the work is done."""
+        assert self._core is not None
+        least = self._input_processor.least_tokens(prompt)
+        try:
+            self._core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
+        except EngineOverloadedError as error:
+            error.retry_after = self._estimate_wait()
+            raise
+        self._num_arriving += 1
+        self._arriving_tokens += least
+        try:
+            return await self._input_processor.tokenize(prompt)
+        finally:
+            self._num_arriving -= 1
+            self._arriving_tokens -= least
+
+    def _estimate_wait(self) -> float:
+        """Seconds until today's queue is served, if prompts go on being served as of late."""
+        stats = self.get_stats()
+        rate = self.metrics.prompt_token_rate.per_second(self._clock())
+        if stats is None or rate <= 0:
+            return MIN_RETRY_SECONDS
+        seconds = (stats.num_waiting_tokens + self._arriving_tokens) / rate
+        return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
     async def generate(
         self,

@@ -5,9 +5,9 @@ Everything that can be wrong with a request is refused here. Knows nothing about
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -15,12 +15,15 @@ from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 
+Messages = Sequence[Mapping[str, Any]]
 #: Text, token ids, or chat messages with "role" and "content".
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
 INLINE_CHARACTERS = 2_000
+# Conversations of more messages are rendered there, too: some 50 microseconds a message.
+INLINE_MESSAGES = 20
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 
@@ -44,17 +47,37 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked against the vocabulary and the length limit."""
-        is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-        if is_text and not self._has_tokenizer:
-            raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
+    def least_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has at least, as far as its length alone can tell.
+
+        Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
+        in a thread, megabytes of text cost everybody time.
+        """
         if isinstance(prompt, str):
-            token_ids = await self._encode(prompt, add_special_tokens=True)
-        elif not prompt:
+            num_tokens = self._least_tokens_of(prompt)
+        elif len(prompt) == 0:
             raise RequestError("the prompt is empty", param="prompt")
         elif isinstance(prompt[0], Mapping):
-            token_ids = await self._encode(self._render(prompt), add_special_tokens=False)
+            num_tokens = self._least_tokens_of_messages(prompt)
+        else:
+            self._check_length(len(prompt), "")
+            return len(prompt)
+        if not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
+        self._check_length(num_tokens, "at least ")
+        return num_tokens
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt that `least_tokens` has let pass, checked against the vocabulary
+        and the length limit. Raises `RequestError`.
+        """
+        if isinstance(prompt, str):
+            is_long = len(prompt) > INLINE_CHARACTERS
+            token_ids = await self._run(is_long, self._encode, prompt, True)
+        elif isinstance(prompt[0], Mapping):
+            length = sum(len(message["content"]) for message in cast(Messages, prompt))
+            is_long = length > INLINE_CHARACTERS or len(prompt) > INLINE_MESSAGES
+            token_ids = await self._run(is_long, self._render_and_encode, prompt)
         else:
             token_ids = self._check_ids(prompt)
         if not token_ids:
@@ -82,9 +105,12 @@ class InputProcessor:
         """Let the tokenizer thread end; who still waits for it is refused afterwards."""
         self._executor.shutdown(wait=False)
 
-    def _render(self, messages: Sequence[Any]) -> str:
-        if self._tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template: use a text prompt", "messages")
+    def _least_tokens_of(self, text: str) -> int:
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+        return num_bytes // self._max_token_bytes if self._has_tokenizer else 0
+
+    def _least_tokens_of_messages(self, messages: Sequence[Any]) -> int:
+        num_tokens = 0
         for i, message in enumerate(messages):
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
@@ -92,8 +118,21 @@ class InputProcessor:
                         f"messages[{i}].{key} must be a string, got {message.get(key)!r}",
                         param="messages",
                     )
+            # No template tells of a message in less than a token.
+            num_tokens += max(1, self._least_tokens_of(message["content"]))
+        return num_tokens
+
+    async def _run(self, is_long: bool, work: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Here and now, or in the thread, so that the event loop can go on."""
+        if not is_long:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+    def _render_and_encode(self, messages: Messages) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template: use a text prompt", "messages")
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tokenize=False,
@@ -102,18 +141,10 @@ class InputProcessor:
             )
         except Exception as error:  # templates raise what they like for roles they do not know
             raise RequestError(f"the chat template refused: {error}", "messages") from error
+        self._check_length(self._least_tokens_of(text), "at least ")
+        return self._encode(text, add_special_tokens=False)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Refused before it is encoded: even in a thread, megabytes of text cost everybody time.
-        least_tokens = len(text.encode(errors="surrogatepass")) // self._max_token_bytes
-        self._check_length(least_tokens, "at least ")
-        if len(text) <= INLINE_CHARACTERS:
-            return self._encode_now(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._encode_now, text, add_special_tokens
-        )
-
-    def _encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             if self._backend is None:
                 return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -5,6 +5,7 @@ increments. Knows nothing about HTTP.
 """
 
 import logging
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,9 @@ from aioserve.request import Request, WaitReason
 from aioserve.scheduler.shadow import Shadow
 
 logger = logging.getLogger(__name__)
+
+# Long enough to see more than one long prompt, short enough to notice a change. A guess.
+RATE_SECONDS = 10.0
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -45,6 +49,32 @@ class Histogram:
         return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self.total)
 
 
+class RecentRate:
+    """What comes per second, of late: an average that forgets with `RATE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._since = self._last = math.nan
+
+    def add(self, amount: float, now: float) -> None:
+        """So much came now, in seconds of any clock."""
+        if math.isnan(self._since):
+            self._since = self._last = now
+        self._sum = self._faded(now) + amount
+        self._last = now
+
+    def per_second(self, now: float) -> float:
+        """0 if nothing ever came."""
+        if math.isnan(self._since):
+            return 0.0
+        # What came before the beginning is not known to be nothing.
+        age = max(now - self._since, 1.0)
+        return self._faded(now) / (RATE_SECONDS * -math.expm1(-age / RATE_SECONDS))
+
+    def _faded(self, now: float) -> float:
+        return self._sum * math.exp((self._last - now) / RATE_SECONDS)
+
+
 class EngineMetrics(Collector):
     """What happened to requests and tokens since the start."""
 
@@ -69,9 +99,11 @@ class EngineMetrics(Collector):
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
         self.request_latency = Histogram()
+        self.prompt_token_rate = RecentRate()  # as requests get their first tokens
 
     def on_first_token(self, request: Request, now: float) -> None:
         """The prompt of a request is computed; `now` in seconds of the engine's clock."""
+        self.prompt_token_rate.add(request.num_prompt_tokens, now)
         self.num_prompt_tokens += request.num_prompt_tokens
         self.time_to_first_token.observe(now - request.arrival_time)
 
@@ -200,6 +232,7 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
     gauges = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
+        ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),

@@ -35,15 +35,25 @@ def check_encoder_inputs(request: Request, config: SchedulerConfig, *, whole: bo
         )
 
 
-def check_queue(request: Request, waiting: RequestQueue, config: SchedulerConfig) -> None:
-    """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already."""
-    if len(waiting) >= config.max_waiting_requests:
+def check_queue(
+    num_tokens: int,
+    waiting: RequestQueue,
+    config: SchedulerConfig,
+    num_arriving: int = 0,
+    arriving_tokens: int = 0,
+) -> None:
+    """Raises `EngineOverloadedError` if too many requests or prompt tokens wait already for one
+    more of `num_tokens`; those that are arriving, but not in the queue yet, wait as well.
+    """
+    num_waiting = len(waiting) + num_arriving
+    if num_waiting >= config.max_waiting_requests:
         raise EngineOverloadedError(
-            f"{len(waiting)} requests are waiting already (max_waiting_requests)"
+            f"{num_waiting} requests are waiting already (max_waiting_requests)"
         )
     limit = config.max_waiting_tokens
-    if limit is not None and waiting and waiting.num_tokens + request.num_tokens > limit:
+    waiting_tokens = waiting.num_tokens + arriving_tokens
+    if limit is not None and num_waiting and waiting_tokens + num_tokens > limit:
         raise EngineOverloadedError(
-            f"{waiting.num_tokens} prompt tokens are waiting already; {request.num_tokens} "
+            f"{waiting_tokens} prompt tokens are waiting already; {num_tokens} "
             f"more would be over max_waiting_tokens ({limit})"
         )

@@ -181,12 +181,15 @@ class BaseScheduler(SchedulerInterface):
         request.bound_length(self.max_model_len)
         check_size(request, self.kv_cache.num_slots)
         check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
-        check_queue(request, self.waiting, self._config)
+        check_queue(request.num_tokens, self.waiting, self._config)
         request.order_key = self._order_key(request, self._num_added)
         self._line_up(request)
         self._requests[request.request_id] = request
         self._timers.add(request)
         self._num_added += 1
+
+    def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
+        check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 
     def next_expiry(self) -> float | None:
         return self._timers.next_due()
@@ -330,6 +333,7 @@ class BaseScheduler(SchedulerInterface):
             num_steps=self.num_steps,
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
+            num_waiting_tokens=self.waiting.num_tokens,
             num_kv_blocks=self.kv_cache.pool.num_blocks,
             num_used_kv_blocks=self.kv_cache.pool.num_used_blocks,
             num_preemptions=self._num_preemptions,

@@ -34,6 +34,9 @@ class DelegatingScheduler(SchedulerInterface):
     ) -> list[str]:
         return self.live.finish_requests(request_ids, finished_status)
 
+    def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
+        self.live.check_queue(num_tokens, num_arriving, arriving_tokens)
+
     def next_expiry(self) -> float | None:
         return self.live.next_expiry()
 

@@ -85,6 +85,15 @@ class SchedulerInterface(ABC):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
 
+    def check_queue(  # noqa: B027 - a default that lets everybody pass is the point
+        self, num_tokens: int, num_arriving: int, arriving_tokens: int
+    ) -> None:
+        """Raise `EngineOverloadedError` if `add_request` would, for a prompt of `num_tokens`.
+
+        Asked before the work of tokenizing, with a lower bound. `num_arriving` requests, of
+        `arriving_tokens` at least, are being tokenized: they wait, but not in this queue yet.
+        """
+
     def next_expiry(self) -> float | None:
         """When somebody's deadline will pass, in seconds of the clock; None: no deadline is known.
 

@@ -36,6 +36,8 @@ SAMPLING = [
     ({"stop": 5}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop": ["a"] * 33}, "stop"),
+    ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
     ({"presence_penalty": 3}, "presence_penalty"),
@@ -326,6 +328,14 @@ async def test_a_compressed_body_is_a_415(server, body):
     answer = await server.request("POST", "/v1/completions", data=body, headers=headers)
     assert "compressed" in check(answer, 415)["message"]
     assert (await server.complete(max_tokens=1)).status == 200
+
+
+async def test_without_a_setting_the_largest_body_follows_from_the_model(start_server):
+    for max_model_len, limit in ((4096, 1), (100_000, 4)):
+        async with start_server(model={"max_model_len": max_model_len}) as server:
+            body = io.BytesIO(b" " * (limit * 2**20 + 1))
+            error = check(await server.request("POST", "/v1/completions", data=body), 413)
+            assert f"{limit} MiB" in error["message"]
 
 
 async def test_a_full_queue_is_a_429_with_retry_after(start_server):

@@ -101,3 +101,22 @@ def test_a_missing_field_deep_down_is_named_by_its_path():
     with pytest.raises(RequestError) as caught:
         chat(messages=[{"role": "user", "content": [{"text": "no type"}]}])
     assert caught.value.param == "messages[0].content[0].type"
+
+
+def test_a_body_is_decoded_in_one_pass_whatever_it_holds(monkeypatch):
+    """With what is served, what is known and asks for nothing, and hints."""
+    num_passes = 0
+
+    class Counting:
+        def decode(self, body):
+            nonlocal num_passes
+            num_passes += 1
+            return decode(body)
+
+    decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
+    decode = decoder._decoder.decode
+    monkeypatch.setattr(decoder, "_decoder", Counting())
+    monkeypatch.setattr(msgspec.json, "decode", None)
+    body = {"prompt": "x", "temperature": 0.5, "tools": [], "echo": False, "metadata": {"a": "b"}}
+    request = decoder.decode(msgspec.json.encode(body))
+    assert (request.temperature, num_passes) == (0.5, 1)

@@ -1,0 +1,152 @@
+"""What is refused is refused before the work is done, and hears when to come again."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.input_processor import INLINE_CHARACTERS, INLINE_MESSAGES
+from aioserve.engine.metrics import RATE_SECONDS, RecentRate
+from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.lab import VirtualClockEventLoop
+
+ENDLESS = SamplingParams(max_tokens=3000, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def make_config(step_base_ms: float = 1.0, **scheduler: Any) -> EngineConfig:
+    runner = RunnerConfig(runner="simulated", step_base_ms=step_base_ms)
+    return EngineConfig(runner=runner, scheduler=SchedulerConfig(**scheduler))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(make_config()) as engine:
+        yield engine
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.mark.parametrize(
+    "messages", [chat("word " * 200_000), chat(*["x" * 400] * 200), chat(*[""] * 5000)]
+)
+async def test_a_conversation_that_is_too_long_is_not_rendered(
+    engine: AsyncEngine, messages: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.model_info.tokenizer, "apply_chat_template", None)
+    with pytest.raises(RequestError, match=r"has at least \d+ tokens, but the model's limit is"):
+        await engine.add_request(messages, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_off_the_loop"),
+    [
+        (chat("Hello"), False),
+        (chat("x" * (INLINE_CHARACTERS + 1)), True),
+        (chat(*["x"] * (INLINE_MESSAGES + 1)), True),
+    ],
+)
+async def test_a_long_conversation_is_rendered_off_the_loop(
+    engine: AsyncEngine,
+    messages: list[dict[str, str]],
+    is_off_the_loop: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, threads = engine.model_info.tokenizer, []
+    render = tokenizer.apply_chat_template
+
+    def note(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return render(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", note)
+    (await engine.add_request(messages, SHORT)).close()
+    assert [thread is not threading.main_thread() for thread in threads] == [is_off_the_loop]
+
+
+async def test_a_full_queue_refuses_before_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(max_num_seqs=1, max_waiting_tokens=500)
+    async with AsyncEngine(config) as engine:
+        running = await engine.add_request([5] * 9, ENDLESS)
+        await anext(running)
+        waiting = await engine.add_request([5] * 400, ENDLESS)
+        monkeypatch.setattr(engine._input_processor, "tokenize", None)
+        with pytest.raises(EngineOverloadedError, match=r"400 prompt tokens are waiting already"):
+            await engine.add_request("word " * 500, SHORT)
+        waiting.close()
+        running.close()
+
+
+async def test_prompts_that_are_being_tokenized_wait_as_well() -> None:
+    config = make_config(max_num_seqs=1, max_waiting_tokens=500)
+    async with AsyncEngine(config) as engine:
+        text = "word " * 800  # at least 307 tokens, and long enough for the thread
+        first = asyncio.create_task(engine.add_request(text, SHORT))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloadedError, match=r"prompt tokens are waiting already"):
+            await engine.add_request(text, SHORT)
+        first.cancel()
+        await asyncio.wait([first])
+        assert engine._num_arriving == engine._arriving_tokens == 0
+
+
+def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:
+    """One request a second, of 100 tokens; so many wait."""
+
+    async def main(num_waiting: int) -> float:
+        config = EngineConfig(
+            model=ModelConfig(skip_tokenizer_init=True),
+            runner=RunnerConfig(runner="simulated", step_base_ms=500),
+            scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_requests=num_waiting),
+        )
+        params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        async with AsyncEngine(config) as engine:
+
+            async def client() -> None:
+                while True:
+                    stream = await engine.add_request([5] * 100, params)
+                    async for _ in stream:
+                        pass
+
+            clients = [asyncio.create_task(client())]
+            await asyncio.sleep(0.1)  # it has the seat
+            clients += [asyncio.create_task(client()) for _ in range(num_waiting)]
+            await asyncio.sleep(0.1)
+            with pytest.raises(EngineOverloadedError) as early:
+                await engine.add_request([5] * 100, params)
+            assert early.value.retry_after == 1.0  # nothing was served yet
+            await asyncio.sleep(60)
+            with pytest.raises(EngineOverloadedError) as late:
+                await engine.add_request([5] * 100, params)
+            for task in clients:
+                task.cancel()
+            return late.value.retry_after
+
+    for num_waiting, expected in ((3, 3.0), (20, 20.0), (300, 60.0)):
+        with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+            assert runner.run(main(num_waiting)) == pytest.approx(expected, rel=0.3)
+
+
+def test_a_recent_rate_follows_what_comes() -> None:
+    rate = RecentRate()
+    assert rate.per_second(5.0) == 0
+    for second in range(100):
+        rate.add(7.0, float(second))
+    assert rate.per_second(99.5) == pytest.approx(7, rel=0.05)
+    for second in range(100, 200):
+        rate.add(70.0, float(second))
+    assert rate.per_second(199.5) == pytest.approx(70, rel=0.05)
+    assert rate.per_second(200 + 5 * RATE_SECONDS) < 1
+
+
+def test_a_recent_rate_is_fair_to_a_young_one() -> None:
+    rate = RecentRate()
+    for tenth in range(30):
+        rate.add(1.0, tenth / 10)
+    assert rate.per_second(3.0) == pytest.approx(10, rel=0.1)
