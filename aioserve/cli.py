@@ -8,23 +8,27 @@ import argparse
 import asyncio
 import importlib
 import logging
+import os
 import sys
 import types
 import typing
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from aioserve import __version__
+from aioserve.arguments import EXIT_USAGE, Parser, assignment
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
+from aioserve.nearest import did_you_mean
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
 EXIT_ENGINE_DEAD = 3
+EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
+EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
 Commands: serve (the default); bench, compare, search, sweep, calibrate, replay and trace have a
@@ -33,6 +37,8 @@ Settings come from --config, then --set, then flags: of two values the later in 
 of two --set the later one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
 if the engine died (every client is told first; --no-exit-on-dead-engine waits for a signal).
+
+Policies, for --policy and --shadow-policy:
 """
 
 
@@ -40,20 +46,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. One line on stderr says what went wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in TOOLS:
-            return _load_tool(words[0])(words[1:])
-        # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
-        command = COMMANDS[words.pop(0)] if words and words[0] in COMMANDS else _serve
-        config = load_config(build_parser().parse_args(words))
-        _set_up_logging(config.server.log_level)
-        _run(command(config))
+        try:
+            return _dispatch(words)
+        finally:
+            sys.stdout.flush()  # not at exit: a reader that has gone is noticed here
     except AioserveError as error:
         print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
         if isinstance(error, ConfigError):
             return EXIT_USAGE
         return EXIT_ENGINE_DEAD if isinstance(error, EngineDeadError) else EXIT_FAILED
-    except KeyboardInterrupt:  # before the command took charge of signals
-        pass
+    except KeyboardInterrupt:
+        if not words or words[0] not in TOOLS:  # before the server took charge of signals
+            return 0
+        print("aioserve: interrupted", file=sys.stderr)  # noqa: T201
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return EXIT_UNREAD
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    first, rest = (words[0], words[1:]) if words else ("", [])
+    if first in TOOLS:
+        return _load_tool(first)(rest)
+    if first and not first.startswith("-") and first not in COMMANDS:
+        known = [*COMMANDS, *TOOLS]
+        raise ConfigError(
+            f"unknown command {first!r}{did_you_mean(first, known)}; there are {', '.join(known)}"
+        )
+    # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
+    command = COMMANDS.get(first, _serve)
+    config = load_config(build_parser().parse_args(rest if first in COMMANDS else words))
+    _set_up_logging(config.server.log_level)
+    _run(command(config))
     return 0
 
 
@@ -90,21 +115,24 @@ def _load_tool(name: str) -> Callable[[Sequence[str]], int]:
     return tool
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line: the usage of forty flags would bury them."""
+class _ServeParser(Parser):
+    """Looks up the installed policies only for whoever asks for help."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+    def format_help(self) -> str:
+        from aioserve.scheduler.registry import describe_policies
+
+        policies = describe_policies()
+        width = max(map(len, policies), default=0)
+        lines = [f"  {name:{width}}  {what}".rstrip() for name, what in policies.items()]
+        return super().format_help() + "\n" + _EPILOG + "\n".join([*lines, ""])
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every setting is a flag named after its field, grouped by section."""
-    parser = _Parser(
-        prog="aioserve",
+    parser = _ServeParser(
+        "",
         usage="aioserve [serve] [--config FILE] [--set SECTION.NAME=VALUE] [--FLAG VALUE ...]",
         description="Serve a language model over an OpenAI-compatible HTTP API.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
     parser.add_argument(
@@ -115,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECTION.NAME=VALUE",
         action="append",
         default=[],
-        type=_assignment,
+        type=assignment,
         help="any setting, and options of the policy: scheduler.options.chunk_size=64; repeatable",
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -173,13 +201,6 @@ def _show(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not all(name.split(".")) or "." not in name:
-        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
-    return name, value
 
 
 def _run(command: Coroutine[Any, Any, None]) -> None:

@@ -35,6 +35,7 @@ from aioserve.errors import (
 )
 from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.model_info import ModelInfo
+from aioserve.output_file import check_writable
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
@@ -149,6 +150,8 @@ class AsyncEngine:
             policy.check_limits(self.config.scheduler, self.model_info.max_model_len)
         if self.config.shadow.shadow_policy is not None:
             self._shadow_settings()
+        check_writable(self.config.scheduler.decision_log, "decision log")
+        check_writable(self.config.server.request_log, "request log")
         if self._runner is None:
             self.config.check_effects()
             self._runner = make_runner(self.config, self.model_info)

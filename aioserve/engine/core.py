@@ -14,6 +14,7 @@ from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOut
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import place
 from aioserve.scheduler.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,14 @@ class EngineCore:
 
     @property
     def _policy(self) -> str:
+        return self._policy_class.__name__
+
+    @property
+    def _policy_class(self) -> type[SchedulerInterface]:
         scheduler = self.scheduler
         while isinstance(scheduler, DelegatingScheduler):  # it is recorded or watched
             scheduler = scheduler.live
-        return type(scheduler).__name__
+        return type(scheduler)
 
     def _blame_policy(self, request_ids: list[str], error: Exception) -> None:
         self.policy_failure = error, self._clock()
@@ -183,9 +188,13 @@ class EngineCore:
             logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
 
     def _as_policy_error(self, error: Exception, where: str) -> Exception:
-        if isinstance(error, AioserveError):
+        """With the line of the policy, if one was running."""
+        what = f"policy {self._policy} raised {error!r} in {where}"
+        if isinstance(error, PolicyError):
+            what = str(error)
+        elif isinstance(error, AioserveError):
             return error
-        wrapped = PolicyError(f"policy {self._policy} raised {error!r} in {where}")
+        wrapped = PolicyError(what + place(error, self._policy_class))
         wrapped.__cause__ = error
         return wrapped
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from aioserve.errors import AioserveError
 from aioserve.lab.record import RequestRecord
 from aioserve.lab.workload import Workload, WorkloadRequest, build_prompt, replied_to
 
@@ -60,6 +61,10 @@ class ServerError(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class NobodyThereError(AioserveError):
+    """No connection could be made: thousands of requests would say the same."""
 
 
 class _Delta(msgspec.Struct):
@@ -136,7 +141,7 @@ class Load:
     ) -> None:
         """Until the last answer, or until `max_seconds` are over; errors are noted, not raised.
 
-        `warmup` is sent before, all at once, and not noted.
+        `warmup` is sent before, all at once, and not noted. Raises `NobodyThereError`.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_read=self.target.timeout, sock_connect=30)
         async with aiohttp.ClientSession(
@@ -158,13 +163,15 @@ class Load:
                 self.cpu_seconds = time.process_time() - cpu
 
     async def _meet(self, warmup: tuple[WorkloadRequest, ...]) -> None:
-        """Learn the model's name and whether ids are taken; warm up."""
-        if self.model is None:
-            try:
-                async with self._session.get(f"{self.target.url}/v1/models") as response:
-                    self.model = _decode_models(await response.read()).data[0].id
-            except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, IndexError):
-                pass  # it may serve all the same; if not, each request says why
+        """Learn whether anybody is there, the model's name, and whether ids are taken; warm up."""
+        try:
+            async with self._session.get(f"{self.target.url}/v1/models") as response:
+                body = await response.read()
+                self.model = self.model or _decode_models(body).data[0].id
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NobodyThereError(f"{self.target.url}: {_kind(error)}") from error
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, IndexError):
+            pass  # it may serve all the same; if not, each request says why
         if self.sends_ids and self.target.prompts == "auto" and self.workload.requests:
             first = msgspec.structs.replace(self.workload.requests[0], pieces=(), max_tokens=1)
             try:

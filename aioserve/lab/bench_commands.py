@@ -5,14 +5,12 @@ Exit code 0: every request was answered to its end; 1: some were not; 130: inter
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-from tqdm import tqdm
 
+from aioserve.arguments import Parser, count, mapping, natural, output_file, positive
 from aioserve.errors import ConfigError
 from aioserve.lab.bench import Load, Target
 from aioserve.lab.bench_measures import render, summarize
@@ -27,10 +25,11 @@ from aioserve.lab.synthetic import (
     WorkloadSpec,
     generate,
 )
+from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workload import Workload, WorkloadRequest
+from aioserve.output_file import write
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 WARMUP_SEED = 1 << 32  # other texts: what is measured must not find them in the prefix cache
 DEFAULT_RATE_REQUESTS = 100
@@ -43,46 +42,39 @@ def run_bench(words: Sequence[str]) -> int:
     workload = _workload(arguments, arguments.seed)
     warmup = _alone(_workload(arguments, arguments.seed + WARMUP_SEED).requests[: arguments.warmup])
     is_interrupted = False
-    with tqdm(
-        total=len(workload.requests),
-        unit=" requests",
-        disable=not sys.stderr.isatty(),
-        leave=False,
-        smoothing=0,
-    ) as bar:
-        load = Load(target, workload, bar.update)
+    with progress(len(workload.requests)) as report:
+        load = Load(target, workload, report)
         try:
             _run(load.run(warmup=warmup, max_seconds=arguments.max_seconds))
         except KeyboardInterrupt:
             is_interrupted = True
     document = summarize(load, arguments.slo)
-    print(render(document))
+    print(paint(render(document)))
     # JSON has no NaN: msgspec writes null.
     encoded = msgspec.json.encode(document)
     if arguments.output is None:
         print(encoded.decode())
     else:
-        _write(arguments.output, encoded)
+        write(arguments.output, encoded)
     if is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if document["requests"]["failed"] else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="aioserve bench",
+def _parser() -> Parser:
+    parser = Parser(
+        "bench",
         description="Measure an OpenAI-compatible server over HTTP.",
         epilog="The last line is JSON, unless -o names a file for it.",
-        allow_abbrev=False,
     )
     parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", help="its name there (default: the first of /v1/models)")
-    parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    parser.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="which of OpenAI's two",
+    )
     parser.add_argument(
         "--prompts",
         choices=("auto", "ids", "text"),
@@ -90,11 +82,11 @@ def _parser() -> _Parser:
         help="token ids, or common words in their place; auto: ids if the server takes them",
     )
     parser.add_argument(
-        "--vocab-size", type=_count, default=2000, metavar="N", help="prompt ids stay below"
+        "--vocab-size", type=count, default=2000, metavar="N", help="prompt ids stay below"
     )
     parser.add_argument(
         "--extra-body",
-        type=_mapping,
+        type=mapping,
         default={},
         metavar="JSON",
         help='fields for every request; null removes one: {"min_tokens": 9, "ignore_eos": null}',
@@ -103,73 +95,48 @@ def _parser() -> _Parser:
         "--header", action="append", default=[], metavar="NAME:VALUE", help="repeatable"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds without a byte"
+        "--timeout", type=positive, default=600.0, metavar="S", help="seconds without a byte"
     )
     load = parser.add_argument_group("load")
     arrivals = load.add_mutually_exclusive_group()
     arrivals.add_argument(
         "--concurrency",
-        type=_count,
+        type=count,
         metavar="N",
         help="closed loop: so many clients, each with one request at a time (default: 1)",
     )
-    arrivals.add_argument("--rate", type=_seconds, metavar="R", help="Poisson arrivals a second")
+    arrivals.add_argument("--rate", type=positive, metavar="R", help="Poisson arrivals a second")
     arrivals.add_argument(
         "--workload",
         metavar="FILE",
         help="as for compare: a description or a trace",
     )
-    load.add_argument("--input-tokens", type=_count, default=128, metavar="N")
-    load.add_argument("--output-tokens", type=_count, default=128, metavar="N")
+    load.add_argument("--input-tokens", type=count, default=128, metavar="N", help="of each prompt")
+    load.add_argument("--output-tokens", type=count, default=128, metavar="N", help="of each reply")
     load.add_argument(
-        "--prefix-tokens", type=_count, metavar="N", help="before those: the same for all requests"
+        "--prefix-tokens", type=count, metavar="N", help="before those: the same for all requests"
     )
     load.add_argument(
         "--num-requests",
-        type=_count,
+        type=count,
         metavar="N",
         help="default: 4 for each client, at least 10; 100 with --rate; all with --workload",
     )
     load.add_argument(
-        "--time-scale", type=_seconds, default=1.0, metavar="X", help="0.5: twice the rate"
+        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and arrivals")
     load.add_argument(
-        "--warmup", type=_natural, default=1, metavar="N", help="requests before those that count"
+        "--warmup", type=natural, default=1, metavar="N", help="requests before those that count"
     )
-    load.add_argument("--max-seconds", type=_seconds, metavar="S", help="cut the run short")
+    load.add_argument("--max-seconds", type=positive, metavar="S", help="cut the run short")
     parser.add_argument(
         "--slo", type=Slo.parse, metavar="LIMITS", help="for goodput: ttft=0.5,tpot=0.05,e2e=10"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the JSON there")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=output_file, help="write the JSON there"
+    )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error
 
 
 def _target(arguments: argparse.Namespace) -> Target:
@@ -234,10 +201,3 @@ def _run(coroutine: Coroutine[Any, Any, None]) -> None:
         pass
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(coroutine)
-
-
-def _write(path: str, data: bytes) -> None:
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

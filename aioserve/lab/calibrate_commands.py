@@ -3,7 +3,6 @@
 Arguments in, words out; what is measured and how is `calibrate`.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from aioserve.arguments import Parser, assignment, output_file
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.calibrate import calibrate, measure, write_profile
@@ -18,18 +18,22 @@ from aioserve.lab.calibrate import calibrate, measure, write_profile
 
 def run_calibrate(argv: Sequence[str]) -> int:
     """`python -m aioserve calibrate [-o FILE]`; returns the exit code. Raises `ConfigError`."""
-    parser = argparse.ArgumentParser(
-        prog="aioserve calibrate",
+    parser = Parser(
+        "calibrate",
         description="Run a designed set of batches on a real model and fit what a step takes. "
         "Simulated runs use the result with --set runner.profile=FILE.",
         epilog="Half a minute with the embedded model. The last line is JSON.",
     )
     parser.add_argument("--config", metavar="FILE", help="settings, as for serve")
     parser.add_argument("--model", help="as for serve (default: the embedded model)")
-    parser.add_argument("--set", metavar="SECTION.NAME=VALUE", action="append", default=[])
-    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="where to write the profile")
+    parser.add_argument(
+        "--set", metavar="SECTION.NAME=VALUE", action="append", default=[], type=assignment
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.yaml", type=output_file, help="where to write the profile"
+    )
     args = parser.parse_args(argv)
-    overrides = [tuple(assignment.partition("=")[::2]) for assignment in args.set]
+    overrides = list(args.set)
     if args.model is not None:
         overrides.append(("model.model", args.model))
     if args.output is not None and not args.output.endswith((".yaml", ".yml")):

@@ -1,18 +1,17 @@
-"""The lab's commands: arguments, progress, files, and what is printed.
+"""The lab's commands: arguments, files, and what is printed.
 
 Tables go to stdout, progress to stderr if that is a terminal. Knows nothing about numbers.
 """
 
 import argparse
 import gc
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from aioserve.arguments import Parser, assignment, count, output_file, positive
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.compare import Candidate, Document, compare, encode, load_candidates
@@ -22,11 +21,12 @@ from aioserve.lab.report import render_html
 from aioserve.lab.run import Progress
 from aioserve.lab.search import Knee, Probe, search
 from aioserve.lab.source import WorkloadSource
+from aioserve.lab.terminal import paint, progress
 from aioserve.lab.words import render_sweep, render_table
 from aioserve.lab.workload import Workload
+from aioserve.output_file import write
 
 CONFIG_HELP = "YAML file of settings, or the name of a shipped one"
-EXIT_USAGE = 2
 DEFAULT_SEEDS = 5
 
 
@@ -41,7 +41,7 @@ def run_compare(words: Sequence[str]) -> int:
     )
     _add_common(parser)
     _add_jobs(parser)
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+    _add_html(parser)
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
     )
@@ -53,7 +53,7 @@ def run_compare(words: Sequence[str]) -> int:
         workloads = _workloads(arguments)
     candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
     total = len(candidates) * sum(len(workload.requests) for workload in workloads)
-    with _progress(total) as progress:
+    with _running(total) as report:
         document = compare(
             candidates,
             workloads,
@@ -61,9 +61,9 @@ def run_compare(words: Sequence[str]) -> int:
             is_live=arguments.live,
             clip=arguments.clip,
             num_jobs=_num_jobs(arguments, workloads, len(candidates)),
-            progress=progress,
+            progress=report,
         )
-    print(render_table(document))
+    print(paint(render_table(document)))
     _write_reports(arguments, document)
     return 0
 
@@ -88,7 +88,7 @@ def run_search(words: Sequence[str]) -> int:
             raise ConfigError(f"--{name} must be above 0 and at most 1")
     (candidate,) = load_candidates([arguments.config], arguments.set)
     print(f"{'requests/s':>12}  {'time scale':>12}  {'within the SLO':>14}")
-    with _progress(None) as progress:
+    with _running(None) as report:
         knee = search(
             candidate,
             _workloads(arguments, 1),
@@ -96,18 +96,19 @@ def run_search(words: Sequence[str]) -> int:
             target=arguments.goodput,
             tolerance=arguments.tolerance,
             clip=arguments.clip,
-            progress=progress,
+            progress=report,
             on_probe=_print_probe,
         )
     print(_knee_in_words(candidate, knee))
-    _write(arguments.json, encode(msgspec.to_builtins(knee)))
+    write(arguments.json, encode(msgspec.to_builtins(knee)))
     return 0
 
 
 def _print_probe(probe: Probe) -> None:
     mark = "" if probe.is_met else "  too few"
     share = f"{100 * probe.good_share:.2f}%"
-    print(f"{probe.rate:12.3f}  {probe.time_scale:12.4f}  {share:>14}{mark}", flush=True)
+    row = f"{probe.rate:12.3f}  {probe.time_scale:12.4f}  {share:>14}{mark}"
+    print(paint(row), flush=True)
 
 
 def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
@@ -124,15 +125,20 @@ def run_sweep(words: Sequence[str]) -> int:
     parser = _parser("sweep", "Run a configuration with several values of one setting.")
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser)
-    _add_common(parser)
+    _add_common(
+        parser,
+        set_help="the setting to sweep, with several values separated by commas, such as "
+        "scheduler.options.chunk_size=64,128,256; more --set with one value each hold for all",
+    )
     _add_jobs(parser)
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+    _add_html(parser)
     arguments = parser.parse_args(words)
     swept = [(name, value) for name, value in arguments.set if _is_list(value)]
     if len(swept) != 1:
+        written = " ".join(f"--set {name}={value}" for name, value in swept or arguments.set)
         raise ConfigError(
             "sweep needs one --set with several values, such as "
-            f"--set scheduler.options.chunk_size=64,128,256; got {len(swept)}"
+            f"--set scheduler.options.chunk_size=64,128,256; got {written or 'none'}"
         )
     setting, values = swept[0][0], [value.strip() for value in swept[0][1].split(",")]
     others = [(name, value) for name, value in arguments.set if not _is_list(value)]
@@ -141,17 +147,17 @@ def run_sweep(words: Sequence[str]) -> int:
         for value in values
     ]
     workloads = _workloads(arguments)
-    with _progress(len(candidates) * sum(len(w.requests) for w in workloads)) as progress:
+    with _running(len(candidates) * sum(len(w.requests) for w in workloads)) as report:
         document = compare(
             candidates,
             workloads,
             slo=arguments.slo,
             clip=arguments.clip,
             num_jobs=_num_jobs(arguments, workloads, len(candidates)),
-            progress=progress,
+            progress=report,
         )
     document["sweep"] = {"setting": setting, "values": values}
-    print(render_sweep(document))
+    print(paint(render_sweep(document)))
     _write_reports(arguments, document)
     return 0
 
@@ -167,13 +173,8 @@ def _is_list(value: str) -> bool:
     return "," in value and value[0] not in "[{"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser(command: str, description: str) -> _Parser:
-    return _Parser(prog=f"aioserve {command}", description=description, allow_abbrev=False)
+def _parser(command: str, description: str) -> Parser:
+    return Parser(command, description=description)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
@@ -187,11 +188,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiv
         ".jsonl: a Mooncake trace or request log",
     )
     group.add_argument(
-        "--time-scale", type=float, default=1.0, metavar="X", help="0.5: twice the rate"
+        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
     )
     group.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds")
-    group.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals to keep")
-    group.add_argument("--limit", type=int, metavar="N", help="requests to keep")
+    group.add_argument(
+        "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
+    )
+    group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     group.add_argument(
         "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
@@ -199,7 +202,11 @@ def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiv
     return sources
 
 
-def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser,
+    seeds: int = DEFAULT_SEEDS,
+    set_help: str = "a setting of all configurations, over those of their files; repeatable",
+) -> None:
     parser.add_argument(
         "--seeds",
         type=int,
@@ -207,18 +214,27 @@ def _add_common(parser: argparse.ArgumentParser, seeds: int = DEFAULT_SEEDS) -> 
         help=f"repetitions with other requests (default: {seeds}; 1 for a trace)",
     )
     parser.add_argument(
-        "--slo", type=Slo.parse, metavar="LIMITS", help="for goodput: ttft=0.5,tpot=0.05,e2e=10"
+        "--slo",
+        type=Slo.parse,
+        metavar="LIMITS",
+        help="for goodput, in seconds: ttft=0.5,tpot=0.05,e2e=10",
     )
     parser.add_argument(
         "--set",
         metavar="SECTION.NAME=VALUE",
         action="append",
         default=[],
-        type=_assignment,
-        help="a setting of all configurations; repeatable",
+        type=assignment,
+        help=set_help,
     )
-    parser.add_argument("--json", metavar="FILE", help="write all numbers")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all numbers")
     parser.set_defaults(live=False)
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html", metavar="FILE", type=output_file, help="write a report with plots"
+    )
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -228,13 +244,6 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes for simulated runs (default: one a core, if there is that much to do)",
     )
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or "." not in name:
-        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
-    return name, value
 
 
 def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
@@ -277,33 +286,19 @@ def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple
 
 
 @contextmanager
-def _progress(total: int | None) -> Iterator[Progress]:
-    """A bar of requests on stderr, if somebody looks; and a lazier garbage collector."""
-    from tqdm import tqdm
-
+def _running(total: int | None) -> Iterator[Progress]:
+    """A bar of requests, and a lazier garbage collector."""
     # Runs make many small objects and hardly any cycles: looking for those costs a tenth.
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, *thresholds[1:])
-    bar: Any = tqdm(
-        total=total, unit=" requests", disable=not sys.stderr.isatty(), leave=False, smoothing=0
-    )
     try:
-        yield bar.update
+        with progress(total) as report:
+            yield report
     finally:
-        bar.close()
         gc.set_threshold(*thresholds)
 
 
 def _write_reports(arguments: argparse.Namespace, document: Document) -> None:
-    _write(arguments.json, encode(document))
+    write(arguments.json, encode(document))
     if arguments.html:
-        _write(arguments.html, render_html(document).encode())
-
-
-def _write(path: str | None, data: bytes) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        write(arguments.html, render_html(document).encode())

@@ -4,7 +4,6 @@ Arguments in, words out. Exit code 0: it agrees; 1: it does not; 2 (by the calle
 `ConfigError`): the log or a setting cannot be used.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.arguments import Parser, assignment, output_file
 from aioserve.errors import ConfigError
 from aioserve.lab.decision_log import DecisionLog
 from aioserve.lab.replay import Divergence, replay
@@ -28,8 +28,8 @@ def run_replay(argv: Sequence[str]) -> int:
 
     Raises `ConfigError`.
     """
-    parser = argparse.ArgumentParser(
-        prog="aioserve replay",
+    parser = Parser(
+        "replay",
         description="Check that today's code decides as recorded, step by step. With --policy or "
         "--set: what another policy would have done with the same traffic, in virtual time.",
         epilog="The last line is JSON. Exit code 1: some step came out differently.",
@@ -41,7 +41,7 @@ def run_replay(argv: Sequence[str]) -> int:
         metavar="SECTION.NAME=VALUE",
         action="append",
         default=[],
-        type=_assignment,
+        type=assignment,
         help="another scheduler or cache setting, or scheduler.options.NAME; repeatable",
     )
     args = parser.parse_args(argv)
@@ -53,13 +53,13 @@ def run_replay(argv: Sequence[str]) -> int:
 
 def run_trace(argv: Sequence[str]) -> int:
     """`python -m aioserve trace FILE [-o OUT]`; returns the exit code. Raises `ConfigError`."""
-    parser = argparse.ArgumentParser(
-        prog="aioserve trace",
+    parser = Parser(
+        "trace",
         description="Turn a decision log into a trace for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="where to (default: FILE.json)", default=None
+        "-o", "--output", metavar="FILE", type=output_file, help="where to (default: FILE.json)"
     )
     parser.add_argument(
         "--no-reasons",
@@ -165,10 +165,3 @@ def _as_json(result: WhatIf, name: str) -> dict[str, Any]:
         "step_time": msgspec.to_builtins(result.step_time),
         "refused_left_out": result.num_refused,
     }
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not all(name.split(".")) or "." not in name:
-        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
-    return name, value

@@ -7,7 +7,9 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
+from threading import Thread, current_thread, main_thread
 
 from aioserve.config import EngineConfig
 from aioserve.lab.record import RunRecord
@@ -35,13 +37,51 @@ def simulate_all(
             yield simulate(config, workload, progress)
         return
     # Not forked: the threads of this process would be missing in a copy of it.
-    with ProcessPoolExecutor(num_jobs, get_context("spawn"), initializer=_die_quietly) as pool:
-        futures = [pool.submit(simulate, config, workload) for config, workload in runs]
-        for (_, workload), future in zip(runs, futures, strict=True):
-            yield future.result()
-            progress(len(workload.requests))
+    context = get_context("spawn")
+    others = set(active_children())
+    with ProcessPoolExecutor(num_jobs, context, initializer=_end_with_parent) as pool:
+        try:
+            with _interrupts_held():
+                futures = [pool.submit(simulate, config, workload) for config, workload in runs]
+            for (_, workload), future in zip(runs, futures, strict=True):
+                yield future.result()
+                progress(len(workload.requests))
+        except BaseException:  # interrupted, or a run failed: nobody wants the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
 
 
-def _die_quietly() -> None:
-    """Ctrl-C reaches all processes; one of them has something to say."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started here never hear of Ctrl-C, which reaches all: this one ends them.
+
+    A handler of theirs would come too late: they import for seconds before they could set one. Here
+    it waits for the end of the block, so that nobody is left half started.
+    """
+    if not hasattr(signal, "pthread_sigmask") or current_thread() is not main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # starting that one would let signals through again
+    held = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by processes
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if held:  # other threads, of libraries, have let it through
+        raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    """However the process that wants the results ends, it leaves none behind."""
+    Thread(target=_wait_for_end, daemon=True).start()
+
+
+def _wait_for_end() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)

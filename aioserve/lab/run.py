@@ -5,7 +5,9 @@ Knows nothing about measures or other configurations.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -13,12 +15,11 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.async_engine import make_runner
 from aioserve.engine.clock import clock_of
-from aioserve.errors import AioserveError, EngineOverloadedError
+from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
 from aioserve.lab.clock import VirtualClockEventLoop
 from aioserve.lab.record import RecordingRunner, RequestRecord, RunRecord, RunRecorder
 from aioserve.lab.workload import Workload, WorkloadRequest, build_prompt, replied_to, text_tokens
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import FinishReason
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 
@@ -57,17 +58,35 @@ def check_fits(config: EngineConfig, workload: Workload) -> None:
 def simulate(
     config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
 ) -> RunRecord:
-    """Run in virtual time; byte for byte the same result every time. Call it outside of a loop."""
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+    """Run in virtual time; byte for byte the same result every time. Call it outside of a loop.
+
+    Raises `PolicyError` when the policy fails: numbers of such a run would mislead.
+    """
+    with (
+        raised_not_logged(),
+        asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
+    ):
         return runner.run(_simulate(config, workload, progress))
 
 
 def run_live(
     config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
 ) -> RunRecord:
-    """Run with the configuration's own runner, in real time."""
-    with asyncio.Runner() as runner:
+    """Run with the configuration's own runner, in real time. Raises `AioserveError` as above."""
+    with raised_not_logged(), asyncio.Runner() as runner:
         return runner.run(_run_live(config, workload, progress))
+
+
+@contextmanager
+def raised_not_logged() -> Iterator[None]:
+    """The first failure of a step ends the run and is raised; its log would say the same again."""
+    logger = logging.getLogger("aioserve.engine.core")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
@@ -130,10 +149,16 @@ class _Clients:
         """Until the last request has ended."""
         openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
         openers.sort(key=lambda i: self._requests[i].arrival)
-        async with asyncio.TaskGroup() as tasks:
-            for i in openers:
-                await self._sleep_until(self._start + self._requests[i].arrival)
-                tasks.create_task(self._serve(i, tasks))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for i in openers:
+                    await self._sleep_until(self._start + self._requests[i].arrival)
+                    tasks.create_task(self._serve(i, tasks))
+        except ExceptionGroup as group:
+            failed = group.subgroup(AioserveError)
+            if failed is None:
+                raise
+            raise _as_one(failed) from group
         self.recorder.close()
         self._record.end = self._clock() - self._start
         return self._record
@@ -150,8 +175,6 @@ class _Clients:
             await self._send(i, self._requests[i], record)
         except EngineOverloadedError:
             record.finish_reason = "refused"
-        except AioserveError:
-            record.finish_reason = FinishReason.ERROR
         record.end = self._clock() - self._start
         self._progress(1)
         for follower in self._followers.get(i, ()):
@@ -190,3 +213,15 @@ class _Clients:
         record.num_output_tokens = len(token_ids)
         if i in self._is_replied_to:
             self._replies[i] = token_ids
+
+
+def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:
+    """The first failure; what failed a step is said by its cause."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    cause = first.__cause__
+    if isinstance(cause, AioserveError):
+        return cause
+    assert isinstance(first, AioserveError)
+    return first if cause is None else RequestFailedError(f"{first}: {cause!r}")

@@ -23,6 +23,7 @@ from aioserve.lab.decision_log import Chronicle, DecisionLog, Life, Switch
 from aioserve.lab.fit import fit_step_time
 from aioserve.lab.playback import PlaybackRunner
 from aioserve.lab.replay import make_request
+from aioserve.lab.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.step_time import StepFeatures, StepTimeModel
@@ -82,7 +83,7 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     return WhatIf(
         traffic.policies,
         traffic.recorded,
-        simulate(traffic, same),
+        simulate(traffic, same, is_recorded=True),
         simulate(traffic, other),
         traffic.step_time,
         traffic.num_refused,
@@ -154,18 +155,25 @@ def read_traffic(log: DecisionLog) -> Traffic:
     )
 
 
-def simulate(traffic: Traffic, plan: Plan) -> Measures:
-    """The same traffic under `plan`. Raises `PolicyError` if a policy cannot take over."""
-    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        chronicle = runner.run(_Simulation(traffic, plan).run())
+def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
+    """The same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
+    policy cannot take over, or if it fails and is another one than was recorded.
+    """
+    with (
+        raised_not_logged(),
+        asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
+    ):
+        chronicle = runner.run(_Simulation(traffic, plan, is_recorded=is_recorded).run())
     return measure(chronicle, traffic.lives)
 
 
 class _Simulation:
     """One run. Its recording is the result: measured as the real one is."""
 
-    def __init__(self, traffic: Traffic, plan: Plan) -> None:
+    def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
         self._traffic = traffic
+        self._is_recorded = is_recorded
+        self._error: Exception | None = None  # the first of the policy
         self._config, self._switches = plan
         self._chronicle: Chronicle | None = None
         self._num_left: dict[str, int] = {}  # tokens until the reply is complete
@@ -188,12 +196,16 @@ class _Simulation:
         switching = asyncio.create_task(self._switch(loop.time))
         await asyncio.sleep(last + POLL_SECONDS)
         await switching
-        while core.scheduler.has_requests() and not task.done():  # noqa: ASYNC110
+        while core.scheduler.has_requests() and not task.done():
+            if self._error is not None:
+                break
             await asyncio.sleep(POLL_SECONDS)
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and (error := task.exception()):
             raise error
+        if self._error is not None:
+            raise self._error
         assert self._chronicle is not None
         return self._chronicle
 
@@ -226,7 +238,7 @@ class _Simulation:
             clock=clock,
             deliver=self._deliver,
             expire=lambda request_ids: None,
-            fail=lambda request_ids, error: None,
+            fail=self._fail,
         )
 
     def _add(self, number: int, life: Life) -> None:
@@ -236,6 +248,11 @@ class _Simulation:
             self._num_left[request.request_id] = max(len(life.tokens), 1)
         with suppress(AioserveError):  # refused, as a client would be: the chronicle counts it
             self._core.add_request(request)
+
+    def _fail(self, request_ids: list[str], error: Exception) -> None:
+        """What was recorded may have failed in reality, too; another policy has to work."""
+        if not self._is_recorded and self._error is None:
+            self._error = error
 
     def _abort(self, request_id: str) -> None:
         self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)

@@ -3,16 +3,15 @@
 Knows what a harness has seen. Knows nothing about rules.
 """
 
-import inspect
 import re
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import dropwhile, groupby
+from itertools import groupby
 from pathlib import Path
 
 from aioserve.request import WaitReason
+from aioserve.scheduler.blame import find_line
 from aioserve.testing.calls import Call, write_program
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.shrink import BROKEN, Failure, shrink
@@ -75,31 +74,15 @@ def _tell(failure: Failure) -> Iterator[str]:
 
 def _where(failure: Failure) -> Iterator[str]:
     """The step, and the line of the policy's own code that was running, if one was."""
-    own = {
-        inspect.getsourcefile(kind)
-        for kind in failure.harness.policy.__mro__
-        if not kind.__module__.startswith(("aioserve.scheduler", "abc", "builtins"))
-    }
-    error: BaseException | None = failure.error
-    frames: list[traceback.FrameSummary] = []
-    while error is not None:
-        frames += traceback.extract_tb(error.__traceback__)
-        error = error.__cause__
-    frames = [frame for frame in dropwhile(_is_outside, frames) if frame.filename in own]
     places = [f"after step {steps[-1].step_id}"] if (steps := failure.harness.steps) else []
     if re.search(r"step \d", str(failure.error)):
         places = []  # the message says it
-    for frame in frames[-1:]:
-        path = Path(frame.filename)
+    if line := find_line(failure.error, failure.harness.policy):
+        path = Path(line.filename)
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        places.append(f"in {path}:{frame.lineno}, {frame.name}(): {frame.line}")
+        places.append(f"in {path}:{line.lineno}, {line.name}(): {line.line}")
     if places:
         yield ", ".join(places)
-
-
-def _is_outside(frame: traceback.FrameSummary) -> bool:
-    """Whether it is of who called the harness: a test may stand in the policy's own file."""
-    return frame.filename != inspect.getsourcefile(SchedulerHarness)
 
 
 def _who_waits(harness: SchedulerHarness) -> Iterator[str]:

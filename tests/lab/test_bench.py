@@ -247,14 +247,15 @@ async def test_a_run_can_be_cut_by_time() -> None:
     assert f"Cut short: {unfinished} requests had no end yet" in document["notes"][0]
 
 
-def test_nobody_there_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert main(["bench", f"http://127.0.0.1:{port}", "--num-requests", "3"]) == 1
-    printed = capsys.readouterr().out
-    assert "3 x connection refused" in printed
-    assert json.loads(printed.splitlines()[-1])["requests"]["failed"] == 3
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for words in ([], ["--model", "some", "--prompts", "text"]):
+        assert main(["bench", url, "--num-requests", "1000", *words]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == f"aioserve: error: {url}: connection refused\n"
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_an_older_log_is_kept_and_nobody_else_can_read_the_prompts(tmp_path: Pat
 
 
 async def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write decision log .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot write decision log .*there is no folder"):
         await AsyncEngine(make_config(tmp_path / "no" / "such" / "log")).start()
 
 

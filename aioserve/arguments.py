@@ -1,0 +1,87 @@
+"""What all commands share on the command line: errors in one line, defaults in --help, and types.
+
+Knows argparse. Knows no command and no setting.
+"""
+
+import argparse
+from typing import Any, NoReturn
+
+import msgspec
+
+from aioserve.nearest import did_you_mean
+from aioserve.output_file import why_not_writable
+
+EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line: the usage of forty flags would bury them."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        """The parser of `aioserve COMMAND`; `options` are those of `ArgumentParser`."""
+        options = {"allow_abbrev": False, "formatter_class": _Formatter, **options}
+        super().__init__(prog=f"aioserve {command}".strip(), **options)
+
+    def error(self, message: str) -> NoReturn:
+        unknown, colon, words = message.partition("unrecognized arguments: ")
+        if colon and not unknown:
+            flag = words.split()[0].partition("=")[0]
+            message += did_you_mean(flag, self._option_string_actions)
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Says every default that the help of an argument does not say itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help or ""
+        is_switch = isinstance(default, bool)  # off unless it is named
+        if default in (None, argparse.SUPPRESS, [], {}) or is_switch or "default:" in text:
+            return action.help
+        return f"{text} (default: %(default)s)".lstrip()
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """`SECTION.NAME=VALUE` as name and value."""
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")) or "." not in name:
+        raise argparse.ArgumentTypeError(f"expected SECTION.NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def output_file(text: str) -> str:
+    """A file that can be written, or begun: found out before the work, not after it."""
+    if why := why_not_writable(text):
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {why}")
+    return text
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """A whole number, 0 included."""
+    return 0 if text == "0" else count(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error

@@ -1,0 +1,63 @@
+"""What a terminal gets and a pipe does not: colour, and a bar for long work.
+
+Knows the look of tables: which words they end with. Knows no numbers.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
+
+# Of a line, what is coloured, and how. The first line of a table is its title.
+STYLES = [
+    (re.compile(r"\bbetter$"), GREEN),
+    (re.compile(r"\bworse$"), RED),
+    (re.compile(r"(not distinguishable from noise|less than 1% apart|no interval .*)$"), DIM),
+    (re.compile(r"\btoo few$"), RED),
+    (re.compile(r"^\d+ x .*"), RED),  # errors of a server, counted
+]
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks, through something that can show more than text."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str) -> str:
+    """A table for stdout: in colour if that is a terminal and `NO_COLOR` is not set."""
+    if not is_terminal(sys.stdout) or os.environ.get("NO_COLOR"):
+        return text
+    title, *lines = text.split("\n")
+    return "\n".join([_styled(title, BOLD) if lines else _painted(title), *map(_painted, lines)])
+
+
+def _painted(line: str) -> str:
+    for pattern, style in STYLES:
+        line = pattern.sub(_styled(r"\g<0>", style), line)
+    return line
+
+
+def _styled(text: str, style: str) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m"
+
+
+@contextmanager
+def progress(total: int | None, unit: str = "requests") -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr, if that is a terminal; the function is told how many more are done."""
+    from tqdm import tqdm
+
+    bar: Any = tqdm(
+        total=total,
+        unit=f" {unit}",
+        disable=not is_terminal(sys.stderr),
+        leave=False,
+        smoothing=0,
+    )
+    try:
+        yield bar.update
+    finally:
+        bar.close()

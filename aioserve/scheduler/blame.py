@@ -1,0 +1,36 @@
+"""Where in a policy's own code an error was raised: what its author has to look at.
+
+Knows tracebacks. Knows nothing about schedulers.
+"""
+
+import traceback
+from itertools import dropwhile
+from pathlib import Path
+from types import FrameType
+
+
+def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:
+    """The innermost line of the policy's own file that was running, over all causes of `error`."""
+    methods = {
+        function.__code__
+        for kind in policy.__mro__
+        if not kind.__module__.startswith(("aioserve.scheduler", "builtins", "abc"))
+        for function in vars(kind).values()
+        if hasattr(function, "__code__")
+    }
+    frames: list[tuple[FrameType, int]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        frames += traceback.walk_tb(cause.__traceback__)
+        cause = cause.__cause__
+    files = {code.co_filename for code in methods}
+    # Whoever called the policy may stand in the same file.
+    called = dropwhile(lambda frame: frame[0].f_code not in methods, frames)
+    own = [frame for frame in called if frame[0].f_code.co_filename in files]
+    return traceback.StackSummary.extract(iter(own[-1:]))[0] if own else None
+
+
+def place(error: BaseException, policy: type) -> str:
+    """`" (mine.py:12)"`; "" if no line of it was running. No folder: clients may read it."""
+    line = find_line(error, policy)
+    return "" if line is None else f" ({Path(line.filename).name}:{line.lineno})"
