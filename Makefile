@@ -63,7 +63,7 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/test: requirements/test.txt .venv/runtime
-	@echo "requirements/test.txt: 310 MB"
+	@echo "requirements/test.txt: 220 MB"
 	@$(PIP) -r requirements/test.txt
 	@touch $@
 
