@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install serve test check ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install serve test test-isa test-arm check ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -16,6 +16,20 @@ serve: .venv/runtime  ## start the server on the embedded model (ARGS="--port 90
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated
+	$(BIN)/python -m tests.isa
+
+# The flags are those of setup.py's baseline: keep in step.
+ARM := aarch64-linux-gnu
+test-arm:  ## every kernel on an emulated Arm
+	@command -v qemu-aarch64 $(ARM)-gcc >/dev/null && [ -e /usr/$(ARM)/lib/libgomp.so.1 ] || \
+		{ echo "needs: apt-get install qemu-user gcc-$(ARM) libc6-dev-arm64-cross"; exit 1; }
+	@mkdir -p build/arm
+	$(ARM)-gcc -shared -fPIC -O3 -std=gnu11 -fopenmp -fvisibility=default -Wno-psabi \
+		-fno-math-errno -fno-trapping-math -o build/arm/kernels.so aioserve/kernels/src/kernels.c
+	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
+	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
 check: .venv/test  ## ruff and mypy alone
 	$(BIN)/ruff check .

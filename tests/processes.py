@@ -28,7 +28,9 @@ def until(is_true: Callable[[], object], what: str) -> None:
 
 
 @contextmanager
-def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *command: str, patience: float = PATIENCE, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """A process, and what it starts, that do not outlive the block, nor our patience.
 
     So whoever reads its output sees an end. `options` are those of `Popen`.
@@ -39,7 +41,7 @@ def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    guard = threading.Timer(PATIENCE, kill)
+    guard = threading.Timer(patience, kill)
     guard.daemon = True
     guard.start()
     try:

@@ -1,0 +1,495 @@
+// Checks every kernel of one built variant against loops over single numbers, in double.
+//
+//     cc -O2 -o check_kernels check_kernels.c -ldl -lm
+//     ./check_kernels .../_avx2.so
+//
+// For processors that have no torch at hand: it runs in an emulator. Knows the exported functions
+// by name, and repeats their structs; knows nothing else about them. Prints what failed, then
+// "N passed, N failed".
+#include <dlfcn.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum { F32, BF16, F16, TYPES } type;
+
+static const char *const SUFFIXES[] = {"f32", "bf16", "f16"};
+static const int SIZES[] = {4, 2, 2};
+static const double ROUNDING[] = {0x1p-24, 0x1p-8, 0x1p-11};  // of one number, relative
+static const double SMALLEST[] = {0, 0, 0x1p-25};             // half of the least step
+#define SUMMING 4e-6  // of float32 sums in another order, relative to the sum of their sizes
+
+// Numbers
+
+static double value_of[TYPES][65536];  // of all numbers of two bytes
+
+static void list_values(void) {
+    for (uint32_t bits = 0; bits < 65536; bits++) {
+        uint32_t single = bits << 16;
+        float v;
+        memcpy(&v, &single, sizeof v);
+        value_of[BF16][bits] = v;
+        int exponent = bits >> 10 & 31, fraction = bits & 1023;
+        double half = exponent == 31 ? (fraction ? NAN : INFINITY)
+                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                     : ldexp(fraction, -24);
+        value_of[F16][bits] = bits & 0x8000 ? -half : half;
+    }
+}
+
+static double get(type t, const void *p, int64_t i) {
+    return t == F32 ? ((const float *)p)[i] : value_of[t][((const uint16_t *)p)[i]];
+}
+
+// To nearest, ties to even.
+static void put(type t, void *p, int64_t i, double v) {
+    float single = v;
+    if (t == F32) {
+        ((float *)p)[i] = single;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    if (t == BF16) {
+        bits = isnan(v) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    } else {
+        uint32_t sign = bits >> 16 & 0x8000;
+        int exponent;
+        double size = fabs(v);
+        frexp(size, &exponent);
+        double step = ldexp(1, (exponent < -13 ? -13 : exponent) - 11);
+        size = nearbyint(size / step) * step;
+        if (isnan(v)) bits = 0x7e00;
+        else if (size >= 65520) bits = 0x7c00 | sign;
+        else if (size < 0x1p-14) bits = (uint32_t)ldexp(size, 24) | sign;
+        else {
+            frexp(size, &exponent);
+            bits = (uint32_t)((exponent + 14) << 10) + ((uint32_t)ldexp(size, 11 - exponent) - 1024);
+            bits |= sign;
+        }
+    }
+    ((uint16_t *)p)[i] = bits;
+}
+
+static uint64_t state = 0x9e3779b97f4a7c15;
+
+static double uniform(void) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (state >> 11) * 0x1p-53;
+}
+
+static double normal(void) {
+    double sum = -6;
+    for (int i = 0; i < 12; i++) sum += uniform();
+    return sum;
+}
+
+static double square(double x) { return x * x; }
+
+static int64_t below(int64_t n) { return (int64_t)(uniform() * n); }
+
+// What a test allocates lives until the next one.
+static void *held[256];
+static int num_held;
+
+static void *allocate(int64_t bytes) {
+    void *p = aligned_alloc(64, (bytes + 64 + 63) / 64 * 64);
+    memset(p, 0x5a, bytes + 64);
+    return held[num_held++] = p;
+}
+
+static void *random_numbers(type t, int64_t n, double scale) {
+    void *p = allocate(n * SIZES[t]);
+    for (int64_t i = 0; i < n; i++) put(t, p, i, normal() * scale);
+    return p;
+}
+
+static void *copy(const void *p, int64_t bytes) { return memcpy(allocate(bytes), p, bytes); }
+
+static int64_t *shuffled(int64_t n) {
+    int64_t *p = allocate(n * sizeof *p);
+    for (int64_t i = 0; i < n; i++) p[i] = i;
+    for (int64_t i = n - 1; i > 0; i--) {
+        int64_t j = below(i + 1), other = p[i];
+        p[i] = p[j], p[j] = other;
+    }
+    return p;
+}
+
+// Judging
+
+static int num_passed, num_failed;
+static char name[200];  // of the case at hand
+static int is_wrong;
+
+static void begin(const char *format, ...) {
+    while (num_held) free(held[--num_held]);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(name, sizeof name, format, arguments);
+    va_end(arguments);
+    is_wrong = 0;
+}
+
+static void end(void) {
+    if (is_wrong) num_failed++;
+    else num_passed++;
+}
+
+static void fail(const char *format, ...) {
+    if (is_wrong++) return;  // one line for a case
+    printf("FAILED %s: ", name);
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    puts("");
+}
+
+// `scale`: the sizes of what was summed up for this number; `roundings`: half steps of its type.
+static void compare(type t, const char *what, int64_t place, double found, double expected,
+                    double scale, double roundings) {
+    double allowed = roundings * (ROUNDING[t] * fabs(expected) * 1.01 + SMALLEST[t]);
+    allowed += SUMMING * scale;
+    if (!(fabs(found - expected) <= allowed))
+        fail("%s[%lld] is %.9g, not %.9g (+- %.2g)", what, (long long)place, found, expected,
+             allowed);
+}
+
+static void *library;
+
+static void *function(const char *base, type t) {
+    char symbol[100];
+    snprintf(symbol, sizeof symbol, "%s_%s", base, SUFFIXES[t]);
+    void *found = dlsym(library, symbol);
+    if (!found) {
+        printf("FAILED %s: the library has no such function\n", symbol);
+        num_failed++;
+    }
+    return found;
+}
+
+// Kernels
+
+typedef void norm_function(const void *, const void *, float, void *, int64_t, int64_t);
+typedef void add_norm_function(const void *, void *, const void *, float, void *, int64_t, int64_t);
+
+static void check_norms(type t) {
+    norm_function *rms_norm = function("rms_norm", t);
+    add_norm_function *add_rms_norm = function("add_rms_norm", t);
+    if (!rms_norm || !add_rms_norm) return;
+    const int64_t sizes[][2] = {{1, 16}, {3, 48}, {7, 576}, {5, 1040}, {70, 512}};
+    for (int i = 0; i < 5; i++)
+        for (int has_residual = 0; has_residual < 2; has_residual++) {
+            int64_t rows = sizes[i][0], n = sizes[i][1];
+            begin("%srms_norm_%s [%d, %d]", has_residual ? "add_" : "", SUFFIXES[t], (int)rows,
+                  (int)n);
+            void *x = random_numbers(t, rows * n, 2), *weight = random_numbers(t, n, 1);
+            void *residual = random_numbers(t, rows * n, 1), *out = allocate(rows * n * SIZES[t]);
+            void *total = copy(x, rows * n * SIZES[t]);
+            if (has_residual) {
+                for (int64_t j = 0; j < rows * n; j++)
+                    put(t, total, j, get(t, x, j) + get(t, residual, j));
+                add_rms_norm(x, residual, weight, 1e-5f, out, rows, n);
+                if (memcmp(residual, total, rows * n * SIZES[t])) fail("the residual is wrong");
+            } else {
+                rms_norm(x, weight, 1e-5f, out, rows, n);
+            }
+            for (int64_t row = 0; row < rows; row++) {
+                double squares = 0;
+                for (int64_t j = 0; j < n; j++) squares += square(get(t, total, row * n + j));
+                for (int64_t j = 0; j < n; j++) {
+                    double v = get(t, total, row * n + j) / sqrt(squares / n + 1e-5);
+                    v *= get(t, weight, j);
+                    compare(t, "out", row * n + j, get(t, out, row * n + j), v, fabs(v), 1);
+                }
+            }
+            end();
+        }
+}
+
+typedef void gate_function(const void *, void *, int64_t, int64_t);
+
+static double silu(double x) { return x / (1 + exp(-x)); }
+
+static double gelu_tanh(double x) {
+    return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+}
+
+static void check_gates(type t) {
+    const char *const names[] = {"silu_and_mul", "gelu_tanh_and_mul"};
+    for (int kind = 0; kind < 2; kind++) {
+        gate_function *gate = function(names[kind], t);
+        if (!gate) continue;
+        const int64_t sizes[][2] = {{1, 16}, {3, 48}, {5, 1040}, {60, 512}};
+        for (int i = 0; i < 4; i++) {
+            int64_t rows = sizes[i][0], n = sizes[i][1];
+            begin("%s_%s [%d, %d]", names[kind], SUFFIXES[t], (int)rows, (int)n);
+            void *x = random_numbers(t, rows * 2 * n, 5), *out = allocate(rows * n * SIZES[t]);
+            gate(x, out, rows, n);
+            for (int64_t j = 0; j < rows * n; j++) {
+                double first = get(t, x, j / n * 2 * n + j % n);
+                double second = get(t, x, j / n * 2 * n + n + j % n);
+                double v = (kind ? gelu_tanh(first) : silu(first)) * second;
+                // far below zero 1 + tanh cancels
+                compare(t, "out", j, get(t, out, j), v, fabs(v) + (kind ? fabs(second) : 0), 1);
+            }
+            end();
+        }
+    }
+}
+
+typedef void store_function(const void *, int64_t, int64_t, const int64_t *, void *, int64_t,
+                            int64_t, int64_t, int64_t);
+
+// AVX512's own rounding to bfloat16 takes numbers below 1e-38 for 0.
+static int is_kept(type t, const void *cache, int64_t i, const void *x, int64_t j) {
+    double v = get(t, x, j);
+    if (!isfinite(v) || (fabs(v) < 0x1p-126 && get(t, cache, i) == 0)) return get(t, cache, i) == 0;
+    return !memcmp((const char *)cache + i * SIZES[t], (const char *)x + j * SIZES[t], SIZES[t]);
+}
+
+static void check_store(type t) {
+    store_function *store_kv = function("store_kv", t);
+    if (!store_kv) return;
+    const int64_t heads = 3, block_size = 5, blocks = 9;
+    for (int64_t n = 16; n <= 80; n += 32) {
+        begin("store_kv_%s heads of %d", SUFFIXES[t], (int)n);
+        const int64_t tokens = 31, stride = heads * n + 7;
+        void *x = random_numbers(t, tokens * stride, 1);
+        put(t, x, 0, NAN), put(t, x, stride + 1, INFINITY), put(t, x, stride + 2, -INFINITY);
+        int64_t *slots = shuffled(blocks * block_size);
+        void *cache = allocate(blocks * heads * block_size * n * SIZES[t]);
+        void *before = copy(cache, blocks * heads * block_size * n * SIZES[t]);
+        store_kv(x, stride, n, slots, cache, tokens, heads, n, block_size);
+        for (int64_t i = 0; i < blocks * block_size; i++)
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t d = 0; d < n; d++) {
+                    int64_t block = slots[i] / block_size, offset = slots[i] % block_size;
+                    int64_t at = ((block * heads + h) * block_size + offset) * n + d;
+                    if (i < tokens ? !is_kept(t, cache, at, x, i * stride + h * n + d)
+                                   : !is_kept(t, cache, at, before, at))
+                        fail("token %d, head %d, number %d", (int)i, (int)h, (int)d);
+                }
+        end();
+    }
+    if (t == F32) return;
+    begin("store_kv_%s of all numbers that there are", SUFFIXES[t]);
+    uint16_t *x = allocate(65536 * 2), *cache = allocate(65536 * 2);
+    int64_t *slots = allocate(4096 * 8);
+    for (int i = 0; i < 65536; i++) x[i] = i;
+    for (int i = 0; i < 4096; i++) slots[i] = i;
+    store_kv(x, 16, 16, slots, cache, 4096, 1, 16, 1);
+    for (int i = 0; i < 65536; i++)
+        if (!is_kept(t, cache, i, x, i)) fail("%04x became %04x", x[i], cache[i]);
+    end();
+}
+
+typedef void rope_function(void *, const float *, const int64_t *, const int64_t *, void *, void *,
+                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void *,
+                           const void *, float);
+
+// One head as it should be after its norm, if any, and its turn.
+static void turn(type t, const void *x, int64_t at, const void *norm, const float *cos_sin,
+                 int64_t n, double *out, double *scale) {
+    double squares = 0, values[512];
+    for (int64_t d = 0; d < n; d++) squares += square(get(t, x, at + d));
+    for (int64_t d = 0; d < n; d++) {
+        values[d] = get(t, x, at + d);
+        if (norm) values[d] *= get(t, norm, d) / sqrt(squares / n + 1e-5);
+    }
+    for (int64_t d = 0; d < n / 2; d++) {
+        double a = values[d], b = values[n / 2 + d], c = cos_sin[d], s = cos_sin[n / 2 + d];
+        out[d] = a * c - b * s, out[n / 2 + d] = b * c + a * s;
+        scale[d] = scale[n / 2 + d] = fabs(a) + fabs(b);
+    }
+}
+
+static void check_rope(type t) {
+    rope_function *rope_store = function("rope_store", t);
+    if (!rope_store) return;
+    // tokens, heads, KV heads, sizes of keys and values, block size
+    const int64_t cases[][6] = {{1, 9, 3, 64, 64, 16}, {5, 4, 4, 48, 80, 3},
+                                {37, 6, 1, 16, 16, 7}, {2, 2, 1, 256, 64, 16}};
+    for (int i = 0; i < 4; i++)
+        for (int has_norms = 0; has_norms < 2; has_norms++) {
+            const int64_t *c = cases[i], tokens = c[0], heads = c[1], kv_heads = c[2];
+            const int64_t dim = c[3], value_dim = c[4], block_size = c[5], positions = 50;
+            begin("rope_store_%s %d heads of %d, %s", SUFFIXES[t], (int)heads, (int)dim,
+                  has_norms ? "norms" : "no norms");
+            int64_t width = (heads + kv_heads) * dim + kv_heads * value_dim;
+            void *x = random_numbers(t, tokens * width, 1);
+            put(t, x, tokens * width - 1, NAN);
+            void *qkv = copy(x, tokens * width * SIZES[t]);
+            float *cos_sin = allocate(positions * dim * sizeof *cos_sin);
+            for (int64_t p = 0; p < positions * dim / 2; p++) {
+                float *row = cos_sin + p / (dim / 2) * dim + p % (dim / 2);
+                double angle = 3 * normal();
+                row[0] = cos(angle), row[dim / 2] = sin(angle);
+            }
+            int64_t blocks = tokens / block_size + 2, *slots = shuffled(blocks * block_size);
+            int64_t *position = allocate(tokens * sizeof *position);
+            for (int64_t j = 0; j < tokens; j++) position[j] = below(positions);
+            void *keys = allocate(blocks * kv_heads * block_size * dim * SIZES[t]);
+            void *values = allocate(blocks * kv_heads * block_size * value_dim * SIZES[t]);
+            void *q_norm = has_norms ? random_numbers(t, dim, 1) : 0;
+            void *k_norm = has_norms ? random_numbers(t, dim, 1) : 0;
+            rope_store(qkv, cos_sin, position, slots, keys, values, tokens, heads, kv_heads, dim,
+                       value_dim, block_size, q_norm, k_norm, 1e-5f);
+            for (int64_t j = 0; j < tokens; j++) {
+                int64_t block = slots[j] / block_size, offset = slots[j] % block_size;
+                for (int64_t h = 0; h < heads + kv_heads; h++) {
+                    double out[512], scale[512];
+                    int64_t kv_head = h - heads, slot;
+                    turn(t, x, j * width + h * dim, h < heads ? q_norm : k_norm,
+                         cos_sin + position[j] * dim, dim, out, scale);
+                    slot = (block * kv_heads + kv_head) * block_size + offset;
+                    for (int64_t d = 0; d < dim; d++) {
+                        double found = h < heads ? get(t, qkv, j * width + h * dim + d)
+                                                 : get(t, keys, slot * dim + d);
+                        compare(t, h < heads ? "query" : "key", d, found, out[d], scale[d], 1);
+                    }
+                }
+                for (int64_t h = 0; h < kv_heads; h++) {
+                    int64_t slot = (block * kv_heads + h) * block_size + offset;
+                    int64_t from = j * width + (heads + kv_heads) * dim + h * value_dim;
+                    for (int64_t d = 0; d < value_dim; d++)
+                        if (!is_kept(t, values, slot * value_dim + d, x, from + d))
+                            fail("value %d of token %d", (int)d, (int)j);
+                }
+            }
+            end();
+        }
+}
+
+typedef void attention_function(const void *, int64_t, int64_t, void *, const void *, const void *,
+                                const int32_t *, int64_t, const int64_t *, const int64_t *, int64_t,
+                                int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float,
+                                const float *);
+
+typedef struct {
+    int64_t heads, kv_heads, key_dim, value_dim, block_size, window;
+    float softcap;
+    int has_sinks;
+} attention_case;
+
+// Of one token and head, which sees keys [first, end) of its row.
+static void attend(type t, const attention_case *c, const void *query, int64_t at, double scaling,
+                   const void *keys, const void *values, const int32_t *blocks, int64_t head,
+                   int64_t first, int64_t end, const float *sinks, double *out, double *scale) {
+    int64_t kv_head = head / (c->heads / c->kv_heads);
+    double *scores = malloc((end - first) * sizeof *scores), most = -INFINITY, total = 0;
+    for (int64_t k = first; k < end; k++) {
+        int64_t slot = (blocks[k / c->block_size] * c->kv_heads + kv_head) * c->block_size;
+        slot += k % c->block_size;
+        double score = 0;
+        for (int64_t d = 0; d < c->key_dim; d++)
+            score += get(t, query, at + d) * get(t, keys, slot * c->key_dim + d);
+        score *= scaling;
+        if (c->softcap > 0) score = c->softcap * tanh(score / c->softcap);
+        scores[k - first] = score;
+        most = score > most ? score : most;
+    }
+    if (sinks) most = sinks[head] > most ? sinks[head] : most, total = exp(sinks[head] - most);
+    for (int64_t k = first; k < end; k++) total += scores[k - first] = exp(scores[k - first] - most);
+    for (int64_t d = 0; d < c->value_dim; d++) out[d] = scale[d] = 0;
+    for (int64_t k = first; k < end; k++) {
+        int64_t slot = (blocks[k / c->block_size] * c->kv_heads + kv_head) * c->block_size;
+        slot += k % c->block_size;
+        for (int64_t d = 0; d < c->value_dim; d++) {
+            double v = scores[k - first] / total * get(t, values, slot * c->value_dim + d);
+            out[d] += v, scale[d] += fabs(v);
+        }
+    }
+    free(scores);
+}
+
+static void check_attention(type t) {
+    attention_function *paged_attention = function("paged_attention", t);
+    if (!paged_attention) return;
+    const attention_case cases[] = {
+        {6, 2, 64, 64, 16, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0},
+        {5, 1, 80, 96, 7, 0, 0, 1},  {9, 3, 48, 32, 16, 7, 2, 1},  {2, 1, 256, 128, 200, 0, 0, 0},
+        {3, 1, 32, 32, 16, 1, 0, 0}, {7, 1, 64, 32, 16, 0, 0, 0},
+    };
+    // rows of (new tokens, all tokens): decodes, short and long, chunks, and a prompt
+    const int64_t rows[][2] = {{1, 1}, {1, 70}, {20, 20}, {2, 530}, {17, 51}, {1, 16}};
+    enum { ROWS = sizeof rows / sizeof *rows };
+    for (unsigned i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const attention_case *c = cases + i;
+        begin("paged_attention_%s %d heads for %d of %d, %d; blocks of %d%s%s%s", SUFFIXES[t],
+              (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
+              (int)c->block_size, c->window ? ", window" : "", c->softcap > 0 ? ", soft cap" : "",
+              c->has_sinks ? ", sinks" : "");
+        int64_t tokens = 0, width = 0, starts[ROWS + 1], lengths[ROWS];
+        for (int r = 0; r < ROWS; r++) {
+            starts[r] = tokens, lengths[r] = rows[r][1], tokens += rows[r][0];
+            int64_t blocks = (lengths[r] + c->block_size - 1) / c->block_size;
+            width = blocks > width ? blocks : width;
+        }
+        starts[ROWS] = tokens;
+        int64_t blocks = width * ROWS, *order = shuffled(blocks);
+        int32_t *table = allocate(blocks * sizeof *table);
+        for (int64_t b = 0; b < blocks; b++) table[b] = order[b];
+        int64_t slots = blocks * c->kv_heads * c->block_size;
+        void *keys = random_numbers(t, slots * c->key_dim, 1);
+        void *values = random_numbers(t, slots * c->value_dim, 1);
+        // what no row may read: others may be writing there
+        for (int r = 0; r < ROWS; r++)
+            for (int64_t k = lengths[r]; k < width * c->block_size; k++)
+                for (int64_t h = 0; h < c->kv_heads; h++) {
+                    int64_t slot = table[r * width + k / c->block_size] * c->kv_heads + h;
+                    slot = slot * c->block_size + k % c->block_size;
+                    for (int64_t d = 0; d < c->key_dim; d++) put(t, keys, slot * c->key_dim + d, NAN);
+                    for (int64_t d = 0; d < c->value_dim; d++)
+                        put(t, values, slot * c->value_dim + d, NAN);
+                }
+        int64_t stride = c->heads * c->key_dim + 16;
+        void *query = random_numbers(t, tokens * stride, 1);
+        void *out = allocate(tokens * c->heads * c->value_dim * SIZES[t]);
+        float *sinks = allocate(c->heads * sizeof *sinks), scaling = 1 / sqrtf(c->key_dim);
+        for (int64_t h = 0; h < c->heads; h++) sinks[h] = normal();
+        paged_attention(query, stride, c->key_dim, out, keys, values, table, width, starts, lengths,
+                        ROWS, c->heads, c->kv_heads, c->key_dim, c->value_dim, c->block_size,
+                        scaling, c->window, c->softcap, c->has_sinks ? sinks : 0);
+        for (int r = 0; r < ROWS; r++)
+            for (int64_t token = 0; token < rows[r][0]; token++)
+                for (int64_t h = 0; h < c->heads; h++) {
+                    double expected[512], scale[512];
+                    int64_t last = lengths[r] - rows[r][0] + token + 1;
+                    int64_t first = c->window && last > c->window ? last - c->window : 0;
+                    attend(t, c, query, (starts[r] + token) * stride + h * c->key_dim, scaling, keys,
+                           values, table + r * width, h, first, last, c->has_sinks ? sinks : 0,
+                           expected, scale);
+                    for (int64_t d = 0; d < c->value_dim; d++) {
+                        int64_t at = ((starts[r] + token) * c->heads + h) * c->value_dim + d;
+                        // weights of keys may be rounded as the result is
+                        double rounding = t == BF16 ? ROUNDING[t] * scale[d] / SUMMING : 0;
+                        compare(t, "out", at, get(t, out, at), expected[d], scale[d] + rounding, 1);
+                    }
+                }
+        end();
+    }
+}
+
+int main(int count, char **arguments) {
+    list_values();
+    dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);  // the kernels bring no OpenMP of their own
+    library = count > 1 ? dlopen(arguments[1], RTLD_NOW) : 0;
+    if (!library) {
+        fprintf(stderr, "usage: check_kernels LIBRARY: %s\n", count > 1 ? dlerror() : "none given");
+        return 2;
+    }
+    for (type t = F32; t < TYPES; t++) {
+        check_norms(t);
+        check_gates(t);
+        check_store(t);
+        check_rope(t);
+        check_attention(t);
+    }
+    printf("%d passed, %d failed\n", num_passed, num_failed);
+    return num_failed > 0;
+}
