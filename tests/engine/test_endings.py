@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
@@ -16,7 +17,6 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput
-from policies.chunked_prefill import ChunkedPrefillScheduler
 
 T = TypeVar("T")
 

@@ -82,7 +82,7 @@ async def test_a_dead_engine_ends_streams_and_refuses_with_503(start_server, num
 
 
 FAILING = """
-from policies.fcfs import FCFSScheduler
+from aioserve.policies.fcfs import FCFSScheduler
 
 
 class Failing(FCFSScheduler):
