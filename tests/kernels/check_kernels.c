@@ -475,6 +475,286 @@ static void check_attention(type t) {
     }
 }
 
+// Products and whole passes
+
+typedef struct {
+    const void *weight, *bias;
+    int64_t in, out;
+} linear;
+
+typedef void linear_function(const linear *, const void *, void *, int64_t);
+
+// [out / panel][in / depth][panel][depth], zeros at the end.
+static linear pack(const int64_t *panel, type t, const void *weight, const void *bias, int64_t in,
+                   int64_t out) {
+    int64_t panels = (out + panel[0] - 1) / panel[0], padded = panels * panel[0];
+    char *packed = allocate(padded * in * SIZES[t]), *padded_bias = allocate(padded * SIZES[t]);
+    memset(packed, 0, padded * in * SIZES[t]);
+    memset(padded_bias, 0, padded * SIZES[t]);
+    for (int64_t o = 0; o < out; o++)
+        for (int64_t i = 0; i < in; i++) {
+            int64_t at = (o / panel[0] * (in / panel[1]) + i / panel[1]) * panel[0] + o % panel[0];
+            memcpy(packed + (at * panel[1] + i % panel[1]) * SIZES[t],
+                   (const char *)weight + (o * in + i) * SIZES[t], SIZES[t]);
+        }
+    if (bias) memcpy(padded_bias, bias, out * SIZES[t]);
+    return (linear){packed, bias ? padded_bias : 0, in, out};
+}
+
+static void check_linear(type t) {
+    linear_function *product = function("linear", t);
+    const int64_t *panel = function("panel", t);
+    if (!product || !panel) return;
+    const int64_t sizes[][3] = {{16, 1, 1},   {48, 70, 2},   {144, 129, 3}, {272, 65, 6},
+                                {16, 200, 7}, {272, 129, 4}, {528, 33, 24}, {272, 67, 25},
+                                {48, 70, 201}};
+    for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int has_bias = 0; has_bias < 2; has_bias++) {
+            int64_t in = sizes[i][0], out = sizes[i][1], rows = sizes[i][2];
+            begin("linear_%s %d rows, %d to %d%s", SUFFIXES[t], (int)rows, (int)in, (int)out,
+                  has_bias ? ", bias" : "");
+            void *weight = random_numbers(t, out * in, 0.3), *x = random_numbers(t, rows * in, 1);
+            void *bias = has_bias ? random_numbers(t, out, 1) : 0;
+            char *y = allocate((rows * out + 64) * SIZES[t]), *row = allocate(out * SIZES[t]);
+            linear layer = pack(panel, t, weight, bias, in, out);
+            product(&layer, x, y, rows);
+            for (int64_t j = 0; j < rows * out; j++) {
+                double v = has_bias ? get(t, bias, j % out) : 0, scale = fabs(v);
+                for (int64_t k = 0; k < in; k++) {
+                    double term = get(t, x, j / out * in + k) * get(t, weight, j % out * in + k);
+                    v += term, scale += fabs(term);
+                }
+                compare(t, "out", j, get(t, y, j), v, scale, 1);
+            }
+            for (int64_t j = 0; j < 64 * SIZES[t]; j++)
+                if (y[rows * out * SIZES[t] + j] != 0x5a) fail("it wrote beyond its end");
+            int64_t last = (rows - 1) * SIZES[t];
+            product(&layer, (char *)x + last * in, row, 1);
+            if (memcmp(row, y + last * out, out * SIZES[t])) fail("a row alone has other bits");
+            end();
+        }
+}
+
+typedef struct {
+    linear qkv, output, gate_up, down;
+    const void *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *cos_sin;
+    void *key_cache, *value_cache;
+    int64_t q_heads, kv_heads, head_dim, block_size, window, is_gelu;
+    float input_eps, post_eps, head_eps, scaling, softcap;
+} decoder_layer;
+
+typedef struct {
+    const void *embedding;
+    const decoder_layer *layers;
+    const void *norm;
+    linear head;
+    int64_t num_layers, hidden, intermediate, wide;
+    float eps;
+} decoder;
+
+typedef struct {
+    const int64_t *input_ids, *positions, *slots, *query_start_loc, *seq_lens, *sampling;
+    const int32_t *block_table;
+    int64_t tokens, rows, table_width, num_sampling;
+} decoder_step;
+
+typedef void decode_function(const decoder *, const decoder_step *, void *, void *);
+
+// The same weights as they were before they were packed.
+typedef struct {
+    const void *weights[4], *biases[4];
+} plain_layer;
+
+enum { QKV, OUTPUT, GATE_UP, DOWN };
+
+static void multiply(type t, const void *weight, const void *bias, int64_t in, int64_t out,
+                     const void *x, void *y, int64_t rows) {
+    for (int64_t j = 0; j < rows * out; j++) {
+        double v = bias ? get(t, bias, j % out) : 0;
+        for (int64_t k = 0; k < in; k++)
+            v += get(t, x, j / out * in + k) * get(t, weight, j % out * in + k);
+        put(t, y, j, v);
+    }
+}
+
+static void normalize(type t, const void *x, const void *weight, int64_t n, void *y, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++) {
+        double squares = 0;
+        for (int64_t j = 0; j < n; j++) squares += square(get(t, x, row * n + j));
+        for (int64_t j = 0; j < n; j++)
+            put(t, y, row * n + j, get(t, x, row * n + j) / sqrt(squares / n + 1e-5) *
+                                       get(t, weight, j));
+    }
+}
+
+// All that follows the embedding, one operation at a time, on `residual` [tokens, hidden] and on
+// caches that are this function's own.
+static void pass(type t, const decoder *model, const plain_layer *plain, const decoder_step *step,
+                 void *residual, void *const *keys, void *const *values) {
+    const int64_t tokens = step->tokens, hidden = model->hidden, inner = model->intermediate;
+    void *normed = allocate(tokens * hidden * SIZES[t]), *added = allocate(tokens * hidden * SIZES[t]);
+    void *wide = allocate(tokens * model->wide * SIZES[t]);
+    void *narrow = allocate(tokens * model->wide * SIZES[t]);
+    for (int64_t i = 0; i < model->num_layers; i++) {
+        const decoder_layer *layer = model->layers + i;
+        const int64_t dim = layer->head_dim, heads = layer->q_heads, kv_heads = layer->kv_heads;
+        const int64_t width = layer->qkv.out;
+        const attention_case c = {heads, kv_heads, dim, dim, layer->block_size,
+                                  layer->window, layer->softcap, 0};
+        normalize(t, residual, layer->input_norm, hidden, normed, tokens);
+        multiply(t, plain[i].weights[QKV], plain[i].biases[QKV], hidden, width, normed, wide, tokens);
+        for (int64_t token = 0; token < tokens; token++)
+            for (int64_t h = 0; h < heads + 2 * kv_heads; h++) {
+                double out[512], scale[512];
+                int64_t at = token * width + h * dim, slot = step->slots[token];
+                slot = (slot / layer->block_size * kv_heads + (h - heads) % kv_heads) *
+                           layer->block_size + slot % layer->block_size;
+                if (h < heads + kv_heads) {
+                    turn(t, wide, at, h < heads ? layer->q_norm : layer->k_norm,
+                         layer->cos_sin + step->positions[token] * dim, dim, out, scale);
+                    for (int64_t d = 0; d < dim; d++) put(t, wide, at + d, out[d]);
+                }
+                for (int64_t d = 0; h >= heads && d < dim; d++)
+                    put(t, (h < heads + kv_heads ? keys : values)[i], slot * dim + d,
+                        get(t, wide, at + d));
+            }
+        for (int64_t row = 0; row < step->rows; row++)
+            for (int64_t token = step->query_start_loc[row];
+                 token < step->query_start_loc[row + 1]; token++)
+                for (int64_t h = 0; h < heads; h++) {
+                    double out[512], scale[512];
+                    int64_t last = step->seq_lens[row] - (step->query_start_loc[row + 1] - token) + 1;
+                    int64_t first = c.window && last > c.window ? last - c.window : 0;
+                    attend(t, &c, wide, token * width + h * dim, layer->scaling, keys[i], values[i],
+                           step->block_table + row * step->table_width, h, first, last, 0, out,
+                           scale);
+                    for (int64_t d = 0; d < dim; d++)
+                        put(t, narrow, (token * heads + h) * dim + d, out[d]);
+                }
+        for (int part = OUTPUT; part <= DOWN; part += DOWN - OUTPUT) {
+            multiply(t, plain[i].weights[part], plain[i].biases[part],
+                     part == OUTPUT ? heads * dim : inner, hidden, narrow, added, tokens);
+            for (int64_t j = 0; j < tokens * hidden; j++)
+                put(t, residual, j, get(t, residual, j) + get(t, added, j));
+            if (part == DOWN) break;
+            normalize(t, residual, layer->post_norm, hidden, normed, tokens);
+            multiply(t, plain[i].weights[GATE_UP], plain[i].biases[GATE_UP], hidden, 2 * inner,
+                     normed, wide, tokens);
+            for (int64_t j = 0; j < tokens * inner; j++) {
+                double gate = get(t, wide, j / inner * 2 * inner + j % inner);
+                double up = get(t, wide, j / inner * 2 * inner + inner + j % inner);
+                put(t, narrow, j, (layer->is_gelu ? gelu_tanh(gate) : silu(gate)) * up);
+            }
+        }
+    }
+    normalize(t, residual, model->norm, hidden, normed, tokens);
+    memcpy(residual, normed, tokens * hidden * SIZES[t]);
+}
+
+static void check_decode(type t) {
+    decode_function *decode = function("decode", t);
+    const int64_t *panel = function("panel", t);
+    if (!decode || !panel) return;
+    enum { LAYERS = 2, HIDDEN = 80, HEADS = 4, KV_HEADS = 2, INNER = 112, VOCABULARY = 101 };
+    // Of the norm of all logits; sums that differ in their last bits are rounded apart, and on.
+    const double most[] = {2e-5, 0.03, 0.004};
+    const int64_t rows[][2] = {{1, 9}, {5, 5}, {3, 21}, {1, 1}, {18, 40}}, block_size = 4;
+    enum { ROWS = 5, TOKENS = 28, WIDTH = 10, POSITIONS = 64 };
+    for (int kind = 0; kind < 4; kind++) {
+        const int has_norms = kind & 1, is_gelu = kind & 1, has_bias = kind >> 1;
+        const int64_t dim = kind ? 16 : 32, window = kind == 2 ? 6 : 0;
+        const float softcap = kind == 3 ? 4 : 0;
+        begin("decode_%s heads of %d%s%s%s%s", SUFFIXES[t], (int)dim, has_norms ? ", norms, gelu" : "",
+              has_bias ? ", biases" : "", window ? ", window" : "", softcap > 0 ? ", soft cap" : "");
+        const int64_t width = (HEADS + 2 * KV_HEADS) * dim;
+        const int64_t sizes[][2] = {{HIDDEN, width}, {HEADS * dim, HIDDEN}, {HIDDEN, 2 * INNER},
+                                    {INNER, HIDDEN}};
+        const int64_t numbers = ROWS * WIDTH * KV_HEADS * block_size * dim;
+        decoder_layer layers[LAYERS];
+        plain_layer plain[LAYERS];
+        void *keys[LAYERS], *values[LAYERS];
+        float *cos_sin = allocate(POSITIONS * dim * sizeof *cos_sin);
+        for (int64_t p = 0; p < POSITIONS; p++)
+            for (int64_t d = 0; d < dim / 2; d++) {
+                double angle = p * pow(100, -2. * d / dim);
+                cos_sin[p * dim + d] = cos(angle), cos_sin[p * dim + dim / 2 + d] = sin(angle);
+            }
+        for (int i = 0; i < LAYERS; i++) {
+            linear *parts[] = {&layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down};
+            layers[i] = (decoder_layer){
+                .input_norm = random_numbers(t, HIDDEN, 1),
+                .post_norm = random_numbers(t, HIDDEN, 1),
+                .q_norm = has_norms ? random_numbers(t, dim, 1) : 0,
+                .k_norm = has_norms ? random_numbers(t, dim, 1) : 0,
+                .cos_sin = cos_sin,
+                .key_cache = random_numbers(t, numbers, 1),
+                .value_cache = random_numbers(t, numbers, 1),
+                .q_heads = HEADS, .kv_heads = KV_HEADS, .head_dim = dim, .block_size = block_size,
+                .window = window, .is_gelu = is_gelu, .softcap = softcap, .scaling = 1 / sqrtf(dim),
+                .input_eps = 1e-5f, .post_eps = 1e-5f, .head_eps = 1e-5f,
+            };
+            keys[i] = copy(layers[i].key_cache, numbers * SIZES[t]);
+            values[i] = copy(layers[i].value_cache, numbers * SIZES[t]);
+            for (int part = 0; part < 4; part++) {
+                int64_t in = sizes[part][0], out = sizes[part][1];
+                plain[i].weights[part] = random_numbers(t, in * out, 1 / sqrt(in));
+                plain[i].biases[part] = has_bias ? random_numbers(t, out, 0.1) : 0;
+                *parts[part] = pack(panel, t, plain[i].weights[part], plain[i].biases[part], in, out);
+            }
+        }
+        void *head = random_numbers(t, VOCABULARY * HIDDEN, 0.2);
+        decoder model = {
+            .embedding = random_numbers(t, VOCABULARY * HIDDEN, 1), .layers = layers,
+            .norm = random_numbers(t, HIDDEN, 1), .num_layers = LAYERS, .hidden = HIDDEN,
+            .intermediate = INNER, .wide = width > 2 * INNER ? width : 2 * INNER, .eps = 1e-5f,
+            .head = pack(panel, t, head, 0, HIDDEN, VOCABULARY),
+        };
+        int64_t ids[TOKENS], positions[TOKENS], slots[TOKENS], starts[ROWS + 1], lengths[ROWS];
+        int64_t *order = shuffled(ROWS * WIDTH), tokens = 0, sampling[] = {0, 5, 8, 9, 26, 27};
+        int32_t table[ROWS * WIDTH];
+        for (int b = 0; b < ROWS * WIDTH; b++) table[b] = order[b];
+        for (int r = 0; r < ROWS; r++) {
+            starts[r] = tokens, lengths[r] = rows[r][1];
+            for (int64_t p = rows[r][1] - rows[r][0]; p < rows[r][1]; p++, tokens++) {
+                ids[tokens] = below(VOCABULARY), positions[tokens] = p;
+                slots[tokens] = table[r * WIDTH + p / block_size] * block_size + p % block_size;
+            }
+        }
+        starts[ROWS] = tokens;
+        decoder_step step = {ids, positions, slots, starts, lengths, sampling, table, TOKENS, ROWS,
+                             WIDTH, sizeof sampling / sizeof *sampling};
+        void *residual = allocate(TOKENS * HIDDEN * SIZES[t]), *expected;
+        for (int j = 0; j < TOKENS; j++)
+            memcpy((char *)residual + j * HIDDEN * SIZES[t],
+                   (const char *)model.embedding + ids[j] * HIDDEN * SIZES[t], HIDDEN * SIZES[t]);
+        pass(t, &model, plain, &step, residual, keys, values);
+        expected = allocate(TOKENS * VOCABULARY * SIZES[t]);
+        multiply(t, head, 0, HIDDEN, VOCABULARY, residual, expected, TOKENS);
+        void *scratch = allocate(TOKENS * 2 * (HIDDEN + model.wide) * SIZES[t]);
+        void *logits = allocate(TOKENS * VOCABULARY * SIZES[t]);
+        decode(&model, &step, scratch, logits);
+        double error = 0, size = 0;
+        for (int64_t j = 0; j < step.num_sampling * VOCABULARY; j++) {
+            double right = get(t, expected, sampling[j / VOCABULARY] * VOCABULARY + j % VOCABULARY);
+            error += square(get(t, logits, j) - right), size += square(right);
+        }
+        if (!(sqrt(error / size) <= most[t])) fail("logits differ by %.3g", sqrt(error / size));
+        error = size = 0;
+        for (int64_t j = 0; j < numbers; j++) {  // also what nobody may have touched
+            error += square(get(t, layers[1].key_cache, j) - get(t, keys[1], j));
+            size += square(get(t, keys[1], j));
+        }
+        if (!(sqrt(error / size) <= most[t])) fail("keys differ by %.3g", sqrt(error / size));
+        step.num_sampling = 0;
+        memset(logits, 0x5a, VOCABULARY * SIZES[t]);
+        decode(&model, &step, scratch, logits);
+        for (int64_t j = 0; j < VOCABULARY * SIZES[t]; j++)
+            if (((char *)logits)[j] != 0x5a) fail("it wrote logits that nobody wants");
+        end();
+    }
+}
+
 int main(int count, char **arguments) {
     list_values();
     dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);  // the kernels bring no OpenMP of their own
@@ -489,6 +769,8 @@ int main(int count, char **arguments) {
         check_store(t);
         check_rope(t);
         check_attention(t);
+        check_linear(t);
+        check_decode(t);
     }
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed > 0;

@@ -35,7 +35,7 @@ def test_every_kernel_gives_what_loops_over_numbers_give(program: str, variant: 
     result = processes.run(program, str(extension(variant)))
     assert result.returncode == 0, result.stdout + result.stderr
     passed, failed = result.stdout.splitlines()[-1].split(" passed, ")
-    assert int(passed) > 100
+    assert int(passed) > 150
     assert failed == "0 failed"
 
 
