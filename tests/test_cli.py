@@ -18,6 +18,7 @@ import pytest
 from aioserve.cli import COMMANDS, build_parser, load_config, main
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import ConfigError
+from aioserve.scheduler import available_policies
 from tests import processes
 from tests.processes import PATIENCE, serving, until
 
@@ -113,6 +114,15 @@ def test_a_bad_file_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load("--config", str(path))
     assert str(path) in str(caught.value)
+
+
+def test_help_lists_every_policy_with_a_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in available_policies():
+        (line,) = [line for line in lines if line.startswith(f"  {name} ")]
+        assert len(line.split()) > 4
 
 
 def test_help_and_version_load_nothing_heavy():

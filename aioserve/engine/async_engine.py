@@ -46,6 +46,7 @@ from aioserve.scheduler import (
     load_policy,
     make_successor,
 )
+from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.recording import RecordingScheduler
 from aioserve.scheduler.shadow import Shadow, ShadowedScheduler
 
@@ -193,12 +194,13 @@ class AsyncEngine:
         make_scheduler: Callable[..., SchedulerInterface] = policy
         if self.config.scheduler.decision_log is not None:
             make_scheduler = recorded(policy)
-        scheduler = make_scheduler(
-            self.config.scheduler,
-            kv_cache,
-            max_model_len=self.max_model_len,
-            clock=self._clock,
-        )
+        with blamed(policy, "__init__()"):
+            scheduler = make_scheduler(
+                self.config.scheduler,
+                kv_cache,
+                max_model_len=self.max_model_len,
+                clock=self._clock,
+            )
         if self.config.shadow.shadow_policy is not None:
             scheduler = self._watched(scheduler, kv_cache.pool.num_blocks)
         self._input_processor = InputProcessor(
@@ -235,7 +237,8 @@ class AsyncEngine:
                 enable_prefix_caching=cache.enable_prefix_caching,
                 watermark=cache.watermark,
             )
-            return policy(settings, kv_cache, max_model_len=self.max_model_len, clock=clock)
+            with blamed(policy, "__init__()"):
+                return policy(settings, kv_cache, max_model_len=self.max_model_len, clock=clock)
 
         self._shadow = Shadow(
             make_scheduler, self.metrics.shadow, max_share=self.config.shadow.shadow_max_share

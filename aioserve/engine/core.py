@@ -14,7 +14,7 @@ from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOut
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import place
+from aioserve.scheduler.blame import describe_result, place
 from aioserve.scheduler.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class EngineCore:
             if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
                 raise PolicyError(
                     f"policy {self._policy}: schedule() must return the output() of a new step, "
-                    f"got {output!r:.100}"
+                    f"got {describe_result(output)}"
                 )
             return output
         except Exception as error:

@@ -220,8 +220,8 @@ def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    cause = first.__cause__
-    if isinstance(cause, AioserveError):
-        return cause
     assert isinstance(first, AioserveError)
-    return first if cause is None else RequestFailedError(f"{first}: {cause!r}")
+    cause = first.__cause__
+    if cause is None or not isinstance(first, RequestFailedError):
+        return first
+    return cause if isinstance(cause, AioserveError) else RequestFailedError(f"{first}: {cause!r}")

@@ -23,6 +23,7 @@ from aioserve.outputs import (
 )
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
+from aioserve.scheduler.blame import place
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
@@ -149,6 +150,8 @@ class BaseScheduler(SchedulerInterface):
     @classmethod
     def parse_options(cls, options: dict[str, Any]) -> PolicyOptions:
         """The policy's `Options` from plain data; raises `ConfigError` that names the option."""
+        if not (isinstance(cls.Options, type) and issubclass(cls.Options, PolicyOptions)):
+            raise ConfigError(f"policy {cls.__name__}: its Options must derive from PolicyOptions")
         try:
             return msgspec.convert(options, cls.Options)
         except msgspec.ValidationError as error:
@@ -457,6 +460,7 @@ class BaseScheduler(SchedulerInterface):
         except Exception as error:
             raise PolicyError(
                 f"policy {type(self).__name__} raised {error!r} in order()"
+                f"{place(error, type(self))}"
             ) from error
 
     def _line_up(self, request: Request) -> None:

@@ -1,12 +1,18 @@
-"""Where in a policy's own code an error was raised: what its author has to look at.
+"""Says what a policy did wrong, and where in its own code: what its author has to look at.
 
-Knows tracebacks. Knows nothing about schedulers.
+Knows tracebacks and common slips. Knows nothing about the state of a scheduler.
 """
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from aioserve.errors import AioserveError, PolicyError
+from aioserve.scheduler.step import Step
 
 
 def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:
@@ -34,3 +40,25 @@ def place(error: BaseException, policy: type) -> str:
     """`" (mine.py:12)"`; "" if no line of it was running. No folder: clients may read it."""
     line = find_line(error, policy)
     return "" if line is None else f" ({Path(line.filename).name}:{line.lineno})"
+
+
+@contextmanager
+def blamed(policy: type, method: str) -> Iterator[None]:
+    """What the policy raises in the block is a `PolicyError` with its line; errors of ours pass."""
+    try:
+        yield
+    except AioserveError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"policy {policy.__name__} raised {error!r} in {method}{place(error, policy)}"
+        ) from error
+
+
+def describe_result(result: Any) -> str:
+    """What `schedule` returned in place of a plan, and what was probably meant."""
+    if result is None:
+        return "None (is `return step.output()` missing?)"
+    if isinstance(result, Step):
+        return "the step itself (return its output())"
+    return f"{result!r:.100}"

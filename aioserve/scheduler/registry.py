@@ -60,7 +60,8 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
         raise ConfigError(f"policy {spec!r} is not a SchedulerInterface; derive from BaseScheduler")
     if policy.__abstractmethods__:
         missing = ", ".join(sorted(policy.__abstractmethods__))
-        raise ConfigError(f"policy {spec!r} does not implement {missing}")
+        written = did_you_mean(missing, vars(policy)).replace("did you mean", "is it")
+        raise ConfigError(f"policy {spec!r} does not implement {missing}{written}")
     return policy
 
 

@@ -164,6 +164,10 @@ class Step:
         if max_tokens is not None:
             limit = min(limit, max_tokens)
         if request not in scheduler.waiting:
+            if not isinstance(request, Request):  # which no policy would notice but by a stall
+                raise PolicyError(
+                    f"policy {type(scheduler).__name__}: admit() takes a Request, got {request!r}"
+                )
             return 0
         if request in self._preempted:
             return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step

@@ -7,6 +7,7 @@ over, and what stays behind, is said by `BaseScheduler.take_over`.
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, ConfigError, PolicyError
 from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.blame import place
 from aioserve.scheduler.interface import SchedulerInterface
 
 
@@ -31,6 +32,6 @@ def make_successor(
         if isinstance(error, AioserveError):
             raise
         raise PolicyError(
-            f"policy {policy.__name__} raised {error!r} while it took over"
+            f"policy {policy.__name__} raised {error!r} while it took over{place(error, policy)}"
         ) from error
     return new

@@ -18,6 +18,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import blamed
 from aioserve.testing.calls import Call, make_calls, recorded
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.memory import Drafter, KVMemory
@@ -94,9 +95,10 @@ class SchedulerHarness:
             record_events=True,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
-        self.scheduler = make_scheduler(
-            self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
-        )
+        with blamed(policy, "__init__()"):
+            self.scheduler = make_scheduler(
+                self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
+            )
         self.memory = KVMemory(
             num_blocks,
             block_size,

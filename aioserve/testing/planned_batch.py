@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from aioserve.config import SchedulerConfig
+from aioserve.scheduler.blame import describe_result
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.violation import ContractViolation
@@ -84,7 +85,7 @@ class PlannedBatch:
         if not isinstance(output, SchedulerOutput):
             raise ContractViolation(
                 f"step {self._last_step_id + 1}: schedule() must return a SchedulerOutput, got "
-                f"{output!r:.100}"
+                f"{describe_result(output)}"
             )
         where, scheduled = f"step {output.step_id}", output.num_scheduled_tokens
         if output.step_id <= self._last_step_id:

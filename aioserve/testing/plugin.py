@@ -91,12 +91,14 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Instead of a traceback through the kit: the rule, and the story that the error carries."""
     report = yield
-    notes = getattr(call.excinfo and call.excinfo.value, "__notes__", None)
-    if report.failed and notes and call.excinfo is not None and _is_of_contract(item):
+    error = None if call.excinfo is None else call.excinfo.value
+    is_ours = type(error).__module__.startswith("aioserve.")
+    if report.failed and is_ours and _is_of_contract(item):
         if (policy := _given_policy(item)) is not None:
             item.config.stash[BROKEN].add(policy)
         if item.config.getoption("tbstyle") == "auto":
-            lines = "\n".join([str(call.excinfo.value), *notes]).splitlines()
+            notes = getattr(error, "__notes__", [])
+            lines = "\n".join([str(error), *notes]).splitlines()
             program = lines.index("To reproduce:") if "To reproduce:" in lines else len(lines)
             told = [_wrapped(line) for line in lines[:program]]
             report.longrepr = "\n".join(told + lines[program:])

@@ -1,5 +1,7 @@
 """Models, health, metrics and version."""
 
+import pytest
+
 import aioserve
 
 
@@ -57,6 +59,48 @@ async def test_the_policy_of_a_running_server_can_be_switched(start_server):
             assert refused.status == 400
             assert message in refused.json()["error"]["message"]
         assert server.engine.config.scheduler.policy == "priority"
+
+
+POLICY = """
+from aioserve.policies.fcfs import FCFSScheduler
+class Mine(FCFSScheduler):
+    number = {number}
+    {line}
+"""
+
+
+async def test_a_policys_file_that_was_edited_is_read_again(start_server, tmp_path):
+    path = tmp_path / "mine.py"
+    async with start_server(server={"enable_admin": True}) as server:
+        for number in range(3):
+            path.write_text(POLICY.format(number=number, line=""))
+            body = {"policy": str(path)}
+            assert (await server.request("POST", "/admin/policy", json=body)).status == 200
+            assert server.engine._core.scheduler.number == number
+            assert (await server.complete(max_tokens=3)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("def x(:", "mine.py:5: cannot import the policy: SyntaxError"),
+        ("import nowhere", "mine.py:5: cannot import the policy: ModuleNotFoundError"),
+        ("def __init__(self, *a, **k): 1 / 0", "ZeroDivisionError('division by zero')"),
+        ("schedule = 1 / 0", "mine.py:5: cannot import the policy: ZeroDivisionError"),
+    ],
+)
+async def test_a_policys_file_that_is_wrong_is_a_400_with_its_line(
+    line, message, start_server, tmp_path
+):
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY.format(number=0, line=line))
+    async with start_server(server={"enable_admin": True}) as server:
+        body = {"policy": f"{path}:Mine"}
+        refused = await server.request("POST", "/admin/policy", json=body)
+        assert refused.status == 400
+        assert message in refused.json()["error"]["message"]
+        assert server.engine.config.scheduler.policy == "chunked_prefill"
+        assert (await server.complete(max_tokens=3)).status == 200
 
 
 async def test_the_prefix_cache_can_be_reset(start_server):
