@@ -15,7 +15,7 @@ from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler import BaseScheduler, RequestQueue, Step, load_policy
+from aioserve.scheduler import BaseScheduler, RequestQueue, Step, load_policy, make_successor
 
 HERE = Path(__file__).parent
 
@@ -41,7 +41,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "What you write: `BaseScheduler`",
         BaseScheduler,
-        ["schedule", "order", "victim", "add_request", "update_from_output", "take_over"],
+        ["schedule", "order", "victim", "add_request", "update_from_output"],
     ),
     (
         "What you have: `self`",
@@ -50,6 +50,11 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "num_steps"),
             *("max_num_seqs", "max_num_batched_tokens"),
         ],
+    ),
+    (
+        "One policy after another: `BaseScheduler`",
+        BaseScheduler,
+        ["take_over", "get_request", "get_requests"],
     ),
     ("The step: `Step`", Step, None),
     ("A request: `Request`", Request, None),
@@ -101,6 +106,8 @@ def render() -> str:
         found = _members(cls)
         for name in found if names is None else names:
             parts.append(found[name])
+            if name == "take_over":
+                parts.append(f"- `make_successor`, a function: {_prose(make_successor.__doc__)}")
         parts.append("")
     for enum in (RequestStatus, WaitReason):
         parts.append(f"## `{enum.__name__}`\n\n{_prose(enum.__doc__)}\n")

@@ -10,6 +10,8 @@ from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt, Schedu
 class ChunkedPrefillScheduler(BaseScheduler):
     """Decodes first, then prompts in chunks, until the step is full."""
 
+    admits_in_order = "all"
+
     class Options(PolicyOptions):
         chunk_size: PositiveInt = 512  # tokens per step, decodes included
 

@@ -30,6 +30,8 @@ FORGET_EVERY = 256  # steps
 class FairScheduler(BaseScheduler):
     """Decodes, running prompts, then the next request of the client that was served least."""
 
+    admits_in_order = "user"
+
     class Options(PolicyOptions):
         input_weight: PositiveFloat = 1.0  # charge for a prompt token that is computed
         output_weight: PositiveFloat = 2.0  # charge for a generated token

@@ -10,6 +10,7 @@ from aioserve.scheduler import BaseScheduler, SchedulerOutput
 class FCFSScheduler(BaseScheduler):
     """Everybody who runs, then whole prompts while they fit."""
 
+    admits_in_order = "all"
     runs_whole_prompts = True
 
     def schedule(self) -> SchedulerOutput:

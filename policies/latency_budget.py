@@ -30,6 +30,8 @@ INCREASE = 32  # prompt tokens by which the budget grows after a step in time, b
 class LatencyBudgetScheduler(BaseScheduler):
     """Decodes, then prompts for as long as the step is predicted to be in time."""
 
+    admits_in_order = "all"
+
     class Options(PolicyOptions):
         target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
         min_prefill_tokens: PositiveInt = 16  # prompts get so much, whatever the decodes take

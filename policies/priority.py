@@ -15,6 +15,8 @@ order_key = attrgetter("order_key")
 class PriorityScheduler(BaseScheduler):
     """The most urgent requests run, whoever came first."""
 
+    admits_in_order = "all"
+
     def order(self, request: Request) -> tuple[int, float]:
         return (request.priority, request.arrival_time)
 

@@ -80,7 +80,7 @@ def test_the_comparison_of_the_page_runs(environment: dict[str, str]) -> None:
 
 
 def test_the_page_shows_the_files_of_the_package() -> None:
-    policy, contract = blocks("python")
+    policy, contract, _ = blocks("python")  # the last one is run beside the harness
     assert policy == (EXAMPLE / "aioserve_shortest_first/policy.py").read_text()
     assert contract.rstrip() in (EXAMPLE / "tests/test_shortest_first.py").read_text().replace(
         "from aioserve.testing import SchedulerHarness\n", ""

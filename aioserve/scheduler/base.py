@@ -6,7 +6,7 @@ Knows requests, counts, blocks and steps. Knows nothing about text, tensors, tas
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -48,6 +48,9 @@ class BaseScheduler(SchedulerInterface):
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     #: True if the policy never splits a prompt: a step must then hold the longest one.
     runs_whole_prompts: ClassVar[bool] = False
+    #: What the policy promises of `order`, and the contract checks: that nobody is admitted while
+    #: somebody with a smaller key waits, among "all" or those of one "user". None: no promise.
+    admits_in_order: ClassVar[Literal["all", "user"] | None] = None
 
     def __init__(
         self,

@@ -215,6 +215,38 @@ class ThrowsOutThePrompts(SoundScheduler):
         return step.output()
 
 
+@caught_by(r"step \d+: \w+ is admitted, but \w+ stands before it and waits")
+class LetsNewcomersPass(SoundScheduler):
+    """Promises an order, and goes on with the next when one does not fit."""
+
+    admits_in_order = "all"
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.run(request)
+        for request in self.waiting:
+            step.admit(request)
+        return step.output()
+
+
+@caught_by(r"ForgetsWhoRan raised KeyError\(.*\) in schedule\(\)")
+class ForgetsWhoRan(SoundScheduler):
+    """Counts service by user from the admission on, which those do not have whom it took over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.served: dict[str, int] = {}
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            self.served[request.user] += step.run(request)
+        for request in self.waiting:
+            self.served[request.user] = self.served.get(request.user, 0) + step.admit(request)
+        return step.output()
+
+
 @caught_by(r"PreemptsNobody: victim\(\) must return a running request, got None")
 class PreemptsNobody(SoundScheduler):
     """Has no victim when blocks run out."""

@@ -13,15 +13,16 @@ from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError
 
 if TYPE_CHECKING:
     from aioserve.testing.harness import SchedulerHarness
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-#: What the door of a scheduler may raise; the harness checks that nothing remains.
-REFUSALS = (EngineOverloadedError, RequestError)
+#: What the door of a scheduler may raise, or a switch of the policy; the harness checks that
+#: nothing remains.
+REFUSALS = (ConfigError, EngineOverloadedError, RequestError)
 LINE_LENGTH = 100
 
 
@@ -52,7 +53,7 @@ def recorded(method: Method) -> Method:
         self.is_in_call = True
         try:
             return method(self, *args, **kwargs)
-        except REFUSALS as error:
+        except refusals(self) as error:
             self.calls[-1].refusal = type(error).__name__
             raise
         finally:
@@ -61,11 +62,16 @@ def recorded(method: Method) -> Method:
     return cast(Method, call)
 
 
+def refusals(harness: "SchedulerHarness") -> tuple[type[Exception], ...]:
+    """What a call of this harness may raise that breaks no rule."""
+    return (*REFUSALS, PolicyError) if harness.tolerates_errors else REFUSALS
+
+
 def make_calls(harness: "SchedulerHarness", calls: Iterable[Call]) -> None:
     """Make the calls on a new harness, but for those that nobody could make as things stand."""
     for call in calls:
         if _is_possible(harness, call.method):
-            with suppress(*REFUSALS):
+            with suppress(*refusals(harness)):
                 getattr(harness, call.method)(**call.arguments)
 
 
@@ -130,7 +136,8 @@ def _literal(value: Any, used: set[str]) -> str:
         used.add(_import(type(value)))
         return f"{type(value).__name__}.{value.name}"
     if callable(value):
-        used.add(_import(value))
+        if not value.__module__.startswith("aioserve_policy_"):  # from a file: loaded above
+            used.add(_import(value))
         return str(value.__name__)
     if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         runs = [(number, len(list(same))) for number, same in groupby(value)]

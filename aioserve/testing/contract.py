@@ -10,7 +10,7 @@ From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MySched
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,12 +21,14 @@ except ModuleNotFoundError as error:
         "the contract of scheduler policies needs pytest: pip install aioserve[test]"
     ) from error
 
+from aioserve.errors import EngineOverloadedError
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
-from aioserve.scheduler import SchedulerInterface
+from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
 from aioserve.testing.story import told
+from aioserve.testing.successors import FAILURES, sound_policies
 from aioserve.testing.violation import ContractViolation
 
 
@@ -161,6 +163,52 @@ class PolicyContract:
             for name, end in harness.finished.items():
                 if end is FinishReason.TIMEOUT and harness.tokens[name]:
                     raise ContractViolation(f"{name} was served, and ended with a queue timeout")
+
+    def test_nobody_gets_the_place_of_one_who_stands_before_him(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Too few seats and blocks for all, so that many are preempted; what the policy promises
+        with `admits_in_order` is checked at every step.
+        """
+        for num_seats, num_blocks in ((2, 9), (3, 9), (3, 12), (4, 15)):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=num_blocks,
+                max_num_seqs=num_seats,
+                max_model_len=36,
+                watermark=0,
+            ) as harness:
+                for i in range(12):
+                    with suppress(EngineOverloadedError):  # a policy may refuse whom it likes
+                        harness.add_request(
+                            f"r{i}",
+                            [i] * (3 + 7 * i % 17),
+                            max_tokens=6 + 5 * i % 14,
+                            priority=(5, 1, 6, 3, 5)[i % 5],
+                            user="abc"[i % 3],
+                        )
+                    harness.step()
+                harness.run_until_idle()
+
+    def test_whoever_is_there_goes_on_when_the_policy_is_switched(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """To every policy that comes with aioserve and back, and from the policy to itself."""
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else can be switched
+        for num_steps, other in enumerate([*sound_policies(), subject.policy]):
+            with subject.harness(
+                pipeline_depth=pipeline_depth, num_blocks=12, max_num_seqs=3, max_model_len=32
+            ) as harness:
+                add_traffic(harness)
+                options = subject.options if other is subject.policy else {}
+                for successor, its_options in ((other, options), (subject.policy, subject.options)):
+                    for _ in range(num_steps % 4):
+                        harness.step()
+                    for where in FAILURES:
+                        harness.fail_switch(where)
+                    harness.switch_policy(successor, dict(its_options))
+                harness.run_until_idle()
 
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int

@@ -12,17 +12,23 @@ from typing import Any
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
+from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler import (
+    BaseScheduler,
+    SchedulerInterface,
+    SchedulerOutput,
+    make_successor,
+)
 from aioserve.scheduler.blame import blamed
 from aioserve.testing.calls import Call, make_calls, recorded
 from aioserve.testing.ledger import Ledger, Life
-from aioserve.testing.memory import Drafter, KVMemory
+from aioserve.testing.memory import Drafter, KVMemory, Reply
 from aioserve.testing.planned_batch import PlannedBatch, Row
+from aioserve.testing.successors import FAILURES
 from aioserve.testing.violation import ContractViolation, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
@@ -31,6 +37,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 #: What `add_request` takes for the `Request`; all other fields are of its `SamplingParams`.
 REQUEST_FIELDS = (
     "adapter_id",
+    "arrival_time",
     "cache_salt",
     "client_index",
     "deadline",
@@ -71,16 +78,21 @@ class SchedulerHarness:
         watermark: float = 0.01,
         step_seconds: float = 1.0,
         drafter: Drafter | None = None,
+        tolerates_errors: bool = False,
         **settings: Any,
     ) -> None:
         """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
 
-        `drafter` proposes draft tokens. Raises `ConfigError` if the settings cannot work.
+        `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
+        as in the engine, the requests of that step end with an error; `errors` keeps what was
+        raised. Raises `ConfigError` if the settings cannot work.
         """
         self.setup = _without_defaults(locals())  # what it takes to make another one like it
         self.policy = policy
         self.calls: list[Call] = []  # from outside, in order
         self.is_in_call = False
+        self.tolerates_errors = tolerates_errors
+        self.errors: list[Exception] = []
         self.now = 0.0
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
@@ -137,28 +149,31 @@ class SchedulerHarness:
 
     @recorded
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], **fields: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        reply: Reply = (),
+        **fields: Any,
     ) -> Request:
-        """Add a request; `fields` are those of `Request` and of `SamplingParams`.
+        """Add a request; `fields` are those of `Request` and of `SamplingParams`, and it arrives
+        now unless `arrival_time` says otherwise.
 
-        Raises what the scheduler raises at its door.
+        `reply` are the tokens that it is to get, EOS among them if you like; those of a list in it
+        come at once, as draft tokens that turn out right, if the scheduler grants them. After its
+        end, and without it, tokens are made up. Raises what the scheduler raises at its door.
         """
         of_request = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
-        request = Request(
-            request_id,
-            prompt_token_ids,
-            SamplingParams(**fields),
-            arrival_time=self.now,
-            **of_request,
-        )
+        of_request.setdefault("arrival_time", self.now)
+        request = Request(request_id, prompt_token_ids, SamplingParams(**fields), **of_request)
         try:
             with self._blame("add_request"):
                 self.scheduler.add_request(request)
-        except (EngineOverloadedError, RequestError):
+        except (EngineOverloadedError, PolicyError, RequestError):
             self.check()  # after a refusal nothing remains
             raise
         self.requests[request_id] = request
-        self.ledger.open(request, self.max_model_len)
+        self.ledger.open(request, self.max_model_len, reply)
         self.check()
         return request
 
@@ -193,14 +208,51 @@ class SchedulerHarness:
         """Time passes without a step."""
         self.now += seconds
 
+    # What an operator does.
+
+    @recorded
+    def switch_policy(
+        self, policy: type[SchedulerInterface], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Let another policy take over, between two steps.
+
+        Raises `ConfigError` or `PolicyError` if it cannot; then nothing has changed.
+        """
+        before = self._standing()
+        config = msgspec.structs.replace(self.config, options=dict(options or {}))
+        try:
+            self.scheduler = make_successor(self.scheduler, policy, config)
+        except AioserveError:
+            self._check_standing(before)
+            raise
+        self.config = config
+        self.check()
+
+    @recorded
+    def fail_switch(self, where: str) -> None:
+        """A policy that raises `where` ("__init__", "take_over" or "order") is to take over."""
+        before, config = self._standing(), msgspec.structs.replace(self.config, options={})
+        try:
+            make_successor(self.scheduler, FAILURES[where], config)
+        except PolicyError:
+            self._check_standing(before)
+        else:
+            raise ContractViolation(f"{self._where}: a policy took over that raised in {where}")
+        self.check()
+
     # What the engine does.
 
     @recorded
     def schedule(self) -> SchedulerOutput:
         """Plan one step. If it carries anything it is in flight until `receive`."""
         self.now += self._step_seconds
+        return self._enter(self._ask())
+
+    def _ask(self) -> SchedulerOutput:
         with self._blame("schedule"):
-            output = self.scheduler.schedule()
+            return self.scheduler.schedule()
+
+    def _enter(self, output: SchedulerOutput) -> SchedulerOutput:
         if isinstance(output, SchedulerOutput):  # first: a step that breaks a rule is shown, too
             self.steps.append(output)
         rows = self.planned.apply(output, self._rows_in_flight())
@@ -208,14 +260,24 @@ class SchedulerHarness:
         if output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
             self._in_flight.append(_StepInFlight(output, rows))
         self._check_stall(output)
+        self._check_line(output)
         self.check()
         return output
+
+    def _give_up(self, error: Exception) -> None:
+        """The policy raised: the requests of that step end, the others go on."""
+        self.errors.append(error)
+        self.planned.give_up()
+        with self._blame("discard_step"):
+            ended = self.scheduler.discard_step(self.steps[-1].step_id if self.steps else 0)
+        self._end(ended, ended, RequestStatus.FINISHED_ERROR)
+        self.check()
 
     @recorded
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
         step = self._in_flight.popleft()
-        result = self.memory.execute(step.output, self._namespaces(step))
+        result = self.memory.execute(step.output, self._namespaces(step), self._replies(step))
         if step.output.total_num_scheduled_tokens:
             self._update(step, result)
         self.check()
@@ -224,20 +286,34 @@ class SchedulerHarness:
     def plan(self) -> SchedulerOutput | None:
         """End whose time is up, then `schedule` if anybody is left to plan for."""
         self.expire()
-        return self.schedule() if self.scheduler.has_requests() else None
+        if not self.scheduler.has_requests():
+            return None
+        if not self.tolerates_errors:
+            return self.schedule()
+        self.now += self._step_seconds
+        try:
+            output = self._ask()
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return self._enter(output)
 
     @recorded
-    def step(self) -> SchedulerOutput | None:
-        """What the engine task does: fill the pipeline, then take one result."""
-        output = None
+    def step(self) -> list[SchedulerOutput]:
+        """What the engine task does: fill the pipeline, then take one result.
+
+        Returns the steps that it planned, in order: at pipeline depth 2 the first call plans two.
+        """
+        outputs = []
         while len(self._in_flight) < self.config.depth:
-            planned = self.plan()
-            output = planned or output
-            if planned is None or planned.total_num_scheduled_tokens == 0:
+            output = self.plan()
+            if output is not None:
+                outputs.append(output)
+            if output is None or output.total_num_scheduled_tokens == 0:
                 break
         if self._in_flight:
             self.receive()
-        return output
+        return outputs
 
     @recorded
     def expire(self) -> list[str]:
@@ -264,7 +340,7 @@ class SchedulerHarness:
         steps = list(self._in_flight)
         self._in_flight.clear()
         for step in steps:
-            self.memory.fail(step.output, self._namespaces(step))
+            self.memory.fail(step.output, self._namespaces(step), self._replies(step))
             # The ended ones stay in flight until the update below: told by hand, not by `finish`.
             request_ids = list(step.output.num_scheduled_tokens)
             with self._blame("finish_requests"):
@@ -306,7 +382,10 @@ class SchedulerHarness:
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 break
+            num_errors = len(self.errors)
             self.step()
+            if len(self.errors) > num_errors and not (self.ledger.alive or self._in_flight):
+                break  # it raises though nobody is left: the engine asks it when somebody comes
         else:
             waiting = {
                 life.request_id: f"{len(life.tokens)} tokens" for life in self.ledger.alive.values()
@@ -343,7 +422,8 @@ class SchedulerHarness:
         """Nothing remains: no request, no row in the runner's batch, no block."""
         if lost := list(self.ledger.alive):
             raise ContractViolation(f"{self._where}: requests were lost: {lost}")
-        if rows := sorted({*self.memory.request_ids, *self.planned.rows}):
+        rows = sorted({*self.memory.request_ids, *self.planned.rows})
+        if rows and not self.errors:  # it could not be told by a policy that raises
             raise ContractViolation(
                 f"{self._where}: the runner was never told of the end of {rows}"
             )
@@ -360,10 +440,11 @@ class SchedulerHarness:
     # What must be true after every call.
 
     def check(self) -> None:
-        """Counts agree; blocks are conserved and reference counts exact."""
+        """Counts agree, everybody has one place, and blocks are conserved with exact references."""
         self._check_counts()
         self._take_events()
         if isinstance(self.scheduler, BaseScheduler):
+            self._check_places(self.scheduler)
             self._check_blocks()
 
     def _check_counts(self) -> None:
@@ -393,6 +474,19 @@ class SchedulerHarness:
                 f"{where}: has_finished_requests is false, but the runner was not told of the end "
                 f"of {must_tell}"
             )
+
+    def _check_places(self, scheduler: BaseScheduler) -> None:
+        """Whoever lives runs or waits: one of both, and its status says which."""
+        running = set(scheduler.running)
+        for life in self.ledger.alive.values():
+            request = life.request
+            runs, waits = request in running, request in scheduler.waiting
+            if runs == waits or runs != (request.status is RequestStatus.RUNNING):
+                places = [w for w, there in (("running", runs), ("waiting", waits)) if there]
+                raise ContractViolation(
+                    f"{self._where}: {life.request_id} has status {request.status.name} and is in "
+                    f"{' and '.join(places) or 'neither running nor waiting'}"
+                )
 
     def _check_blocks(self) -> None:
         pool = self.kv_cache.pool
@@ -434,9 +528,41 @@ class SchedulerHarness:
             )
         self.now += 1.0  # the engine sleeps before it asks again
 
+    def _check_line(self, output: SchedulerOutput) -> None:
+        """Nobody was admitted in the place of one who stands before him, if that is promised."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, BaseScheduler) or scheduler.admits_in_order is None:
+            return
+        requests = [life.request for life in self.ledger.alive.values()]
+        waiting = [
+            r for r in requests if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ]
+        for data in output.scheduled_new_reqs:
+            admitted = self.requests[data.request_id]
+            for request in waiting:
+                is_one_line = scheduler.admits_in_order == "all" or request.user == admitted.user
+                if is_one_line and request.order_key < admitted.order_key:
+                    raise ContractViolation(
+                        f"step {output.step_id}: {admitted.request_id} is admitted, but "
+                        f"{request.request_id} stands before it and waits"
+                    )
+
+    def _standing(self) -> list[Any]:
+        """What a failed switch must leave as it is: keys, the line, who runs."""
+        if not isinstance(self.scheduler, BaseScheduler):
+            return []
+        scheduler = self.scheduler
+        keys = [(request, request.order_key) for request in scheduler.get_requests()]
+        return [scheduler, keys, list(scheduler.waiting), list(scheduler.running)]
+
+    def _check_standing(self, before: list[Any]) -> None:
+        if self._standing() != before:
+            raise ContractViolation(f"{self._where}: a switch that failed has changed the line")
+        self.check()
+
     def _check_stats(self) -> None:
         stats = self.scheduler.make_stats()
-        if stats is None:
+        if stats is None or self.errors:
             return
         counted = stats.num_prefill_tokens + stats.num_decode_tokens
         if counted != self.num_tokens_planned:
@@ -486,6 +612,9 @@ class SchedulerHarness:
             request_id: (life.request.cache_salt, life.request.adapter_id)
             for request_id, life in step.lives.items()
         }
+
+    def _replies(self, step: _StepInFlight) -> dict[str, Reply]:
+        return {request_id: life.reply for request_id, life in step.lives.items() if life.reply}
 
     def _update(self, step: _StepInFlight, result: ModelRunnerOutput) -> None:
         with self._blame("update_from_output"):

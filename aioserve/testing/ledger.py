@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.testing.memory import next_token
+from aioserve.testing.memory import Reply, next_of_reply
 from aioserve.testing.violation import ContractViolation
 
 
@@ -19,6 +19,7 @@ class Life:
     request: Request
     prompt: list[int]
     max_total_tokens: int  # prompt and output, by the model's limit and its own
+    reply: Reply  # what it is to get
     tokens: list[int] = field(default_factory=list)  # received
     finish_reason: FinishReason | None = None
     was_scheduled: bool = False
@@ -51,11 +52,11 @@ class Ledger:
         self.alive: dict[str, Life] = {}  # those that wait or run, in order of arrival
         self.untold: dict[str, list[Life]] = {}  # ended, and the runner may not know it yet
 
-    def open(self, request: Request, max_model_len: int) -> None:
+    def open(self, request: Request, max_model_len: int, reply: Reply = ()) -> None:
         """A request was accepted."""
         prompt, max_tokens = list(request.token_ids), request.sampling_params.max_tokens
         limit = max_model_len if max_tokens is None else len(prompt) + max_tokens
-        life = Life(request, prompt, min(limit, max_model_len))
+        life = Life(request, prompt, min(limit, max_model_len), reply)
         self.lives[request.request_id] = self.alive[request.request_id] = life
 
     def end(
@@ -158,7 +159,7 @@ class Ledger:
             del self.untold[request_id]
 
     def _check_token(self, life: Life, token_id: int, where: str) -> None:
-        alone = next_token(life.prompt + life.tokens)
+        alone = next_of_reply(life.prompt + life.tokens, len(life.prompt), life.reply)[0]
         if token_id != alone:
             raise ContractViolation(
                 f"{where}: {life.request_id}: output token {len(life.tokens)} is {token_id}, "

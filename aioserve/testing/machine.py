@@ -27,14 +27,18 @@ from aioserve.errors import ConfigError
 from aioserve.request import RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing import traffic
-from aioserve.testing.calls import REFUSALS
+from aioserve.testing.calls import refusals
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.shrink import Failure
 from aioserve.testing.story import explained
+from aioserve.testing.successors import FAILURES, sound_policies
 
 DEFAULT_EXAMPLES = 100
 STEPS_PER_EXAMPLE = 30
-RARE_EVENTS = ("reset_prefix_cache", "wait", "fail_steps", "discard_step") * 3 + ("finish_all",)
+RARE_EVENTS = (
+    *("reset_prefix_cache", "wait", "fail_steps", "discard_step", "switch_policy") * 3,
+    *("fail_switch", "finish_all"),
+)
 BOOLEANS = st.booleans()
 NUMBERS = st.integers(0, 12)
 NAMES = st.one_of(*[st.none()] * 9, NUMBERS)
@@ -63,6 +67,7 @@ class PolicyMachine(RuleBasedStateMachine):
     policy: type[SchedulerInterface]
     options: Mapping[str, Any]
     pipeline_depth: int
+    tolerates_errors: bool
     failures: ClassVar[list[Failure]]  # the first is the one to tell: others are it, again
 
     def __init__(self) -> None:
@@ -74,6 +79,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @initialize(drawn=traffic.harness_settings())
     def begin(self, drawn: dict[str, Any]) -> None:
         wanted = self._without_extras(drawn) | {"pipeline_depth": self.pipeline_depth}
+        if self.tolerates_errors:
+            wanted["tolerates_errors"] = True
         if self.options:
             wanted["options"] = dict(self.options)
         self.harness = SchedulerHarness(self.policy, **accepted_settings(self.policy, wanted))
@@ -119,13 +126,18 @@ class PolicyMachine(RuleBasedStateMachine):
     def a_step_comes_back(self) -> None:
         self._do("receive")
 
-    @rule(what=st.sampled_from(RARE_EVENTS))
-    def something_rare_happens(self, what: str) -> None:
+    @rule(what=st.sampled_from(RARE_EVENTS), number=NUMBERS)
+    def something_rare_happens(self, what: str, number: int) -> None:
         """One rule for all of it, so that it stays rarer than ordinary steps."""
         if what == "finish_all":
             self._do("finish", request_ids=None)
         elif what == "wait":
             self._do("wait", seconds=4.0)
+        elif what == "switch_policy":
+            self._switch(number)
+        elif what == "fail_switch":
+            if not self._ignored:
+                self._do("fail_switch", where=list(FAILURES)[number % len(FAILURES)])
         elif what == "reset_prefix_cache" or self._can_fail(what):
             self._do(what)
 
@@ -137,9 +149,21 @@ class PolicyMachine(RuleBasedStateMachine):
         self._do(ending)
         self._do("check_repeatable")
 
+    def _switch(self, number: int) -> None:
+        """To one that comes with aioserve, or to the policy under test, be it in charge or not."""
+        others = sound_policies()
+        if self._ignored or self.tolerates_errors:
+            return  # others would not raise, and so make it less of a test
+        if number < len(others):
+            self._do("switch_policy", policy=others[number])
+        else:
+            self._do("switch_policy", policy=self.policy, options=dict(self.options))
+
     def _can_fail(self, failure: str) -> bool:
         if self._ignored or not self.harness.ledger.alive:
             return False
+        if failure == "discard_step" and self.tolerates_errors:
+            return False  # it fails by itself
         num_in_flight = self.harness.num_in_flight
         return num_in_flight > 0 if failure == "fail_steps" else num_in_flight < self.pipeline_depth
 
@@ -155,7 +179,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def _do(self, call: str, **arguments: Any) -> None:
         try:
-            with suppress(*REFUSALS):  # the harness checks that nothing remains
+            with suppress(*refusals(self.harness)):  # the harness checks that nothing remains
                 getattr(self.harness, call)(**arguments)
         except Exception as error:
             self._is_broken = True
@@ -170,11 +194,13 @@ def run_machine(
     pipeline_depth: int = 1,
     max_examples: int = DEFAULT_EXAMPLES,
     shrink: bool = True,
+    tolerates_errors: bool = False,
 ) -> None:
     """Drive `policy` through `max_examples` random days; the same ones each time.
 
-    Raises `ContractViolation` with its story, if `shrink` that of the simplest events that were
-    found in a few seconds.
+    With `tolerates_errors` it may raise: its requests end with an error, and nothing else may go
+    wrong. Raises `ContractViolation` with its story, if `shrink` that of the simplest events that
+    were found in a few seconds.
     """
     failures: list[Failure] = []
     machine = type(
@@ -184,6 +210,7 @@ def run_machine(
             "policy": policy,
             "options": options or {},
             "pipeline_depth": pipeline_depth,
+            "tolerates_errors": tolerates_errors,
             "failures": failures,
         },
     )

@@ -16,11 +16,27 @@ from aioserve.testing.violation import ContractViolation
 VOCAB_SIZE = 50
 
 Drafter = Callable[[Sequence[int]], list[int]]
+#: Tokens that a request is to get; those of a list in it come at once, as draft tokens that turn
+#: out right, if the scheduler grants them.
+Reply = Sequence[int | Sequence[int]]
 
 
 def next_token(token_ids: Sequence[int]) -> int:
     """The token that follows: any fixed function of the whole sequence will do."""
     return crc32(repr(list(token_ids)).encode()) % VOCAB_SIZE
+
+
+def next_of_reply(token_ids: Sequence[int], num_prompt_tokens: int, reply: Reply) -> list[int]:
+    """What follows, by a reply and after its end by `next_token`: one token, or what is left of
+    those that come at once.
+    """
+    position = len(token_ids) - num_prompt_tokens
+    for item in reply:
+        together = [item] if isinstance(item, int) else list(item)
+        if position < len(together):
+            return together[position:]
+        position -= len(together)
+    return [next_token(token_ids)]
 
 
 def guess(token_ids: Sequence[int]) -> list[int]:
@@ -42,6 +58,8 @@ class _Row:
     num_computed: int
     encoder_inputs: tuple[EncoderInput, ...]
     namespace: Hashable
+    num_prompt_tokens: int
+    reply: Reply
     keys: list[int] = field(default_factory=list)  # of token_ids, on demand
 
     def keys_with(self, drafts: Sequence[int]) -> list[int]:
@@ -94,13 +112,17 @@ class KVMemory:
         return set(self._rows)
 
     def execute(
-        self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None = None
+        self,
+        output: SchedulerOutput,
+        namespaces: Mapping[str, Hashable] | None = None,
+        replies: Mapping[str, Reply] | None = None,
     ) -> ModelRunnerOutput:
         """What the real runner does: drop, add, write keys and values, then read them.
 
-        `namespaces` says, by request, what must match besides tokens for blocks to be shared.
+        `namespaces` says, by request, what must match besides tokens for blocks to be shared;
+        `replies`, what it is to get.
         """
-        self._apply(output, namespaces)
+        self._apply(output, namespaces or {}, replies or {})
         self._encode(output)
         self._check_common_prefix(output)
         drafts = output.scheduled_spec_decode_tokens
@@ -113,21 +135,30 @@ class KVMemory:
         return ModelRunnerOutput(req_ids, sampled, draft_token_ids=self._propose(req_ids, sampled))
 
     def fail(
-        self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None = None
+        self,
+        output: SchedulerOutput,
+        namespaces: Mapping[str, Hashable] | None = None,
+        replies: Mapping[str, Reply] | None = None,
     ) -> None:
         """A step that fails in the forward pass: the batch is updated, nothing is written."""
-        self._apply(output, namespaces)
+        self._apply(output, namespaces or {}, replies or {})
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._rows[request_id].num_computed += num_tokens
 
-    def _apply(self, output: SchedulerOutput, namespaces: Mapping[str, Hashable] | None) -> None:
+    def _apply(
+        self,
+        output: SchedulerOutput,
+        namespaces: Mapping[str, Hashable],
+        replies: Mapping[str, Reply],
+    ) -> None:
         for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._rows.pop(request_id, None)
         for content_hash in output.free_encoder_hashes:
             self._encoder_outputs.pop(content_hash, None)
         entered = set()
         for data in output.scheduled_new_reqs:
-            self._enter(output.step_id, data, (namespaces or {}).get(data.request_id))
+            name = data.request_id
+            self._enter(output.step_id, data, namespaces.get(name), replies.get(name, ()))
             entered.add(data.request_id)
         cached = output.scheduled_cached_reqs
         for request_id, num_computed in zip(
@@ -153,7 +184,7 @@ class KVMemory:
                 f"max_num_seqs is {self._max_num_seqs}"
             )
 
-    def _enter(self, step_id: int, data: NewRequestData, namespace: Hashable) -> None:
+    def _enter(self, step_id: int, data: NewRequestData, namespace: Hashable, reply: Reply) -> None:
         if data.request_id in self._rows:
             raise ContractViolation(
                 f"step {step_id}: {data.request_id} is new, but it is in the batch"
@@ -164,6 +195,8 @@ class KVMemory:
             data.num_computed_tokens,
             data.encoder_inputs,
             namespace,
+            data.num_prompt_tokens,
+            reply,
         )
 
     def _continue(
@@ -278,7 +311,7 @@ class KVMemory:
             return []
         sampled = []
         for draft in (*drafts, None):
-            sampled.append(next_token(row.token_ids))
+            sampled.append(next_of_reply(row.token_ids, row.num_prompt_tokens, row.reply)[0])
             row.token_ids.append(sampled[-1])
             if sampled[-1] != draft:
                 break
@@ -300,10 +333,14 @@ class KVMemory:
                 )
 
     def _propose(self, req_ids: list[str], sampled: list[list[int]]) -> dict[str, list[int]]:
-        if self._drafter is None:
-            return {}
-        return {
-            request_id: self._drafter(self._rows[request_id].token_ids)
-            for request_id, token_ids in zip(req_ids, sampled, strict=True)
-            if token_ids
-        }
+        """Draft tokens of the drafter, and of replies in which several come at once."""
+        drafts = {}
+        for request_id, token_ids in zip(req_ids, sampled, strict=True):
+            row = self._rows[request_id]
+            if token_ids and row.reply:
+                *together, _ = next_of_reply(row.token_ids, row.num_prompt_tokens, row.reply)
+                if together:
+                    drafts[request_id] = together
+            elif token_ids and self._drafter is not None:
+                drafts[request_id] = self._drafter(row.token_ids)
+        return drafts

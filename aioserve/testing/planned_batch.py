@@ -64,6 +64,14 @@ class PlannedBatch:
         for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
             self.rows[request_id].block_ids += block_ids  # held while a step before it has them
 
+    def give_up(self) -> None:
+        """A step was given up half-way, nobody knows where: blocks are with whom they are now."""
+        for request_id, row in list(self.rows.items()):
+            if row.life.is_alive:
+                row.block_ids[:] = row.life.request.block_ids
+                if not row.block_ids:
+                    self.preempt([request_id])
+
     def preempt(self, request_ids: Iterable[str]) -> None:
         """These lost their rows and blocks."""
         for request_id in request_ids:

@@ -31,11 +31,9 @@ def scripted(script: object) -> type[Scripted]:
 def test_a_request_runs_from_prompt_to_its_length_limit() -> None:
     harness = SchedulerHarness(FCFSScheduler)
     harness.add_request("a", [1, 2, 3], max_tokens=3)
-    first = harness.step()
-    assert first is not None
+    (first,) = harness.step()
     assert first.num_scheduled_tokens == {"a": 3}
-    second = harness.step()
-    assert second is not None
+    (second,) = harness.step()
     assert second.scheduled_cached_reqs.req_ids == ["a"]
     harness.run_until_idle()
     assert harness.finished == {"a": FinishReason.LENGTH}
@@ -129,12 +127,10 @@ def test_a_preempted_request_is_computed_again_and_keeps_its_tokens_and_place() 
     harness.add_request("a", [1] * 6, max_tokens=5)
     for _ in range(3):
         harness.step()
-    thrown_out = harness.step()
-    assert thrown_out is not None
+    (thrown_out,) = harness.step()
     assert thrown_out.preempted_req_ids == ["a"]
     assert harness.requests["a"].status is RequestStatus.PREEMPTED
-    resumed = harness.step()
-    assert resumed is not None
+    (resumed,) = harness.step()
     (data,) = resumed.scheduled_new_reqs
     assert data.token_ids[6:] == harness.tokens["a"][:3]
     assert data.num_prompt_tokens == 6
@@ -168,8 +164,7 @@ def test_equal_prompts_admitted_in_one_step_compute_their_prefix_once() -> None:
     harness = SchedulerHarness(ChunkedPrefillScheduler)
     for name in "abc":
         harness.add_request(name, [7] * 17, max_tokens=2)
-    output = harness.step()
-    assert output is not None
+    (output,) = harness.step()
     assert output.num_scheduled_tokens == {"a": 17, "b": 1, "c": 1}
     assert harness.requests["b"].num_cached_tokens == 16
     harness.run_until_idle()

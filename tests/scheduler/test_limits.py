@@ -29,8 +29,7 @@ def test_no_prompt_gets_more_than_the_threshold_in_one_step() -> None:
     harness = make_harness(long_prefill_token_threshold=8)
     harness.add_request("long", [1] * 30, max_tokens=2)
     harness.add_request("short", [2] * 5, max_tokens=2)
-    output = harness.step()
-    assert output is not None
+    (output,) = harness.step()
     assert output.num_scheduled_tokens == {"long": 8, "short": 5}
     harness.run_until_idle()
 
@@ -148,12 +147,10 @@ def test_the_common_prefix_is_what_all_running_requests_share() -> None:
     harness = SchedulerHarness(ChunkedPrefillScheduler)
     for name in "abc":
         harness.add_request(name, [*[7] * 12, ord(name) % 50, 1, 2], max_tokens=3)
-    output = harness.step()
-    assert output is not None
+    (output,) = harness.step()
     assert output.num_common_prefix_blocks == 3
     harness.add_request("other", [9] * 13, max_tokens=3)
-    output = harness.step()
-    assert output is not None
+    (output,) = harness.step()
     assert output.num_common_prefix_blocks == 0
     harness.run_until_idle()
 

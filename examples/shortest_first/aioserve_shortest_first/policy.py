@@ -17,6 +17,8 @@ from aioserve.scheduler import (
 class ShortestFirstScheduler(BaseScheduler):
     """Decodes first, then the prompts that are short for the time they have waited."""
 
+    admits_in_order = "all"  # a promise: the contract checks it
+
     class Options(PolicyOptions):
         tokens_per_second: PositiveFloat = 500.0  # of prompt, that a second of waiting is worth
 
