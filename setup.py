@@ -62,7 +62,8 @@ setup(
                 depends=["setup.py", *map(str, sorted(SOURCES.glob("*.h")))],
                 # -fopenmp only here, not for the linker: the runtime is the one that torch brings
                 extra_compile_args=[
-                    *("-O3", "-std=gnu11", "-fopenmp", "-fvisibility=default", "-Wno-psabi"),
+                    *("-O3", "-g0", "-std=gnu11", "-fopenmp", "-fvisibility=default"),
+                    "-Wno-psabi",
                     *("-fno-math-errno", "-fno-trapping-math"),
                     *flags,
                 ],

@@ -1,8 +1,8 @@
 """What one layer of paged attention costs, compiled and in plain torch.
 
-    python benchmarks/attention.py [--threads 2] [--seconds 1]
+    python benchmarks/attention.py [--threads 2] [--seconds 1] [--dtype float16]
 
-Shape of a 135M model (9 heads, 3 KV heads of 64) in bfloat16, shuffled blocks of 16 tokens. Layers
+Shape of a 135M model (9 heads, 3 KV heads of 64), shuffled blocks of 16 tokens. Layers
 take turns, so that no cache holds a layer's K and V from one turn to the next. GB/s is K and V read
 once, against the bandwidth of a plain sum over memory; GFLOP/s counts the products that causal
 attention needs. Medians. The last line is JSON.
@@ -78,19 +78,22 @@ def read_bandwidth(seconds: float) -> float:
 
 
 def measure(
-    make: Callable[[KVCacheSpec, int, int], AttentionBackend], case: str, seconds: float
+    make: Callable[[KVCacheSpec, int, int], AttentionBackend],
+    case: str,
+    dtype: torch.dtype,
+    seconds: float,
 ) -> dict[str, float]:
     rows, tokens, context = CASES[case]
     blocks = rows * -(-context // BLOCK_SIZE)
     layer = LayerSpec(KV_HEADS, DIM, DIM)
-    layer_bytes = KVCacheSpec((layer,), torch.bfloat16).bytes_per_token * blocks * BLOCK_SIZE
+    layer_bytes = KVCacheSpec((layer,), dtype).bytes_per_token * blocks * BLOCK_SIZE
     num_layers = max(2, CACHE_BYTES // layer_bytes)
-    backend = make(KVCacheSpec((layer,) * num_layers, torch.bfloat16), blocks, BLOCK_SIZE)
+    backend = make(KVCacheSpec((layer,) * num_layers, dtype), blocks, BLOCK_SIZE)
     for cache in (*backend.key_caches, *backend.value_caches):  # type: ignore[attr-defined]
         cache.normal_()
     backend.prepare(step_inputs(rows, tokens, context))
-    query = torch.randn(rows * tokens, HEADS, DIM, dtype=torch.bfloat16)
-    key, value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=torch.bfloat16)
+    query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
+    key, value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
     with torch.inference_mode():
         taken = median_seconds(
             lambda turn: backend.forward(turn % num_layers, query, key, value, scaling=DIM**-0.5),
@@ -108,12 +111,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
         "--backends", nargs="+", choices=["torch", *usable_variants()], default=None
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
     bandwidth = read_bandwidth(args.seconds)
     print(f"plain read: {bandwidth / 1e9:.1f} GB/s with {args.threads} threads")
     print(f"{'case':20}{'backend':>10}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}")
@@ -121,12 +126,13 @@ def main() -> None:
     for case in args.cases:
         for name in args.backends or [*usable_variants()[:1], "torch"]:
             if name == "torch":
-                row = measure(TorchPagedAttention, case, args.seconds)
+                row = measure(TorchPagedAttention, case, dtype, args.seconds)
             else:
                 kernels = Kernels(name)
                 row = measure(
                     lambda *shape, kernels=kernels: CompiledAttention(kernels, *shape),
                     case,
+                    dtype,
                     args.seconds,
                 )
             print(
@@ -137,7 +143,11 @@ def main() -> None:
             results.append(
                 {"case": case, "backend": name} | {k: round(v, 3) for k, v in row.items()}
             )
-    print(json.dumps({"read_gb_per_s": round(bandwidth / 1e9, 2), "results": results}))
+    print(
+        json.dumps(
+            {"dtype": args.dtype, "read_gb_per_s": round(bandwidth / 1e9, 2), "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

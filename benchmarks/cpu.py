@@ -23,6 +23,7 @@ from make_model import SHAPES, model_path
 from steps import CASES, Case, StepBench, floor
 
 from aioserve.config import ModelConfig
+from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
 from aioserve.runner.loader import resolve_dtype
@@ -31,6 +32,7 @@ PARTS = ("floors", "steps", "breakdown", "engine")
 FLOOR_ROWS = (1, 4, 16, 64, 512, 2048)
 BROKEN_DOWN = (Case(1, 512), Case(16, 512), Case(64, 512), Case(0, 0, 512))
 POOL_SHARE = 0.6  # of the free memory: the largest case that does not fit is skipped
+WIDENING = ("baseline", "avx2", "avx512")  # kernels that compute in float32
 MAX_DRIFT = 1.15  # more between a floor's first and last run: others used the machine. A guess.
 PURPOSES = [*dict.fromkeys(purpose for purpose, _ in RULES), PYTHON]
 
@@ -108,6 +110,7 @@ def show_engine(args: Any) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", help=f"a directory, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--dtype", default="auto", help="as of python -m aioserve")
     parser.add_argument("--threads", type=int, help="default: one per physical core")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--cases", help="names as printed, with commas between (default: all)")
@@ -120,18 +123,23 @@ def main() -> None:
     machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
     path = model_path(args.model)
     info = ModelInfo(ModelConfig(model=str(path)))
-    dtype = resolve_dtype("auto")
+    dtype = resolve_dtype(args.dtype)
     shapes = Shapes.of(info.hf_config, dtype)
     names = args.cases and {name.strip() for name in args.cases.split(",")}
     if names and (unknown := names - {case.name for case in CASES}):
         parser.error(f"no case {unknown}; there are {', '.join(case.name for case in CASES)}")
     cases = [case for case in CASES if not names or case.name in names]
 
-    print(f"{args.model}: {str(dtype).removeprefix('torch.')}, {threads} threads\n")
-    result: Row = {"model": args.model, "dtype": str(dtype), "threads": threads}
+    try:
+        variant = load_kernels().variant
+    except KernelsUnavailableError:
+        variant = "off"
+    name = str(dtype).removeprefix("torch.")
+    print(f"{args.model}: {name}, kernels {variant}, {threads} threads\n")
+    result: Row = {"model": args.model, "dtype": name, "kernels": variant, "threads": threads}
     floors = None
     if {"floors", "steps"} & set(args.only):
-        floors = Floors(shapes, dtype)
+        floors = Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2)
         result |= {"bandwidth_gb_s": floors.bandwidth / 1e9, "gflop_s": floors.rate / 1e9}
     if "floors" in args.only and floors:
         result["floors"] = show_floors(floors)
@@ -141,6 +149,7 @@ def main() -> None:
         bench = StepBench(
             path,
             threads=args.threads,
+            dtype=args.dtype,
             num_kv_tokens=pool,
             kv_bytes_per_token=shapes.kv_bytes_per_token,
         )

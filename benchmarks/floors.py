@@ -1,8 +1,9 @@
 """The least time a forward pass can take on this machine: measured here, now, without our code.
 
 A floor is the model's matrix products on packed weights, plus reading the KV cache once (or, for
-long prompts, the arithmetic of attention at the rate of a large product). Knows shapes from the
-model's configuration; knows nothing about aioserve's runner.
+long prompts, the arithmetic of attention at the rate of a large product). Where the CPU multiplies
+no two-byte numbers, a product is reading its weights once, or its arithmetic at float32 rate.
+Knows shapes from the model's configuration; knows nothing about aioserve's runner.
 """
 
 import statistics
@@ -90,14 +91,17 @@ class Shapes(NamedTuple):
 class Floors:
     """Measures what is asked for, once. Torch's number of threads is the caller's business."""
 
-    def __init__(self, shapes: Shapes, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, is_widened: bool) -> None:
         self.shapes = shapes
+        self.is_widened = is_widened
         self._dtype = dtype
-        self._body = [_pack(torch.randn(shape, dtype=dtype)) for shape in shapes.products]
-        self._head = _pack(torch.randn(shapes.head, dtype=dtype))
+        self._rate_dtype = torch.float32 if is_widened else dtype
+        if not is_widened:
+            self._body = [_pack(torch.randn(shape, dtype=dtype)) for shape in shapes.products]
+            self._head = _pack(torch.randn(shapes.head, dtype=dtype))
         self._times: dict[tuple[bool, int], Time] = {}
-        self.bandwidth = _read_bandwidth(dtype)  # bytes a second
-        self.rate = _product_rate(dtype)  # operations a second
+        self.bandwidth = _read_bandwidth(self._rate_dtype)  # bytes a second
+        self.rate = _product_rate(self._rate_dtype)  # operations a second
 
     def linear(self, rows: int, sampled: int) -> Time:
         """All products of a step of so many tokens, of which so many need logits."""
@@ -113,13 +117,21 @@ class Floors:
 
     def drift(self) -> float:
         """How much longer than at first the products of one row take now: 1 if nothing changed."""
+        if self.is_widened:
+            return self.bandwidth / _read_bandwidth(self._rate_dtype)
         before = self._time(False, 1).median
         del self._times[False, 1]
         return self._time(False, 1).median / before
 
     def _time(self, is_head: bool, rows: int) -> Time:
         known = self._times.get((is_head, rows))
-        if known is None:
+        if known is None and self.is_widened:
+            shapes = [self.shapes.head] if is_head else self.shapes.products
+            numbers = sum(outputs * inputs for outputs, inputs in shapes)
+            read = numbers * self._dtype.itemsize / self.bandwidth
+            known = Time(max(read, 2 * numbers * rows / self.rate), 0.0)
+            self._times[is_head, rows] = known
+        elif known is None:
             products = [self._head] if is_head else self._body
             inputs = {p.inputs: torch.randn(rows, p.inputs, dtype=self._dtype) for p in products}
             with torch.inference_mode():

@@ -56,10 +56,16 @@ class StepBench:
     """A loaded runner and the steps of one case after the other."""
 
     def __init__(
-        self, path: Path, *, threads: int | None, num_kv_tokens: int, kv_bytes_per_token: int
+        self,
+        path: Path,
+        *,
+        threads: int | None,
+        dtype: str = "auto",
+        num_kv_tokens: int,
+        kv_bytes_per_token: int,
     ) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(path)),
+            model=ModelConfig(model=str(path), dtype=dtype),
             cache=CacheConfig(num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=128),
             runner=RunnerConfig(threads=threads),

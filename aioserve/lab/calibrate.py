@@ -138,33 +138,43 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
     return batches
 
 
+def make_plan(max_model_len: int, max_num_seqs: int, *, is_quick: bool) -> list[Batch | Traffic]:
+    """All that is measured, in no useful order; `is_quick` leaves out most of it."""
+    batches = design(max_model_len, max_num_seqs)
+    return [*TRAFFIC[::2], *batches[::3]] if is_quick else [*TRAFFIC, *TRAFFIC, *batches]
+
+
 async def measure(
-    config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
+    config: EngineConfig,
+    begin: Callable[[int], Callable[[int], object]] = lambda total: lambda more: None,
+    *,
+    is_quick: bool = False,
 ) -> Measurements:
     """Run the design, and some traffic, on the engine that `config` describes.
 
-    `progress` is told batches done and in all. Raises `ConfigError` for a simulated runner.
+    `begin` is told how many loads there are, and what it returns how many more are done. Raises
+    `ConfigError` for a simulated runner.
     """
     if config.runner.runner != "model":
         raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
     async with _recorded_engine(config) as (engine, recorder):
         rng = random.Random(0)
-        plan: list[Batch | Traffic] = [*TRAFFIC, *TRAFFIC]
-        plan += design(engine.max_model_len, config.scheduler.max_num_seqs)
+        plan = make_plan(engine.max_model_len, config.scheduler.max_num_seqs, is_quick=is_quick)
         # A shared machine is faster in one minute than in the next: in any order, no kind of step
-        # gets the blame.
+        # gets the blame. It also makes the past a fair sample of the time to come.
         rng.shuffle(plan)
         await _serve(engine, TRAFFIC[0], rng)
         recorder.steps.clear()  # a first time is never like a second
-        for done, load in enumerate(plan):
-            progress(done, len(plan))
+        advance = begin(len(plan) + 1)
+        for load in plan:
             if isinstance(load, Batch):
                 await _run(engine, load, rng)
             else:
                 await _serve(engine, load, rng)
-        progress(len(plan), len(plan))
+            advance(1)
         steps = list(recorder.steps)
         first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
+        advance(1)
         threads = config.runner.threads or "one per core"
         what = (
             f"{config.model.served_name}, dtype {config.model.dtype}, threads: {threads}, on "

@@ -31,12 +31,13 @@ def test_every_weight_is_in_a_product_and_products_of_one_input_are_one(shapes: 
     assert shapes.kv_bytes_per_token == 4 * 2 * 64 * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_floor_counts_each_token_of_context_once(
-    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("floors.READ_BYTES", 1 << 20)  # no matter how fast this machine is
     torch.set_num_threads(1)
-    floors = Floors(shapes, torch.bfloat16)
+    floors = Floors(shapes, dtype, is_widened=dtype.itemsize == 2)
     floors.bandwidth, floors.rate = 1.0, 1e30
     kv = shapes.kv_bytes_per_token
     assert floors.attention([(1, 100), (1, 50)]) == 150 * kv
@@ -47,6 +48,19 @@ def test_a_floor_counts_each_token_of_context_once(
     assert linear > 0
     pairs = (10 + 10 + 1 + 2 + 3 + 4) + (10 + 10 + 5 + 6 + 7)
     assert attention == pairs * shapes.attention_flops
+
+
+def test_widened_weights_are_read_in_two_bytes_and_multiplied_in_four(
+    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("floors.READ_BYTES", 1 << 20)
+    floors = Floors(shapes, torch.bfloat16, is_widened=True)
+    floors.bandwidth, floors.rate = 100.0, 10000.0
+    numbers = sum(a * b for a, b in [*shapes.products, shapes.head])
+    assert floors.linear(1, 1).median == pytest.approx(numbers * 2 / 100)
+    body = numbers - shapes.head[0] * shapes.head[1]
+    head = shapes.head[0] * shapes.head[1]
+    assert floors.linear(1000, 1).median == pytest.approx(2 * body * 1000 / 10000 + head * 2 / 100)
 
 
 def test_a_case_runs_its_steps_and_leaves_an_empty_batch(model: Path, shapes: Shapes) -> None:

@@ -17,13 +17,16 @@ INLINE __m512bh load_pairs(const bf16 *p) {
     return v;
 }
 
-// `rows` rows of x against one panel; `count` outputs of it exist.
+// `rows` rows of x against one panel; `count` outputs of it exist. Meanwhile a share of a panel is
+// fetched from `next` on: the processor's own guesses end with this one.
 INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in, const bf16 *bias,
-                         bf16 *y, int64_t out, int64_t count) {
+                         bf16 *y, int64_t out, int64_t count, const char *next, int64_t shares) {
+    const int64_t next_step = 4 * PANEL / shares, next_line = LINE / shares;
     __m512 sums[TILE_ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < 4; c++) sums[r][c] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < in; k += 2, panel += 2 * PANEL) {
+    for (int64_t k = 0; k < in; k += 2, panel += 2 * PANEL, next += next_step) {
+        for (int c = 0; c < 4; c++) __builtin_prefetch(next + c * next_line);
         __m512bh w[4];
         for (int c = 0; c < 4; c++) w[c] = load_pairs(panel + 32 * c);
         for (int r = 0; r < rows; r++) {
@@ -52,28 +55,38 @@ INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in,
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
-    int64_t in = layer->in, out = layer->out, panels = (out + PANEL - 1) / PANEL;
+    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
     at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
-    int64_t blocks = (rows + at_once - 1) / at_once;
-    // dynamic: on a busy machine a thread may be away for milliseconds
-#pragma omp parallel for schedule(dynamic) if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
-    for (int64_t item = 0; item < blocks * panels; item++) {
-        int64_t column = item % panels * PANEL, row = item / panels * at_once;
-        int64_t end = row + at_once < rows ? row + at_once : rows;
-        const bf16 *panel = (const bf16 *)layer->weight + column * in;
-        const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + column : 0;
-        int64_t count = out - column < PANEL ? out - column : PANEL;
-        for (; row < end; row += TILE_ROWS) {
-            const bf16 *from = x + row * in;
-            bf16 *to = y + row * out + column;
-            switch (end - row) {  // a compiled loop for every number of rows
-                case 1: product_tile(1, from, panel, in, bias, to, out, count); break;
-                case 2: product_tile(2, from, panel, in, bias, to, out, count); break;
-                case 3: product_tile(3, from, panel, in, bias, to, out, count); break;
-                case 4: product_tile(4, from, panel, in, bias, to, out, count); break;
-                case 5: product_tile(5, from, panel, in, bias, to, out, count); break;
-                default: product_tile(6, from, panel, in, bias, to, out, count);
+    const int64_t items = ceil_div(rows, at_once) * panels;
+#pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
+    {
+        const int64_t threads = omp_get_num_threads();
+        // dynamic: on a busy machine a thread may be away for milliseconds
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t item = 0; item < items; item++) {
+            const int64_t index = item % panels, row = item / panels * at_once;
+            const int64_t end = smaller(row + at_once, rows), column = index * PANEL;
+            const int64_t shares = ceil_div(end - row, TILE_ROWS);
+            const bf16 *panel = (const bf16 *)layer->weight + column * in;
+            const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + column : 0;
+            const int64_t count = smaller(out - column, PANEL);
+            // probably what this thread takes next
+            const char *next = (const char *)(index + threads < panels
+                                                  ? panel + threads * PANEL * in : panel);
+            for (int64_t tile = 0; tile < shares; tile++) {
+                const int64_t first = row + tile * TILE_ROWS;
+                const bf16 *from = x + first * in;
+                bf16 *to = y + first * out + column;
+                const char *share = next + 2 * PANEL * in * tile / shares;
+#define CASE(rows)                                                                      \
+    case rows:                                                                          \
+        product_tile(rows, from, panel, in, bias, to, out, count, share, shares);       \
+        break;
+                switch (smaller(end - first, TILE_ROWS)) {  // a loop for every number of rows
+                    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+                }
+#undef CASE
             }
         }
     }
