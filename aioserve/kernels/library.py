@@ -18,6 +18,7 @@ ENVIRONMENT_VARIABLE = "AIOSERVE_KERNELS"  # off, or a variant: for tests and re
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 VARIANTS = {
+    "amx_bf16": {*_AVX512, "avx512_bf16", "amx_bf16"},
     "avx512_bf16": {*_AVX512, "avx512_bf16"},
     "avx512": _AVX512,
     "avx2": _AVX2,

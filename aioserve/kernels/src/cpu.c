@@ -4,10 +4,14 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <unistd.h>
 
 #define AVX 0x6     // registers that the operating system must save, as bits of XCR0
 #define AVX512 0xe6
 #define AMX 0x60000
+#define ARCH_PRCTL 158  // to ask for the large ones of AMX: each process has to, once
+#define REQUEST_REGISTERS 0x1023
+#define AMX_TILES 18
 
 enum { EAX, EBX, ECX, EDX };
 
@@ -44,7 +48,9 @@ const char *cpu_feature(int64_t index) {
     int is_known = __get_cpuid_count(FEATURES[index].leaf, FEATURES[index].subleaf, &found[EAX],
                                      &found[EBX], &found[ECX], &found[EDX]);
     int has = is_known && found[FEATURES[index].in] >> FEATURES[index].bit & 1;
-    return has && (saved_registers() & saved) == saved ? FEATURES[index].name : "";
+    has = has && (saved_registers() & saved) == saved;
+    if (has && saved == AMX) has = !syscall(ARCH_PRCTL, REQUEST_REGISTERS, AMX_TILES);
+    return has ? FEATURES[index].name : "";
 }
 
 #elif defined(__aarch64__) && defined(__linux__)

@@ -1,0 +1,176 @@
+// Some rows against one panel, by AMX: tiles of 16 rows of 64 bytes. See linear_pairs.h.
+//
+// A panel has 4 tiles side by side, each of 32 inputs (16 lines of pairs) and 16 outputs. Rows that
+// are no multiple of 16 end with a tile that overlaps the one before: the same sums made twice.
+#pragma once
+
+#define TILE_ROWS 32            // two tiles: one of weights is loaded for both
+#define BLOCK_NUMBERS (1 << 19)
+#define TILE_IN 32              // inputs of a tile
+#define PANEL_LINE (4 * PANEL)  // bytes of a pair of inputs in a panel
+#define STEP_LINES (TILE_IN / 2 * PANEL_LINE / LINE)  // to be fetched in a step
+
+// gcc's own instructions on tiles do not say that they read memory.
+#define IS_WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
+
+// Sums are tiles 0 to 3, rows 4 (and 5), weights (5,) 6 and 7.
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+INLINE void begin_panels(int64_t rows) {
+    tile_config config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    if (rows < 16)
+        for (int i = 0; i < 5; i++) config.rows[i] = rows;
+    IS_WRITTEN(&config);
+    _tile_loadconfig(&config);
+}
+
+INLINE void end_panels(void) { _tile_release(); }
+
+// The last 16 inputs of rows and of a panel, with zeros behind them.
+typedef struct {
+    bf16 rows[TILE_ROWS][TILE_IN], panel[TILE_IN / 2][PANEL][2];
+} tail;
+
+INLINE void fill_tail(tail *last, const bf16 *x, int64_t x_stride, int64_t rows,
+                      const bf16 *panel) {
+    memset(last, 0, sizeof *last);
+    for (int64_t r = 0; r < rows; r++) memcpy(last->rows[r], x + r * x_stride, 32);
+    memcpy(last->panel, panel, 8 * PANEL_LINE);
+    IS_WRITTEN(last);
+}
+
+// Sums [16][PANEL] in a buffer to outputs of `rows` rows.
+INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 *bias, bf16 *y,
+                       int64_t out, int64_t count) {
+    for (int c = 0; c < columns && 16 * c < count; c++) {
+        const int64_t left = count - 16 * c;
+        const __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
+        vf add = {0};
+        if (bias) {
+            bf16 part[16] = {0};
+            memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
+            add = load_bf16(part);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            __m256bh half = _mm512_cvtneps_pbh((__m512)(load_f32(sums + r * PANEL + 16 * c) + add));
+            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
+        }
+    }
+}
+
+// Up to 16 rows, as `begin_panels` was told, against the whole panel. Lines are fetched between
+// loads: more at once than the processor can wait for would hold these up.
+#define FETCH(part)                               \
+    for (int64_t i = part; i < lines; i += 4) __builtin_prefetch(fetch + i * LINE)
+#define FOUR(x, x_stride, panel)                                \
+    do {                                                        \
+        _tile_loadd(4, x, x_stride);                            \
+        FETCH(0);                                               \
+        _tile_loadd(5, panel, PANEL_LINE);                      \
+        FETCH(1);                                               \
+        _tile_loadd(6, (const char *)(panel) + 64, PANEL_LINE); \
+        FETCH(2);                                               \
+        _tile_loadd(7, (const char *)(panel) + 128, PANEL_LINE); \
+        FETCH(3);                                               \
+        _tile_dpbf16ps(0, 4, 5);                                \
+        _tile_loadd(5, (const char *)(panel) + 192, PANEL_LINE); \
+        _tile_dpbf16ps(1, 4, 6);                                \
+        _tile_dpbf16ps(2, 4, 7);                                \
+        _tile_dpbf16ps(3, 4, 5);                                \
+    } while (0)
+
+static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
+                          const bf16 *bias, bf16 *y, int64_t out, int64_t count, const char *next,
+                          int64_t shares) {
+    float sums[16 * PANEL] __attribute__((aligned(64)));
+    const int64_t lines = STEP_LINES / shares, turn = shares == 1 && in > AHEAD ? in - AHEAD : 0;
+    const char *fetch = (const char *)(panel + AHEAD * PANEL);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int64_t k = 0;
+    for (; k + TILE_IN <= in; k += TILE_IN, fetch += lines * LINE) {
+        if (k == turn) fetch = next;
+        FOUR(x + k, 2 * in, panel + k * PANEL);
+    }
+    if (k < in) {
+        tail last;
+        fetch = next;
+        fill_tail(&last, x + k, in, rows, panel + k * PANEL);
+        FOUR(last.rows, 2 * TILE_IN, last.panel);
+    }
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + 16, 4 * PANEL);
+    _tile_stored(2, sums + 32, 4 * PANEL);
+    _tile_stored(3, sums + 48, 4 * PANEL);
+    store_tile(sums, 4, rows, bias, y, out, count);
+}
+
+// 16 rows and, `apart` rows below, 16 more against half a panel.
+#define TWO_BY_TWO(x, x_stride, apart, panel)                                   \
+    do {                                                                        \
+        _tile_loadd(4, x, x_stride);                                            \
+        _tile_loadd(6, panel, PANEL_LINE);                                      \
+        _tile_dpbf16ps(0, 4, 6);                                                \
+        _tile_loadd(7, (const char *)(panel) + 64, PANEL_LINE);                 \
+        _tile_dpbf16ps(1, 4, 7);                                                \
+        _tile_loadd(5, (const char *)(x) + (apart) * (x_stride), x_stride);     \
+        _tile_dpbf16ps(2, 5, 6);                                                \
+        _tile_dpbf16ps(3, 5, 7);                                                \
+    } while (0)
+
+static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t in,
+                        const bf16 *bias, bf16 *y, int64_t out, int64_t count, const char *next,
+                        int64_t shares) {
+    float sums[2][16 * PANEL] __attribute__((aligned(64)));
+    const int64_t lines = STEP_LINES / shares / 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int64_t k = 0;
+    for (; k + TILE_IN <= in; k += TILE_IN, next += lines * LINE) {
+        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(next + line * LINE);
+        TWO_BY_TWO(x + k, 2 * in, apart, panel + k * PANEL);
+    }
+    if (k < in) {
+        tail last;
+        fill_tail(&last, x + k, in, apart + 16, panel + k * PANEL);
+        TWO_BY_TWO(last.rows, 2 * TILE_IN, apart, last.panel);
+    }
+    _tile_stored(0, sums[0], 4 * PANEL);
+    _tile_stored(1, sums[0] + 16, 4 * PANEL);
+    _tile_stored(2, sums[1], 4 * PANEL);
+    _tile_stored(3, sums[1] + 16, 4 * PANEL);
+    store_tile(sums[0], 2, 16, bias, y, out, count);
+    store_tile(sums[1], 2, 16, bias, y + apart * out, out, count);
+}
+
+static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
+                          const bf16 *bias, bf16 *y, int64_t out, int64_t count,
+                          const char *next) {
+    const int64_t pairs = (rows + TILE_ROWS - 17) / TILE_ROWS;  // of tiles
+    const int64_t shares = pairs + (rows > pairs * TILE_ROWS), half_bytes = PANEL * in;
+    for (int half = 0; half < 2 && 32 * half < count; half++)  // it stays in the cache meanwhile
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const int64_t row = pair * TILE_ROWS, apart = smaller(rows - row - 16, 16);
+            two_by_half(apart, x + row * in, panel + 64 * half, in, bias ? bias + 32 * half : 0,
+                        y + row * out + 32 * half, out, count - 32 * half,
+                        next + half_bytes * half + half_bytes * pair / shares, shares);
+        }
+    if (rows > pairs * TILE_ROWS) {
+        const int64_t first = rows < 16 ? 0 : rows - 16;
+        tile_by_panel(smaller(rows, 16), x + first * in, panel, in, bias, y + first * out, out,
+                      count, next, shares);
+    }
+}
+#undef IS_WRITTEN
+#undef FETCH
+#undef FOUR
+#undef TWO_BY_TWO
