@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.broken import SoundScheduler  # a loop over run, then over admit
 from aioserve.testing.traffic import harness_settings, requests
+from tests.testing.broken import SoundScheduler  # a loop over run, then over admit
 
 
 class ByVerb(BaseScheduler):

@@ -7,8 +7,8 @@ import pytest
 from aioserve.errors import PolicyError
 from aioserve.scheduler import BaseScheduler
 from aioserve.testing import ContractViolation
-from aioserve.testing.broken import CAUGHT_BY, SoundScheduler
 from aioserve.testing.contract import PolicyContract, Subject
+from tests.testing.broken import CAUGHT_BY, SoundScheduler
 
 
 def run_contract(policy: type[BaseScheduler]) -> None:

@@ -5,9 +5,9 @@ import pytest
 from aioserve.errors import RequestError
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.testing import ContractViolation, SchedulerHarness
-from aioserve.testing.broken import RollsGlobalDice, SoundScheduler
 from aioserve.testing.calls import make_calls, write_program
 from aioserve.testing.memory import guess
+from tests.testing.broken import RollsGlobalDice, SoundScheduler
 
 
 def busy_harness() -> SchedulerHarness:

@@ -4,8 +4,8 @@ import pytest
 
 from aioserve.scheduler import Request
 from aioserve.testing import ContractViolation, SchedulerHarness
-from aioserve.testing.broken import SoundScheduler, StarvesTheShort
 from aioserve.testing.shrink import Failure, shrink
+from tests.testing.broken import SoundScheduler, StarvesTheShort
 
 
 def fail(policy: type[SoundScheduler]) -> Failure:

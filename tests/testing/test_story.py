@@ -7,9 +7,9 @@ import pytest
 
 from aioserve.scheduler import Request, SchedulerOutput
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.broken import SoundScheduler
 from aioserve.testing.shrink import BROKEN
 from aioserve.testing.story import told
+from tests.testing.broken import SoundScheduler
 
 
 class ForgetsAnn(SoundScheduler):
