@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install serve test test-isa test-arm check ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install serve test test-isa test-arm check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -31,10 +31,13 @@ test-arm:  ## every kernel on an emulated Arm
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
 	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
-check: .venv/test  ## ruff and mypy alone
+check: .venv/test size  ## ruff, mypy and the limits of size alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+size:  ## lines per folder, and the limits that the project sets itself
+	@$(PYTHON) -m tests.size
 
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
 	@$(BIN)/python -m aioserve compare fcfs chunked_prefill priority --workload mixed $(ARGS)

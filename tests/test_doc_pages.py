@@ -1,4 +1,4 @@
-"""The pages in docs/ about embedding and the HTTP extensions are true."""
+"""The pages in docs/ are true: code and requests, links, the map of the house."""
 
 import re
 import subprocess
@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -75,3 +78,51 @@ def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> No
     assert listed.keys() - {"failing", "draining", "dead"} <= served | set(HINTS)
     for name in served:
         assert f"`{name}`" in page, name
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)(.*?)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_way_of_a_token_is_short() -> None:
+    """Who reads it in an afternoon knows the house."""
+    _, _, section = ARCHITECTURE.partition("\n## The way of a request")
+    files = re.findall(r"^\d+\. \[.*?\]\(\.\./(.*?)\)", section, re.MULTILINE)
+    assert len(files) == len(set(files)) > 10
+    assert sum((ROOT / path).read_text().count("\n") for path in files) <= 3_500
+
+
+def test_every_file_that_the_map_names_exists() -> None:
+    for path in re.findall(r"`(\w[\w./-]*/[\w./-]*)`", ARCHITECTURE):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_lists_every_module_and_nothing_else() -> None:
+    (tree,) = [block for block in blocks("architecture.md", "text") if "\n  cli.py" in block]
+    listed, folder = set(), {0: ""}
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        path = folder[indent] + line.split()[0]
+        if path.endswith("/"):
+            folder[indent + 2] = path
+        else:
+            listed.add(path)
+    modules = {
+        str(path.relative_to(ROOT))
+        for top in ("aioserve", "policies", "benchmarks", "training")
+        for path in (ROOT / top).rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert listed >= modules, f"missing in the tree: {sorted(modules - listed)}"
+    assert all((ROOT / path).exists() for path in listed)
