@@ -11,7 +11,9 @@ from aioserve.lab.calibrate import (
     Measurements,
     RecordedStep,
     StepRecorder,
+    Traffic,
     calibrate,
+    make_plan,
     measure,
     write_profile,
 )
@@ -81,6 +83,19 @@ async def record_three_steps() -> None:
     await asyncio.sleep(0.05)
     await recorder.execute_model(step(3, False))
     assert len(recorder.steps) == 1  # the second step was followed by nothing
+
+
+def test_a_quick_plan_has_a_third_of_the_loads_and_of_every_kind_some() -> None:
+    whole = make_plan(4096, 64, is_quick=False)
+    quick = make_plan(4096, 64, is_quick=True)
+    assert set(quick) < set(whole)
+    assert len(quick) < len(whole) / 2.5
+    assert any(isinstance(load, Traffic) and load.pause for load in quick)
+    assert any(isinstance(load, Traffic) and not load.pause for load in quick)
+    batches = [load for load in quick if not isinstance(load, Traffic)]
+    assert any(batch.chunk_size < batch.prompt_tokens for batch in batches)  # prompts in chunks
+    assert any(batch.chunk_size > batch.prompt_tokens > 1000 for batch in batches)  # whole
+    assert len({batch.num_requests for batch in batches if batch.output_tokens == 40}) > 2
 
 
 async def test_a_simulated_runner_is_nothing_to_measure() -> None:
