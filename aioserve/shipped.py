@@ -27,7 +27,7 @@ def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
     path = Path(name_or_path)
     if path.suffix or len(path.parts) != 1 or "/" in str(name_or_path):
         return path
-    shipped = {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
+    shipped = _shipped(folder)
     if path.name not in shipped:
         meant = did_you_mean(path.name, shipped)
         raise ConfigError(
@@ -35,6 +35,15 @@ def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
             f"{', '.join(sorted(shipped)) or 'none'}; or give a path to a .yaml file"
         )
     return shipped[path.name]
+
+
+def config_names() -> set[str]:
+    """Of the files of settings that come with the package."""
+    return set(_shipped(""))
+
+
+def _shipped(folder: str) -> dict[str, Path]:
+    return {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
 
 
 def _configs() -> Path:

@@ -26,7 +26,7 @@ from aioserve.lab.words import render_sweep, render_table
 from aioserve.lab.workload import Workload
 from aioserve.output_file import write
 
-CONFIG_HELP = "YAML file of settings, or the name of a shipped one"
+CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
 DEFAULT_SEEDS = 5
 
 

@@ -27,6 +27,8 @@ from aioserve.lab.run import Progress, check_fits, run_live, simulated
 from aioserve.lab.timeline import distributions, timelines
 from aioserve.lab.workload import Workload
 from aioserve.model_info import ModelInfo
+from aioserve.scheduler import available_policies
+from aioserve.shipped import config_names
 
 NUM_VICTIMS = 5
 # They change who is served and where, not how requests are scheduled.
@@ -47,17 +49,27 @@ class Candidate(msgspec.Struct, frozen=True):
 def load_candidates(
     paths: Sequence[str], overrides: Sequence[tuple[str, Any]] = ()
 ) -> list[Candidate]:
-    """Named after their files; `overrides` are laid over all. Raises `ConfigError`."""
-    stems = [Path(path).stem for path in paths]
+    """Named after their files; `overrides` are laid over all. Raises `ConfigError`.
+
+    A policy stands for the default settings with it: `file.py`, `file.py:Class`, `module:Class`, or
+    the name of one that was installed and has no configuration of its own.
+    """
+    stems = [path.rpartition(":")[2] if ":" in path else Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(stems) else list(paths)
     names = [
         name if names.index(name) == i else f"{name} ({names[: i + 1].count(name)})"
         for i, name in enumerate(names)
     ]
     return [
-        Candidate(name, EngineConfig.load(path, overrides))
-        for name, path in zip(names, paths, strict=True)
+        Candidate(name, _load(path, overrides)) for name, path in zip(names, paths, strict=True)
     ]
+
+
+def _load(path: str, overrides: Sequence[tuple[str, Any]]) -> EngineConfig:
+    is_policy = ":" in path or path.endswith(".py")
+    if is_policy or (path in available_policies() and path not in config_names()):
+        return EngineConfig.load(None, [("scheduler.policy", path), *overrides])
+    return EngineConfig.load(path, overrides)
 
 
 def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:

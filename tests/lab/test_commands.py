@@ -34,6 +34,26 @@ def test_compare_prints_a_table_and_writes_json_and_html(
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_policy_stands_for_the_default_settings_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from policies.fcfs import FCFSScheduler\nclass Mine(FCFSScheduler): pass\n"
+    )
+    data = tmp_path / "out.json"
+    words = ["compare", "fcfs", "mine.py", "mine.py:Mine", *SMALL, "--seeds", "1"]
+    assert main([*words, "--json", str(data)]) == 0
+    results = json.loads(data.read_bytes())["results"]
+    assert [result["policy"] for result in results] == ["fcfs", "mine.py", "mine.py:Mine"]
+    assert results[0]["distributions"] == results[1]["distributions"]
+    printed = capsys.readouterr().out
+    assert re.search(r" fcfs +mine ", printed)
+    assert re.search(r" fcfs +Mine ", printed)
+    assert main(["compare", "fcfs", "other.py", *SMALL]) == 2
+    assert "other.py" in capsys.readouterr().err
+
+
 def test_search_finds_the_knee_between_two_probes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
