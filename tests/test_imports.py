@@ -28,7 +28,6 @@ ALLOWED = {
     "aioserve.request": {"aioserve.errors", "aioserve.outputs", "aioserve.sampling_params"},
     "aioserve.kv_cache": {"aioserve.errors", "aioserve.request"},
     "aioserve.scheduler": {
-        "aioserve",  # its version
         "aioserve.config",
         "aioserve.errors",
         "aioserve.kv_cache",
@@ -51,6 +50,17 @@ ALLOWED = {
         "aioserve.scheduler.output",
         "aioserve.yaml_file",
     },
+    "aioserve.watch": {
+        "aioserve",  # its version
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.kv_cache",
+        "aioserve.outputs",
+        "aioserve.request",
+        "aioserve.runner.step_time",
+        "aioserve.sampling_params",
+        "aioserve.scheduler",
+    },
     "aioserve.engine": {
         "aioserve.output_file",
         "aioserve.config",
@@ -63,10 +73,10 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
-        "aioserve.scheduler.delegate",
-        "aioserve.scheduler.recording",
-        "aioserve.scheduler.records",
-        "aioserve.scheduler.shadow",
+        "aioserve.watch.delegate",
+        "aioserve.watch.recorder",
+        "aioserve.watch.shadow",
+        "aioserve.watch.writer",
     },
     "aioserve.lab": {
         "aioserve.arguments",
@@ -77,7 +87,6 @@ ALLOWED = {
         "aioserve.engine.async_engine",
         "aioserve.engine.clock",
         "aioserve.engine.core",
-        "aioserve.engine.decision_log",
         "aioserve.engine.request_log",
         "aioserve.errors",
         "aioserve.kv_cache",
@@ -90,8 +99,10 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.output",
-        "aioserve.scheduler.recording",
-        "aioserve.scheduler.records",
+        "aioserve.watch.reader",
+        "aioserve.watch.recorder",
+        "aioserve.watch.records",
+        "aioserve.watch.replay",
         "aioserve.yaml_file",
     },
     "aioserve.testing": {

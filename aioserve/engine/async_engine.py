@@ -47,8 +47,8 @@ from aioserve.scheduler import (
     make_successor,
 )
 from aioserve.scheduler.blame import blamed
-from aioserve.scheduler.recording import RecordingScheduler
-from aioserve.scheduler.shadow import Shadow, ShadowedScheduler
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.shadow import Shadow, ShadowedScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Where timestamps come from: one clock for arrivals, tokens, deadlines and logs.
+"""Where timestamps come from: one clock for arrivals, tokens, deadlines and logs; and loop lag.
 
 Knows event loops by where their `time()` is defined. Timers stay the loop's own: `call_at` wants
 its time, and durations for `call_later` can be taken from either.
@@ -14,6 +14,8 @@ Clock = Callable[[], float]
 # coarse as a step of a small model.
 REAL_TIME = ("asyncio.base_events", "uvloop.loop")
 
+LAG_PROBE_SECONDS = 0.02
+
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Clock:
     """Seconds: `time.monotonic` for a loop in real time, for any other its own `time`, since that
@@ -26,3 +28,31 @@ def clock_of(loop: asyncio.AbstractEventLoop) -> Clock:
 def is_real(clock: Clock) -> bool:
     """Whether a clock that `clock_of` gave runs by itself."""
     return clock is time.monotonic
+
+
+class LoopLag:
+    """By how much the event loop was late, by a timer that is set anew whenever it is asked.
+
+    No timer runs while nobody asks: an idle engine costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._worst = 0.0
+        self._due: float | None = None
+
+    def __call__(self) -> float:
+        """The worst since the last call, in seconds."""
+        now = time.monotonic()
+        worst = self._worst
+        if self._due is None:
+            self._due = now + LAG_PROBE_SECONDS
+            asyncio.get_running_loop().call_later(LAG_PROBE_SECONDS, self._fire)
+        else:
+            worst = max(worst, now - self._due)  # overdue, and still not called
+        self._worst = 0.0
+        return worst
+
+    def _fire(self) -> None:
+        assert self._due is not None
+        self._worst = max(self._worst, time.monotonic() - self._due)
+        self._due = None

@@ -15,7 +15,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import describe_result, place
-from aioserve.scheduler.delegate import DelegatingScheduler
+from aioserve.watch.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, WaitReason
-from aioserve.scheduler.shadow import Shadow
+from aioserve.watch.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 

@@ -274,9 +274,9 @@ def _num_seeds(
 
 def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
     """The requests of a decision log and the settings of its server."""
-    from aioserve.lab.decision_log import DecisionLog
     from aioserve.lab.logged import logged_settings, logged_workload
     from aioserve.lab.what_if import read_traffic
+    from aioserve.watch.reader import DecisionLog
 
     traffic = read_traffic(DecisionLog(arguments.replay))
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")

@@ -13,10 +13,10 @@ import msgspec
 
 from aioserve.arguments import Parser, assignment, output_file
 from aioserve.errors import ConfigError
-from aioserve.lab.decision_log import DecisionLog
-from aioserve.lab.replay import Divergence, replay
 from aioserve.lab.trace import write_trace
 from aioserve.lab.what_if import WhatIf, what_if
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.replay import Divergence, replay
 
 # Of these the relative difference between reality and simulation says how far to trust the rest.
 CHECKED = ("TTFT p50 ms", "gap p50 ms", "e2e p50 ms", "tokens/s")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.errors import ConfigError
-from aioserve.lab.decision_log import Life
 from aioserve.lab.what_if import Traffic
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest, text_name
+from aioserve.watch.reader import Life
 
 BLOCK = 16  # tokens: what prompts share is found in steps of so many
 

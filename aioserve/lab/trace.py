@@ -12,10 +12,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from aioserve.errors import AioserveError
-from aioserve.lab.decision_log import Chronicle, DecisionLog, Life, StepLife
-from aioserve.lab.replay import Replay, agree
 from aioserve.request import WaitReason
-from aioserve.scheduler.records import (
+from aioserve.watch.reader import Chronicle, DecisionLog, Life, StepLife
+from aioserve.watch.records import (
     AnyRecord,
     Discarded,
     Planned,
@@ -23,6 +22,7 @@ from aioserve.scheduler.records import (
     Switched,
     Updated,
 )
+from aioserve.watch.replay import Replay, agree
 
 ENGINE, REQUESTS = 1, 2  # the two groups of tracks, "processes" to a viewer
 STEPS, SCHEDULER = 1, 2  # tracks of the engine

@@ -19,17 +19,17 @@ from aioserve.engine.core import EngineCore
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.lab.clock import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog, Life, Switch
 from aioserve.lab.fit import fit_step_time
 from aioserve.lab.playback import PlaybackRunner
-from aioserve.lab.replay import make_request
 from aioserve.lab.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.step_time import StepFeatures, StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
-from aioserve.scheduler.recording import RecordingScheduler
-from aioserve.scheduler.records import Header, Record, Reset
+from aioserve.watch.reader import Chronicle, DecisionLog, Life, Switch
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.records import Header, Record, Reset
+from aioserve.watch.replay import make_request
 
 POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
 # A client that leaves does so on reading a token. In a log of virtual time that is the instant in

@@ -8,7 +8,7 @@ import uvloop
 
 from aioserve.engine.clock import clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog
+from aioserve.watch.reader import Chronicle, DecisionLog
 from tests.lab.traffic import record
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main as command
-from aioserve.lab.decision_log import DecisionLog
 from aioserve.lab.logged import logged_settings, logged_workload
 from aioserve.lab.what_if import Traffic, read_traffic
 from aioserve.lab.workload import build_prompt
+from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 VOCAB_SIZE = 2048

@@ -12,8 +12,8 @@ import uvloop
 
 from aioserve.cli import main as command
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog
 from aioserve.lab.trace import trace_events
+from aioserve.watch.reader import Chronicle, DecisionLog
 from tests.lab.traffic import record
 
 Event = dict[str, Any]
@@ -152,7 +152,7 @@ def test_without_the_policy_there_is_a_trace_without_reasons(
 
         raise UnknownPolicyError(spec)
 
-    monkeypatch.setattr("aioserve.lab.replay.load_policy", unknown)
+    monkeypatch.setattr("aioserve.watch.replay.load_policy", unknown)
     path = tmp_path / "trace.json"
     assert command(["trace", str(log.path), "-o", str(path)]) == 0
     text = path.read_text()

@@ -9,8 +9,8 @@ import pytest
 
 from aioserve.cli import main as command
 from aioserve.errors import ConfigError
-from aioserve.lab.decision_log import DecisionLog
 from aioserve.lab.what_if import make_config, percentile, what_if
+from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 # Refused requests are left out, and one preemption more or less makes the longest gap.

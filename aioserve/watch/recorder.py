@@ -15,10 +15,14 @@ from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.delegate import DelegatingScheduler
-from aioserve.scheduler.interface import SchedulerInterface
-from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.records import (
+from aioserve.scheduler import (
+    SchedulerInterface,
+    SchedulerOutput,
+    load_policy,
+    make_successor,
+)
+from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.watch.records import (
     Added,
     Closed,
     Discarded,
@@ -32,8 +36,6 @@ from aioserve.scheduler.records import (
     Switched,
     Updated,
 )
-from aioserve.scheduler.registry import load_policy
-from aioserve.scheduler.succession import make_successor
 
 T = TypeVar("T")
 Clock = Callable[[], float]

@@ -14,11 +14,13 @@ import msgspec
 
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.base import BaseScheduler
-from aioserve.scheduler.delegate import DelegatingScheduler
-from aioserve.scheduler.interface import SchedulerInterface
-from aioserve.scheduler.output import SchedulerOutput
-from aioserve.scheduler.step_time import OnlineStepTime
+from aioserve.scheduler import (
+    BaseScheduler,
+    OnlineStepTime,
+    SchedulerInterface,
+    SchedulerOutput,
+)
+from aioserve.watch.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
 

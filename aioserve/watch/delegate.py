@@ -8,8 +8,7 @@ from typing import Any
 
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.interface import SchedulerInterface
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 
 
 class DelegatingScheduler(SchedulerInterface):

@@ -19,12 +19,12 @@ from aioserve.cli import main as command
 from aioserve.engine import async_engine
 from aioserve.errors import RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog, Life
-from aioserve.lab.replay import replay
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
-from aioserve.scheduler.recording import RecordingScheduler
-from aioserve.scheduler.records import AnyRecord, Discarded, Header, Planned, Record, Switched
 from aioserve.testing import SchedulerHarness
+from aioserve.watch.reader import Chronicle, DecisionLog, Life
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.records import AnyRecord, Discarded, Header, Planned, Record, Switched
+from aioserve.watch.replay import replay
 from tests.engine.test_policy_failures import BAD, RaisesInUpdate, RaisesMidway, ReturnsAnOldStep
 from tests.lab.traffic import make_config, record
 
@@ -257,7 +257,7 @@ def test_the_command_says_identical_or_where_not(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith("requests, identical")
     assert json.loads(last)["identical"] is True
-    monkeypatch.setattr("aioserve.lab.replay.load_policy", lambda spec: CountsTo)
+    monkeypatch.setattr("aioserve.watch.replay.load_policy", lambda spec: CountsTo)
     assert command(["replay", str(path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "chunked_prefill: today's code diverges in step 30"

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.lab.decision_log import Chronicle, DecisionLog
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
-from aioserve.scheduler.recording import RecordingScheduler
-from aioserve.scheduler.records import (
+from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.records import (
     Added,
     AnyRecord,
     Closed,

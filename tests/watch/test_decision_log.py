@@ -12,13 +12,13 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
-from aioserve.engine.decision_log import FRAME_BYTES, LogWriter
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.lab.decision_log import Chronicle, DecisionLog
-from aioserve.lab.replay import replay
 from aioserve.request import Request
-from aioserve.scheduler.records import Closed, Discarded, Planned, Updated
+from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.records import Closed, Discarded, Planned, Updated
+from aioserve.watch.replay import replay
+from aioserve.watch.writer import FRAME_BYTES, LogWriter
 from tests.lab.traffic import make_config, record, serve
 from tests.processes import PATIENCE
 

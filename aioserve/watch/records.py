@@ -13,7 +13,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler import SchedulerOutput
 
 FORMAT_VERSION = 3  # raise it with every change of a record
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.engine.decision_log import FRAME_HEAD, RECORD_HEAD
 from aioserve.errors import ConfigError
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
 from aioserve.runner.step_time import StepFeatures
-from aioserve.scheduler.records import (
+from aioserve.watch.records import (
     FORMAT_VERSION,
     MAGIC,
     Added,
@@ -33,6 +32,7 @@ from aioserve.scheduler.records import (
     Switched,
     Updated,
 )
+from aioserve.watch.writer import FRAME_HEAD, RECORD_HEAD
 
 # Between the end of a step and the plan of the next, if the engine has work: what is longer is
 # idleness. A guess, ten times what a busy engine takes.
