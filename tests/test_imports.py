@@ -99,6 +99,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.output",
+        "aioserve.watch.chronicle",
         "aioserve.watch.reader",
         "aioserve.watch.recorder",
         "aioserve.watch.records",

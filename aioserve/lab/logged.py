@@ -12,7 +12,7 @@ from typing import Any
 from aioserve.errors import ConfigError
 from aioserve.lab.what_if import Traffic
 from aioserve.lab.workload import Piece, Workload, WorkloadRequest, text_name
-from aioserve.watch.reader import Life
+from aioserve.watch.chronicle import Life
 
 BLOCK = 16  # tokens: what prompts share is found in steps of so many
 

@@ -13,7 +13,8 @@ import msgspec
 
 from aioserve.errors import AioserveError
 from aioserve.request import WaitReason
-from aioserve.watch.reader import Chronicle, DecisionLog, Life, StepLife
+from aioserve.watch.chronicle import Chronicle, Life, StepLife
+from aioserve.watch.reader import DecisionLog
 from aioserve.watch.records import (
     AnyRecord,
     Discarded,

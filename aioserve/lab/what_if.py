@@ -26,7 +26,8 @@ from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.step_time import StepFeatures, StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
-from aioserve.watch.reader import Chronicle, DecisionLog, Life, Switch
+from aioserve.watch.chronicle import Chronicle, Life, Switch
+from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.records import Header, Record, Reset
 from aioserve.watch.replay import make_request

@@ -14,7 +14,8 @@ from aioserve.errors import ConfigError
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
-from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.chronicle import Chronicle
+from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.records import (
     Added,

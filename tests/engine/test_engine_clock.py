@@ -8,7 +8,8 @@ import uvloop
 
 from aioserve.engine.clock import clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.chronicle import Chronicle
+from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 

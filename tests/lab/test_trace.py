@@ -13,7 +13,8 @@ import uvloop
 from aioserve.cli import main as command
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.trace import trace_events
-from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.chronicle import Chronicle
+from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 Event = dict[str, Any]

@@ -15,7 +15,8 @@ from aioserve.cli import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import Request
-from aioserve.watch.reader import Chronicle, DecisionLog
+from aioserve.watch.chronicle import Chronicle
+from aioserve.watch.reader import DecisionLog
 from aioserve.watch.records import Closed, Discarded, Planned, Updated
 from aioserve.watch.replay import replay
 from aioserve.watch.writer import FRAME_BYTES, LogWriter

@@ -21,7 +21,8 @@ from aioserve.errors import RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
 from aioserve.testing import SchedulerHarness
-from aioserve.watch.reader import Chronicle, DecisionLog, Life
+from aioserve.watch.chronicle import Chronicle, Life
+from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.records import AnyRecord, Discarded, Header, Planned, Record, Switched
 from aioserve.watch.replay import replay
