@@ -40,14 +40,8 @@ from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, Sche
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
-from aioserve.scheduler import (
-    BaseScheduler,
-    SchedulerInterface,
-    load_policy,
-    make_successor,
-)
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.shadow import Shadow, ShadowedScheduler
 
 logger = logging.getLogger(__name__)
@@ -422,19 +416,10 @@ class AsyncEngine:
         """
         self._check_alive()
         assert self._core is not None
-        watched = self._core.scheduler
-        old = watched.live if isinstance(watched, ShadowedScheduler) else watched
         settings = msgspec.structs.replace(
             self.config.scheduler, policy=policy, options=options or {}
         )
-        new: SchedulerInterface = watched
-        if isinstance(old, RecordingScheduler):
-            old.switch(settings)
-        elif isinstance(watched, ShadowedScheduler):
-            watched.live = make_successor(old, load_policy(policy), settings)
-        else:
-            new = make_successor(old, load_policy(policy), settings)
-        self._core.switch_scheduler(new)
+        self._core.switch(settings)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
 

@@ -9,13 +9,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, PolicyError, RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import describe_result, place
-from aioserve.watch.delegate import DelegatingScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +93,11 @@ class EngineCore:
         self._wakeup.set()
         return finished
 
-    def switch_scheduler(self, scheduler: SchedulerInterface) -> None:
-        """Let `scheduler`, whose policy is new, go on, and ask it at once: what the last policy did
-        wrong is forgotten.
+    def switch(self, settings: SchedulerConfig) -> None:
+        """Let the policy of `settings` go on, and ask it at once: what the last policy did wrong is
+        forgotten. Raises what the scheduler raises; nothing has changed then.
         """
-        self.scheduler = scheduler
+        self.scheduler = self.scheduler.switch(settings)
         self.policy_failure = None
         self._wakeup.set()
 
@@ -164,14 +164,7 @@ class EngineCore:
 
     @property
     def _policy(self) -> str:
-        return self._policy_class.__name__
-
-    @property
-    def _policy_class(self) -> type[SchedulerInterface]:
-        scheduler = self.scheduler
-        while isinstance(scheduler, DelegatingScheduler):  # it is recorded or watched
-            scheduler = scheduler.live
-        return type(scheduler)
+        return self.scheduler.policy.__name__
 
     def _blame_policy(self, request_ids: list[str], error: Exception) -> None:
         self.policy_failure = error, self._clock()
@@ -194,7 +187,7 @@ class EngineCore:
             what = str(error)
         elif isinstance(error, AioserveError):
             return error
-        wrapped = PolicyError(what + place(error, self._policy_class))
+        wrapped = PolicyError(what + place(error, self.scheduler.policy))
         wrapped.__cause__ = error
         return wrapped
 

@@ -24,10 +24,10 @@ from aioserve.outputs import (
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
 from aioserve.scheduler.blame import place
-from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.step import Decodes, Step
+from aioserve.scheduler.succession import Switchable
 from aioserve.scheduler.timers import Timers
 from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
@@ -38,7 +38,7 @@ class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
 
 
-class BaseScheduler(SchedulerInterface):
+class BaseScheduler(Switchable):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
     A policy may also override `order` (who goes first) and `victim` (who gives way), and read

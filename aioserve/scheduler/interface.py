@@ -8,9 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
+from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
+
+CANNOT_BE_SWITCHED = "only policies that derive from BaseScheduler can be switched"
 
 
 class SchedulerInterface(ABC):
@@ -18,6 +22,11 @@ class SchedulerInterface(ABC):
 
     Called from one event loop, never from a thread. No method waits.
     """
+
+    @property
+    def policy(self) -> type["SchedulerInterface"]:
+        """The class that decides, for messages: not that of somebody who only watches."""
+        return type(self)
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
@@ -112,6 +121,14 @@ class SchedulerInterface(ABC):
         returns their ids: a policy that fails every time must not keep anybody waiting.
         """
         return self.finish_requests(None, RequestStatus.FINISHED_ERROR)
+
+    def switch(self, settings: SchedulerConfig) -> "SchedulerInterface":
+        """Let the policy of `settings` decide from the next step on; requests and KV cache stay.
+
+        Returns the scheduler to be asked from then on: another one, or itself if it only watches.
+        Raises `ConfigError` or `PolicyError` if that cannot be; nothing has changed then.
+        """
+        raise ConfigError(CANNOT_BE_SWITCHED)
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
         """Why each waiting request was not served in the last step; costs nothing until asked."""

@@ -4,24 +4,57 @@ Knows how to build the new one and how to undo what a failed attempt has changed
 over, and what stays behind, is said by `BaseScheduler.take_over`.
 """
 
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, ConfigError, PolicyError
-from aioserve.scheduler.base import BaseScheduler
+from aioserve.kv_cache import KVCacheManager
+from aioserve.request import Request
 from aioserve.scheduler.blame import place
-from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.interface import CANNOT_BE_SWITCHED, SchedulerInterface
+from aioserve.scheduler.registry import load_policy
+
+
+class Switchable(SchedulerInterface):
+    """What `BaseScheduler` is besides a scheduler: one whose place another of its kind can take."""
+
+    kv_cache: KVCacheManager
+    max_model_len: int
+    clock: Callable[[], float]
+
+    @abstractmethod
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None: ...
+
+    @abstractmethod
+    def get_requests(self) -> list[Request]: ...
+
+    @abstractmethod
+    def take_over(self, other: Any) -> None: ...
+
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        return make_successor(self, load_policy(settings.policy), settings)
 
 
 def make_successor(
     old: SchedulerInterface, policy: type[SchedulerInterface], config: SchedulerConfig
-) -> BaseScheduler:
+) -> Switchable:
     """A scheduler of class `policy` that stands where `old` stands: between two steps, with its
     requests, KV cache, clock and length limit. From then on `old` is to be dropped.
 
     Raises `ConfigError` if it cannot be built or could never run a request that is there, and
     `PolicyError` if it raises. Nothing has changed then, and `old` goes on.
     """
-    if not (isinstance(old, BaseScheduler) and issubclass(policy, BaseScheduler)):
-        raise ConfigError("only policies that derive from BaseScheduler can be switched")
+    if not (isinstance(old, Switchable) and issubclass(policy, Switchable)):
+        raise ConfigError(CANNOT_BE_SWITCHED)
     keys = [(request, request.order_key) for request in old.get_requests()]
     try:
         new = policy(config, old.kv_cache, max_model_len=old.max_model_len, clock=old.clock)

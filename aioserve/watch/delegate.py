@@ -6,16 +6,21 @@ Knows nothing. What stands between engine and policy derives from it and overrid
 from collections.abc import Iterable
 from typing import Any
 
+from aioserve.config import SchedulerConfig
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 
 
 class DelegatingScheduler(SchedulerInterface):
-    """`live` is the one that decides; it may be replaced between two calls."""
+    """`live` is the one that decides, or another one that watches it. A switch replaces it."""
 
     def __init__(self, live: SchedulerInterface) -> None:
         self.live = live
+
+    @property
+    def policy(self) -> type[SchedulerInterface]:
+        return self.live.policy
 
     def add_request(self, request: Request) -> None:
         self.live.add_request(request)
@@ -62,6 +67,10 @@ class DelegatingScheduler(SchedulerInterface):
 
     def reset_prefix_cache(self) -> bool:
         return self.live.reset_prefix_cache()
+
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        self.live = self.live.switch(settings)
+        return self
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
         return self.live.get_wait_reasons()

@@ -15,12 +15,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler import (
-    SchedulerInterface,
-    SchedulerOutput,
-    load_policy,
-    make_successor,
-)
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.records import (
     Added,
@@ -196,16 +191,11 @@ class RecordingScheduler(DelegatingScheduler):
         self._note(lambda: Reset(now, is_empty, _text(error)))
         return _result(is_empty, error)
 
-    def switch(self, config: SchedulerConfig) -> None:
-        """Let the policy of `config` take over, between two steps.
-
-        Raises `ConfigError` or `PolicyError` if it cannot; the old one goes on then.
-        """
-        now, new, error = self._call(
-            lambda: make_successor(self.live, load_policy(config.policy), config)
-        )
-        self._note(lambda: Switched(now, _plain(config), _text(error)))
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        now, new, error = self._call(lambda: self.live.switch(settings))
+        self._note(lambda: Switched(now, _plain(settings), _text(error)))
         self.live = _result(new, error)
+        return self
 
     def shutdown(self) -> None:
         now, _, error = self._call(self.live.shutdown)
