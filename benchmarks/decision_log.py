@@ -16,16 +16,18 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.engine.decision_log import recorded
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, load_policy
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.writer import LogWriter
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 200
@@ -43,15 +45,15 @@ class Load:
             policy="fcfs",
             max_num_seqs=num_running,
             max_num_batched_tokens=self.max_model_len + PROMPT_TOKENS * num_running,
-            decision_log=None if path is None else str(path),
         )
         make: Any = load_policy("fcfs")
-        make = make if path is None else recorded(make)
+        if path is not None:
+            make = partial(RecordingScheduler, make, sink=LogWriter(path))
         self.scheduler: SchedulerInterface = make(
             config,
             KVCacheManager(num_running * blocks_each, BLOCK_SIZE),
             max_model_len=self.max_model_len,
-            clock=lambda: 0.0,  # not the loop's clock: so nothing asks for a loop
+            clock=lambda: 0.0,
         )
         self.num_added = 0
         for _ in range(num_running):

@@ -13,7 +13,7 @@ from typing import Any
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
-from aioserve.engine.async_engine import make_runner
+from aioserve.engine.builder import make_runner
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface

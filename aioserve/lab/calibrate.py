@@ -210,7 +210,7 @@ def write_profile(model: StepTimeModel, path: str) -> None:
 async def _recorded_engine(
     config: EngineConfig,
 ) -> AsyncIterator[tuple[AsyncEngine, StepRecorder]]:
-    from aioserve.engine.async_engine import make_runner
+    from aioserve.engine.builder import make_runner
     from aioserve.model_info import ModelInfo
 
     scheduler = msgspec.structs.replace(

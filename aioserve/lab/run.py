@@ -13,7 +13,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
-from aioserve.engine.async_engine import make_runner
+from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
 from aioserve.lab.clock import VirtualClockEventLoop

@@ -258,8 +258,8 @@ class _Simulation:
     def _abort(self, request_id: str) -> None:
         self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        """End what a stop string ended, as the output processor did."""
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Say what a stop string ended, as the output processor did."""
         stopped = []
         for output in outputs:
             left = self._num_left.get(output.request_id)
@@ -267,8 +267,7 @@ class _Simulation:
                 self._num_left[output.request_id] = left = left - len(output.new_token_ids)
                 if left <= 0 and output.finish_reason is None:
                     stopped.append(output.request_id)
-        if stopped:
-            self._core.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
+        return stopped
 
     # RecordSink.
 

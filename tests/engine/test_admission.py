@@ -76,7 +76,8 @@ async def test_a_full_queue_refuses_before_tokenizing(monkeypatch: pytest.Monkey
         running = await engine.add_request([5] * 9, ENDLESS)
         await anext(running)
         waiting = await engine.add_request([5] * 400, ENDLESS)
-        monkeypatch.setattr(engine._input_processor, "tokenize", None)
+        assert engine._parts is not None
+        monkeypatch.setattr(engine._parts.input_processor, "tokenize", None)
         with pytest.raises(EngineOverloadedError, match=r"400 prompt tokens are waiting already"):
             await engine.add_request("word " * 500, SHORT)
         waiting.close()

@@ -10,7 +10,7 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine import async_engine
+from aioserve.engine import builder
 from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
@@ -65,8 +65,8 @@ class Moody(ChunkedPrefillScheduler):
 
 
 def request_of(engine: AsyncEngine, request_id: str) -> Request:
-    assert engine._core is not None
-    request = engine._core.scheduler.get_request(request_id)  # type: ignore[attr-defined]
+    assert engine._parts is not None
+    request = engine._parts.core.scheduler.get_request(request_id)  # type: ignore[attr-defined]
     assert isinstance(request, Request)
     return request
 
@@ -144,7 +144,7 @@ def test_an_end_from_outside_takes_no_token_that_has_come(
     depth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_engine, "load_policy", lambda spec: Moody)
+    monkeypatch.setattr(builder, "load_policy", lambda spec: Moody)
     config = make_config(pipeline_depth=depth)
 
     async def main() -> None:

@@ -62,8 +62,8 @@ def test_an_observer_is_called_only_when_no_step_is_under_construction() -> None
     under_construction: list[bool] = []
 
     async def main(engine: AsyncEngine) -> None:
-        assert engine._core is not None
-        scheduler: Any = engine._core.scheduler
+        assert engine._parts is not None
+        scheduler: Any = engine._parts.core.scheduler
         holder.append(scheduler)
         await serve(engine, 8)
 

@@ -11,11 +11,11 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.engine import async_engine
+from aioserve.engine import builder
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
-from aioserve.scheduler import Request, SchedulerOutput, load_policy
+from aioserve.scheduler import Request, SchedulerOutput
 
 BAD = 13  # a prompt that begins with this token provokes the policy
 
@@ -118,7 +118,7 @@ def run(
     **limits: Any,
 ) -> Any:
     """On the virtual clock, with `policy` in place of a name."""
-    monkeypatch.setattr(async_engine, "load_policy", lambda spec: policy)
+    monkeypatch.setattr(builder, "load_policy", lambda spec: policy)
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated"), scheduler=SchedulerConfig(**limits)
     )
@@ -154,12 +154,12 @@ def test_the_error_names_the_policy_and_the_rule_and_the_engine_goes_on(
             await generate(engine, [BAD] * 20)
         for length in (3, 40):
             assert await generate(engine, [2] * length) == 5
-        assert engine._core is not None
-        stats = engine._core.scheduler.make_stats()
+        assert engine._parts is not None
+        stats = engine._parts.core.scheduler.make_stats()
         assert stats is not None
         assert stats.num_waiting_reqs == stats.num_running_reqs == 0
         await asyncio.sleep(1)
-        stats = engine._core.scheduler.make_stats()
+        stats = engine._parts.core.scheduler.make_stats()
         assert stats is not None
         assert stats.num_used_kv_blocks == 0
 
@@ -245,11 +245,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 async def test_a_policy_that_raises_for_ever_leaves_the_loop_to_others_until_it_is_switched(
     has_run: bool, depth: int, monkeypatch: pytest.MonkeyPatch, told: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(
-        async_engine,
-        "load_policy",
-        lambda spec: load_policy(spec) if spec == "fcfs" else RaisesWhileTold,
-    )
+    monkeypatch.setattr(builder, "load_policy", lambda spec: RaisesWhileTold)
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated", step_base_ms=0.5),
         scheduler=SchedulerConfig(pipeline_depth=depth),

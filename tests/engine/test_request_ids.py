@@ -69,10 +69,10 @@ async def test_the_id_of_a_sample_that_has_ended_is_its_requests_until_all_have(
 ) -> None:
     stream = await add(engine, "x", SAMPLES)
     await anext(stream)
-    assert engine._core is not None
+    assert engine._parts is not None
     # the first sample ends, as if by a stop string
-    ended = engine._core.finish_requests(["x-0"], RequestStatus.FINISHED_STOPPED)
-    engine._output_processor.end_requests(ended, FinishReason.STOP, 0.0)
+    ended = engine._parts.core.finish_requests(["x-0"], RequestStatus.FINISHED_STOPPED)
+    engine._parts.output_processor.end_requests(ended, FinishReason.STOP, 0.0)
     with pytest.raises(RequestIdInUseError):
         await add(engine, "x-0", ENDLESS)
     stream.close()
@@ -118,9 +118,10 @@ async def test_when_one_sample_fails_closing_the_stream_ends_the_others(
 ) -> None:
     async with await add(engine, "x", SAMPLES) as stream:
         await anext(stream)
-        engine._output_processor.fail_requests(["x-0"], ValueError("its step"), 0.0)
+        assert engine._parts is not None
+        engine._parts.output_processor.fail_requests(["x-0"], ValueError("its step"), 0.0)
         with pytest.raises(ValueError, match="its step"):
             await tokens(stream)
     await asyncio.sleep(0)
-    assert len(engine._output_processor) == 0
+    assert len(engine._parts.output_processor) == 0
     assert len(await tokens(await add(engine, "x", SHORT))) == 3

@@ -54,13 +54,13 @@ def test_switching_back_and_forth_under_load_changes_no_token(depth: int) -> Non
             switches += 1
             await asyncio.sleep(0.017)
         assert switches > 30
-        assert engine._core is not None
-        stats = engine._core.scheduler.make_stats()
+        assert engine._parts is not None
+        stats = engine._parts.core.scheduler.make_stats()
         assert stats is not None
         assert stats.num_preemptions > 5
         assert stats.num_running_reqs == stats.num_waiting_reqs == 0
         await asyncio.sleep(1)
-        assert engine._core.scheduler.make_stats().num_used_kv_blocks == 0  # type: ignore[union-attr]
+        assert engine._parts.core.scheduler.make_stats().num_used_kv_blocks == 0  # type: ignore[union-attr]
         return task.result()
 
     assert run(switched, depth) == run(undisturbed, depth)
@@ -122,8 +122,8 @@ def test_a_bad_switch_is_refused_and_the_old_policy_goes_on(
         await asyncio.sleep(0.1)
         with pytest.raises((ConfigError, PolicyError), match=message):
             engine.switch_policy(policy, options)
-        assert engine._core is not None
-        assert isinstance(engine._core.scheduler, load_policy("chunked_prefill"))
+        assert engine._parts is not None
+        assert isinstance(engine._parts.core.scheduler, load_policy("chunked_prefill"))
         return await task
 
     assert run(main) == run(serve_many)

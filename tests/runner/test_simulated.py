@@ -65,14 +65,14 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
         times: dict[str, float] = {}
         loop = asyncio.get_running_loop()
         async with AsyncEngine(config) as engine:
-            core = engine._core
-            assert core is not None
+            assert engine._parts is not None
+            core = engine._parts.core
             deliver = core._deliver
 
-            def note(outputs: list[Any]) -> None:
+            def note(outputs: list[Any]) -> list[str]:
                 for output in outputs:
                     times.setdefault(output.request_id, loop.time())
-                deliver(outputs)
+                return deliver(outputs)
 
             core._deliver = note
             for name, images in (("plain", []), ("image", [(10, 80, "cat")])):

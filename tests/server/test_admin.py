@@ -76,7 +76,7 @@ async def test_a_policys_file_that_was_edited_is_read_again(start_server, tmp_pa
             path.write_text(POLICY.format(number=number, line=""))
             body = {"policy": str(path)}
             assert (await server.request("POST", "/admin/policy", json=body)).status == 200
-            assert server.engine._core.scheduler.number == number
+            assert server.engine._parts.core.scheduler.number == number
             assert (await server.complete(max_tokens=3)).status == 200
 
 

@@ -32,8 +32,8 @@ async def serve_one(engine: AsyncEngine) -> int:
 def test_without_the_setting_nothing_stands_before_the_scheduler() -> None:
     async def main() -> None:
         async with AsyncEngine(make_config(None, policy="chunked_prefill")) as engine:
-            assert engine._core is not None
-            assert type(engine._core.scheduler) is ChunkedPrefillScheduler
+            assert engine._parts is not None
+            assert type(engine._parts.core.scheduler) is ChunkedPrefillScheduler
 
     asyncio.run(main())
 
@@ -194,10 +194,10 @@ async def test_what_cannot_be_noted_ends_the_log_not_the_server(
     path = tmp_path / "log"
     async with AsyncEngine(make_config(path)) as engine:
         assert await serve_one(engine) == 5
-        assert engine._core is not None
+        assert engine._parts is not None
         params = SamplingParams(max_tokens=5)
         bad = Request("bad", [1, 2, 3], params, user=object())  # type: ignore[arg-type]
-        engine._core.add_request(bad)
+        engine._parts.core.add_request(bad)
         assert await serve_one(engine) == 5
     assert "ends here: TypeError" in caplog.text
     assert replay(DecisionLog(path)).divergence is None

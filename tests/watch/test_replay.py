@@ -16,7 +16,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
-from aioserve.engine import async_engine
+from aioserve.engine import builder
 from aioserve.errors import RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
@@ -147,7 +147,7 @@ def test_whatever_a_policy_does_comes_out_again(seed: int, depth: int) -> None:
 def test_failures_of_a_policy_come_out_again(
     policy: type[BaseScheduler], depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "load_policy", lambda spec: policy)
+    monkeypatch.setattr(builder, "load_policy", lambda spec: policy)
     path = tmp_path / "log"
 
     async def main() -> None:
@@ -242,7 +242,7 @@ class ReadsTheClock(ChunkedPrefillScheduler):
 def test_a_policy_that_reads_the_clock_reads_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "load_policy", lambda spec: ReadsTheClock)
+    monkeypatch.setattr(builder, "load_policy", lambda spec: ReadsTheClock)
     path = tmp_path / "log"
     record(path, loop_factory=asyncio.new_event_loop, seconds=0.5)
     assert replay(DecisionLog(path), ReadsTheClock).divergence is None

@@ -100,9 +100,10 @@ def test_nothing_is_left_in_the_shadow_when_all_is_quiet() -> None:
         await asyncio.sleep(30)
 
     _, engine = run("chunked_prefill", "priority", main)
-    assert engine._shadow is not None
-    assert not engine._shadow.has_work
-    stats = engine._shadow.scheduler.make_stats()
+    shadow = engine.metrics.shadow.shadow
+    assert shadow is not None
+    assert not shadow.has_work
+    stats = shadow.scheduler.make_stats()
     assert stats.num_used_kv_blocks == stats.num_running_reqs == stats.num_waiting_reqs == 0
     text = engine.metrics.render().decode()
     assert "aioserve_shadow_time_to_first_token_seconds_count 61.0" in text
@@ -113,14 +114,16 @@ def test_a_shadow_without_time_gives_up_instead_of_growing() -> None:
     async def main(engine: AsyncEngine) -> int:
         for _ in range(3):
             await serve_many(engine)
-        assert engine._shadow is not None
-        return len(engine._shadow._events) + len(engine._shadow._live)
+        shadow = engine.metrics.shadow.shadow
+        assert shadow is not None
+        return len(shadow._events) + len(shadow._live)
 
     num_remembered, engine = run("chunked_prefill", "fcfs", main, share=1e-9)
-    assert engine._shadow is not None
+    shadow = engine.metrics.shadow.shadow
+    assert shadow is not None
     assert num_remembered <= 120  # of 180
-    assert engine._shadow.stats.num_resets > 0
-    assert engine._shadow.stats.cost_seconds < 0.01
+    assert shadow.stats.num_resets > 0
+    assert shadow.stats.cost_seconds < 0.01
 
 
 class Fails(FCFSScheduler):

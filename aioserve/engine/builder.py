@@ -1,0 +1,265 @@
+"""Builds an engine from its settings: runner, KV cache, scheduler and who watches it, processors.
+
+Knows every constructor, and in which order the parts need each other. Knows no request and no task;
+who asked for the parts owns them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
+from aioserve.engine.core import EngineCore
+from aioserve.engine.delivery import Delivery
+from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.kv_events import KVEventRelay
+from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.request_log import RequestLog
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVCacheManager, KVEvent
+from aioserve.model_info import ModelInfo
+from aioserve.output_file import check_writable
+from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
+from aioserve.scheduler.blame import blamed
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.shadow import Shadow, ShadowedScheduler
+from aioserve.watch.shadow_turns import ShadowTurns
+from aioserve.watch.writer import LogWriter
+
+logger = logging.getLogger(__name__)
+
+
+class EngineParts(NamedTuple):
+    """What an engine that serves is made of, besides its runner."""
+
+    core: EngineCore
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+    clock: Clock
+    max_model_len: int  # the setting, or what the KV pool can hold
+    kv_events: KVEventRelay | None
+    shadow_turns: ShadowTurns | None
+    request_log: RequestLog | None
+
+    def close(self) -> None:
+        """Give back all but the runner. The engine task has ended."""
+        self.core.scheduler.shutdown()
+        self.input_processor.close()
+        if self.request_log is not None:
+            self.request_log.close()
+
+
+class EngineBuilder:
+    """First what can be said before weights are loaded, then the rest: `build` once `runner` is.
+
+    `config` is then what the settings amount to with this `runner`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_info: ModelInfo, runner: RunnerInterface | None
+    ) -> None:
+        """`runner` replaces the one that the settings name. On the event loop that the engine will
+        live in. Raises `ConfigError` for settings that cannot work.
+        """
+        self._model_info = model_info
+        self._clock = clock_of(asyncio.get_running_loop())
+        self._policy = load_policy(config.scheduler.policy)
+        if issubclass(self._policy, BaseScheduler):
+            _check_policy(self._policy, config.scheduler, model_info)
+        self._shadow_policy: type[BaseScheduler] | None = None
+        if config.shadow.shadow_policy is not None:
+            self._shadow_policy = _load_shadow_policy(_shadow_settings(config), model_info)
+        check_writable(config.scheduler.decision_log, "decision log")
+        check_writable(config.server.request_log, "request log")
+        if runner is None:
+            config.check_effects()
+            runner = make_runner(config, model_info)
+        self.runner = runner
+        if config.scheduler.pipeline_depth is None:
+            scheduler = msgspec.structs.replace(
+                config.scheduler, pipeline_depth=runner.pipeline_depth
+            )
+            config = msgspec.structs.replace(config, scheduler=scheduler)
+        self.config = config
+        self._request_log: RequestLog | None = None
+        if config.server.request_log is not None:
+            self._request_log = RequestLog(config.server.request_log, self._clock())
+
+    async def close(self) -> None:
+        """Nothing will be built, or it has failed."""
+        if self._request_log is not None:
+            self._request_log.close()
+        await self.runner.close()
+
+    def build(
+        self, metrics: EngineMetrics, on_kv_event: Callable[[KVEvent], None] | None
+    ) -> EngineParts:
+        """The parts around the runner, which is loaded. Raises `ConfigError` or `PolicyError`."""
+        config, clock = self.config, self._clock
+        kv_cache = self._make_kv_cache(
+            self.runner.num_kv_blocks, record_events=on_kv_event is not None
+        )
+        max_model_len = self._fit_max_model_len(kv_cache.num_slots)
+        scheduler = self._make_scheduler(kv_cache, max_model_len)
+        turns = None
+        if self._shadow_policy is not None:
+            shadow = self._make_shadow(
+                self._shadow_policy, kv_cache.pool.num_blocks, max_model_len, metrics
+            )
+            scheduler = ShadowedScheduler(scheduler, shadow, clock)
+            turns = ShadowTurns(shadow, clock)
+        input_processor = InputProcessor(self._model_info, max_model_len, config.runner.seed)
+        tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
+        output_processor = OutputProcessor(tokenizer, metrics, self._request_log)
+        relay = None
+        if on_kv_event is not None:
+            relay = KVEventRelay(
+                kv_cache, on_kv_event, lambda error: core.log_failure("on_kv_event", error)
+            )
+        delivery = Delivery(output_processor, clock, turns)
+        core = EngineCore(
+            scheduler,
+            self.runner,
+            pipeline_depth=config.scheduler.depth,
+            stall_timeout=config.scheduler.stall_timeout,
+            clock=clock,
+            deliver=delivery.deliver,
+            expire=delivery.expire,
+            fail=delivery.fail,
+            after_step=(lambda: None) if relay is None else relay.deliver,
+        )
+        return EngineParts(
+            core,
+            input_processor,
+            output_processor,
+            clock,
+            max_model_len,
+            relay,
+            turns,
+            self._request_log,
+        )
+
+    def _make_kv_cache(self, num_blocks: int, *, record_events: bool = False) -> KVCacheManager:
+        cache = self.config.cache
+        return KVCacheManager(
+            num_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            watermark=cache.watermark,
+            record_events=record_events,
+        )
+
+    def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
+        """The live one; recorded, if a log is wanted."""
+        settings, clock = self.config.scheduler, self._clock
+        # A policy that implements the interface without BaseScheduler is built the same way.
+        make_policy: Callable[..., SchedulerInterface] = self._policy
+        with blamed(self._policy, "__init__()"):
+            if settings.decision_log is None:
+                return make_policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
+            sink = LogWriter(Path(settings.decision_log))
+            try:
+                return RecordingScheduler(
+                    make_policy,
+                    settings,
+                    kv_cache,
+                    max_model_len=max_model_len,
+                    clock=clock,
+                    sink=sink,
+                    # On a virtual clock no loop is late, and a timer more could move the others.
+                    loop_lag=LoopLag() if is_real(clock) else None,
+                )
+            except BaseException:
+                sink.close()
+                raise
+
+    def _make_shadow(
+        self,
+        policy: type[BaseScheduler],
+        num_blocks: int,
+        max_model_len: int,
+        metrics: EngineMetrics,
+    ) -> Shadow:
+        settings = _shadow_settings(self.config)
+
+        def make_scheduler(clock: Clock) -> BaseScheduler:
+            kv_cache = self._make_kv_cache(num_blocks)
+            with blamed(policy, "__init__()"):
+                return policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
+
+        shadow = Shadow(
+            make_scheduler, metrics.shadow, max_share=self.config.shadow.shadow_max_share
+        )
+        metrics.shadow.shadow = shadow
+        return shadow
+
+    def _fit_max_model_len(self, num_slots: int) -> int:
+        """Every request that is accepted must be able to run alone in the KV pool."""
+        max_model_len = self._model_info.max_model_len
+        if max_model_len - 1 <= num_slots:
+            return max_model_len
+        if self.config.model.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but the KV cache holds {num_slots} tokens: "
+                "lower max_model_len or raise kv_cache_gib (or num_kv_blocks)"
+            )
+        logger.warning(
+            "the KV cache holds %d tokens: serving at most that many per request, not the model's "
+            "%d (raise kv_cache_gib for more)",
+            num_slots,
+            max_model_len,
+        )
+        return num_slots
+
+
+def _check_policy(
+    policy: type[BaseScheduler], settings: SchedulerConfig, model_info: ModelInfo
+) -> None:
+    """Raises `ConfigError` for options or limits that the policy cannot work with."""
+    policy.parse_options(settings.options)
+    policy.check_limits(settings, model_info.max_model_len)
+
+
+def _shadow_settings(config: EngineConfig) -> SchedulerConfig:
+    """The live settings with the shadow's policy."""
+    shadow = config.shadow
+    assert shadow.shadow_policy is not None
+    return msgspec.structs.replace(
+        config.scheduler,
+        policy=shadow.shadow_policy,
+        options=shadow.shadow_options,
+        decision_log=None,
+    )
+
+
+def _load_shadow_policy(settings: SchedulerConfig, model_info: ModelInfo) -> type[BaseScheduler]:
+    """Raises `ConfigError` if it cannot work."""
+    policy = load_policy(settings.policy)
+    if not issubclass(policy, BaseScheduler):
+        raise ConfigError(f"shadow policy {settings.policy!r} must derive from BaseScheduler")
+    _check_policy(policy, settings, model_info)
+    return policy
+
+
+def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
+    """The runner that the config names; only that one is imported."""
+    if config.runner.runner == "simulated":
+        from aioserve.runner.simulated import SimulatedRunner
+
+        return SimulatedRunner(config, model_info)
+    from aioserve.runner.devices import choose_device
+
+    if choose_device(config) == "cuda":
+        from aioserve.runner.cuda.runner import OverlappedRunner
+
+        return OverlappedRunner.on_cuda(config, model_info)
+    from aioserve.runner.threaded import ThreadedRunner
+
+    return ThreadedRunner(config, model_info)

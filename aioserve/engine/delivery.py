@@ -1,0 +1,48 @@
+"""What comes of steps, on its way from the engine task to the readers.
+
+Knows what a reader is told when a step or a policy fails. Knows no settings and no scheduler.
+"""
+
+from collections.abc import Callable
+
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.errors import PolicyError, RequestFailedError
+from aioserve.outputs import EngineCoreOutput, FinishReason
+from aioserve.watch.shadow_turns import ShadowTurns
+
+
+class Delivery:
+    """Called by the engine task while the next step computes."""
+
+    def __init__(
+        self,
+        output_processor: OutputProcessor,
+        clock: Callable[[], float],
+        shadow_turns: ShadowTurns | None,
+    ) -> None:
+        self._output_processor = output_processor
+        self._clock = clock
+        self._shadow_turns = shadow_turns
+
+    def deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Hand a step's outputs to their readers; returns the ids that a stop string has ended."""
+        stopped = self._output_processor.process_outputs(outputs, self._clock())
+        if self._shadow_turns is not None:
+            self._shadow_turns.take()
+        return stopped
+
+    def expire(self, request_ids: list[str]) -> None:
+        """Their deadline has passed."""
+        self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
+
+    def fail(self, request_ids: list[str], cause: Exception) -> None:
+        """They lost their step, or their policy."""
+        # An error of ours says what it should. Any other may quote anything: clients get its type,
+        # the log and Python callers (as __cause__) get it all.
+        error = RequestFailedError(
+            str(cause)
+            if isinstance(cause, PolicyError)
+            else f"the step that served this request failed ({type(cause).__name__})"
+        )
+        error.__cause__ = cause
+        self._output_processor.fail_requests(request_ids, error, self._clock())
