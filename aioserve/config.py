@@ -112,7 +112,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
-    """Limits that hold under every policy, and the choice of the policy."""
+    """Limits that hold under every policy, the choice of the policy, and what is logged."""
 
     policy: Annotated[
         str,
@@ -167,6 +167,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     decision_log: Annotated[
         str | None,
         Meta(description="file to record every decision and its input in (default: none)"),
+    ] = None
+    request_log: Annotated[
+        str | None,
+        Meta(description="file to note arrival and lengths of every request in (default: none)"),
     ] = None
 
     @property
@@ -286,10 +290,6 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="end the process, with exit code 3, when the engine has died"),
     ] = True
-    request_log: Annotated[
-        str | None,
-        Meta(description="file to note arrival and lengths of every request in (default: none)"),
-    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"

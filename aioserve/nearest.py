@@ -28,11 +28,21 @@ def explain(error: msgspec.ValidationError, kind: type) -> str:
     text = str(error)
     if match := _UNKNOWN.match(text):
         known = [name for t in _types_at(kind, match["path"]) for name in _field_names(t)]
-        return text + did_you_mean(match["name"], known)
+        return text + (_elsewhere(match["name"], kind) or did_you_mean(match["name"], known))
     if match := _NO_CHOICE.match(text):
         known = list(_choices(kind, match["path"]))
         return f"{text}; expected one of {', '.join(known)}" if known else text
     return text
+
+
+def _elsewhere(name: str, kind: type) -> str:
+    """`" (it is scheduler.policy)"`, if the name is right but stands in another section."""
+    found = [
+        f"{section}.{name}"
+        for section, (inner,) in _fields(kind).items()
+        if any(name in _field_names(alternative) for alternative in _alternatives(inner))
+    ]
+    return f" (it is {found[0]})" if len(found) == 1 else ""
 
 
 def _types_at(kind: Any, path: str | None) -> list[Any]:

@@ -61,6 +61,7 @@ def test_a_policy_that_is_not_asked_for_need_not_be_there(folder: Path) -> None:
     [
         ("scheduler.policyy", "fcfs", "`policyy` - at `$.scheduler` (did you mean 'policy'?)"),
         ("schedular.policy", "fcfs", "`schedular` (did you mean 'scheduler'?)"),
+        ("server.request_log", "x", "at `$.server` (it is scheduler.request_log)"),
         ("scheduler.victim", "newst", "expected one of policy, newest, lowest_priority"),
     ],
 )

@@ -77,7 +77,7 @@ class EngineBuilder:
         if config.shadow.shadow_policy is not None:
             self._shadow_policy = _load_shadow_policy(_shadow_settings(config), model_info)
         check_writable(config.scheduler.decision_log, "decision log")
-        check_writable(config.server.request_log, "request log")
+        check_writable(config.scheduler.request_log, "request log")
         if runner is None:
             config.check_effects()
             runner = make_runner(config, model_info)
@@ -89,8 +89,8 @@ class EngineBuilder:
             config = msgspec.structs.replace(config, scheduler=scheduler)
         self.config = config
         self._request_log: RequestLog | None = None
-        if config.server.request_log is not None:
-            self._request_log = RequestLog(config.server.request_log, self._clock())
+        if config.scheduler.request_log is not None:
+            self._request_log = RequestLog(config.scheduler.request_log, self._clock())
 
     async def close(self) -> None:
         """Nothing will be built, or it has failed."""

@@ -31,8 +31,9 @@ from aioserve.scheduler import available_policies
 from aioserve.shipped import config_names
 
 NUM_VICTIMS = 5
-# They change who is served and where, not how requests are scheduled.
+# They change who is served and where, and what is noted, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")
+IGNORED_SETTINGS = ("scheduler.policy", "scheduler.decision_log", "scheduler.request_log")
 # Options of policies that say what clients are due: a number each.
 WEIGHT_OPTIONS = ("weights", "tickets")
 
@@ -80,7 +81,7 @@ def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
         for name in sorted(a | b)
         if a.get(name) != b.get(name)
         and name.split(".")[0] not in IGNORED_SECTIONS
-        and name != "scheduler.policy"
+        and name not in IGNORED_SETTINGS
         and not name.startswith("scheduler.options")
     ]
 

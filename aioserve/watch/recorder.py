@@ -32,6 +32,8 @@ from aioserve.watch.records import (
     Updated,
 )
 
+LOG_SETTINGS = ("decision_log", "request_log")
+
 T = TypeVar("T")
 Clock = Callable[[], float]
 
@@ -256,10 +258,9 @@ def _ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:
 
 
 def _plain(config: SchedulerConfig) -> dict[str, Any]:
-    """The settings without the place of the log, which says nothing about a decision."""
+    """The settings without the places of logs, which say nothing about a decision."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    plain.pop("decision_log", None)
-    return plain
+    return {name: value for name, value in plain.items() if name not in LOG_SETTINGS}
 
 
 def _text(error: Exception | None) -> str | None:

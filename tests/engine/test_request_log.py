@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import RunnerConfig, ServerConfig
+from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.recorded import read_trace
 
 
 def make_config(path: Path) -> EngineConfig:
     return EngineConfig(
-        runner=RunnerConfig(runner="simulated"), server=ServerConfig(request_log=str(path))
+        runner=RunnerConfig(runner="simulated"), scheduler=SchedulerConfig(request_log=str(path))
     )
 
 
