@@ -191,33 +191,9 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
     ] = 0.05
 
 
-class RunnerConfig(Section, frozen=True, kw_only=True):
-    """Where steps are computed."""
+class SimulatorConfig(Section, frozen=True, kw_only=True):
+    """How long simulated steps take, and what comes of them. Part of the section `runner`."""
 
-    runner: Annotated[
-        Literal["model", "simulated"],
-        Meta(description="model: compute; simulated: invented tokens after a modelled step time"),
-    ] = "model"
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Meta(description="where the model runs; auto: on a CUDA device if there is one"),
-    ] = "auto"
-    gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a CUDA device's memory that may be used")
-    ] = 0.9
-    enforce_eager: Annotated[
-        bool, Meta(description="no CUDA graphs: less memory, a quicker start, slower decoding")
-    ] = False
-    threads: Annotated[
-        PositiveInt | None,
-        Meta(
-            description="compute threads, fixed (default: one per physical core, and fewer while "
-            "other processes want the cores)"
-        ),
-    ] = None
-    seed: Annotated[
-        int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
-    ] = 0
     profile: Annotated[
         str, Meta(description="simulated step times: a profile's name, or a .yaml file")
     ] = "example"
@@ -263,6 +239,35 @@ class RunnerConfig(Section, frozen=True, kw_only=True):
     simulated_output_tokens: Annotated[
         PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
     ] = 64
+
+
+class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
+    """Where steps are computed, or that they are simulated."""
+
+    runner: Annotated[
+        Literal["model", "simulated"],
+        Meta(description="model: compute; simulated: invented tokens after a modelled step time"),
+    ] = "model"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="where the model runs; auto: on a CUDA device if there is one"),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of a CUDA device's memory that may be used")
+    ] = 0.9
+    enforce_eager: Annotated[
+        bool, Meta(description="no CUDA graphs: less memory, a quicker start, slower decoding")
+    ] = False
+    threads: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="compute threads, fixed (default: one per physical core, and fewer while "
+            "other processes want the cores)"
+        ),
+    ] = None
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
+    ] = 0
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
@@ -376,11 +381,7 @@ _RULES = (
     ),
     _Rule(
         "runner",
-        [
-            name
-            for name in RunnerConfig.__struct_fields__
-            if name == "profile" or name.startswith(("step_", "simulated_"))
-        ],
+        SimulatorConfig.__struct_fields__,
         lambda config: config.runner.runner == "simulated",
         "runner.runner is model, so steps take the time that they take",
     ),
@@ -394,9 +395,10 @@ _RULES = (
 
 
 def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
-    """Every setting as (section name, field), in the order of the structs above."""
+    """Every setting as (section name, field): a section's own first, then what it inherits."""
     for section in msgspec.structs.fields(EngineConfig):
-        for field in msgspec.structs.fields(section.type):
+        own = section.type.__annotations__
+        for field in sorted(msgspec.structs.fields(section.type), key=lambda f: f.name not in own):
             yield section.name, field
 
 

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import msgspec
 
-from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.interface import RunnerInterface
@@ -293,7 +293,7 @@ class SimulatedRunner(RunnerInterface):
         return token_id
 
 
-def step_time_model(config: RunnerConfig) -> StepTimeModel:
+def step_time_model(config: SimulatorConfig) -> StepTimeModel:
     """The profile that the settings name, with those of its numbers replaced that they give."""
     prefix = "step_"
     given = {
