@@ -57,16 +57,16 @@ class EngineParts(NamedTuple):
 
 
 class EngineBuilder:
-    """First what can be said before weights are loaded, then the rest: `build` once `runner` is.
+    """Says what cannot work before weights are loaded. Then load `runner`, and `build` the rest.
 
-    `config` is then what the settings amount to with this `runner`.
+    `config` is what the settings amount to with that runner.
     """
 
     def __init__(
         self, config: EngineConfig, model_info: ModelInfo, runner: RunnerInterface | None
     ) -> None:
-        """`runner` replaces the one that the settings name. On the event loop that the engine will
-        live in. Raises `ConfigError` for settings that cannot work.
+        """`runner` replaces the one that the settings name. Begins the request log. To be called on
+        the loop that the engine will live in. Raises `ConfigError` for what cannot work.
         """
         self._model_info = model_info
         self._clock = clock_of(asyncio.get_running_loop())
@@ -93,7 +93,7 @@ class EngineBuilder:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
 
     async def close(self) -> None:
-        """Nothing will be built, or it has failed."""
+        """Nothing will be built, or that has failed: give back what there is."""
         if self._request_log is not None:
             self._request_log.close()
         await self.runner.close()

@@ -18,7 +18,7 @@ from aioserve.scheduler.registry import load_policy
 
 
 class Switchable(SchedulerInterface):
-    """What `BaseScheduler` is besides a scheduler: one whose place another of its kind can take."""
+    """A scheduler whose place another one of its kind can take. `BaseScheduler` is one."""
 
     kv_cache: KVCacheManager
     max_model_len: int
