@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -153,8 +154,8 @@ def home(module: str) -> str:
     return max((name for name in ALLOWED if f"{module}.".startswith(f"{name}.")), key=len)
 
 
-def module_level_imports(path: Path) -> set[str]:
-    """Modules of this project that importing the file imports."""
+def module_level_imports(path: Path, types: bool = False) -> set[str]:
+    """Modules of this project that importing the file imports; with `types`, that it names."""
     found: set[str] = set()
     todo: list[ast.stmt] = list(ast.parse(path.read_text()).body)
     while todo:
@@ -163,7 +164,7 @@ def module_level_imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and (types or "TYPE_CHECKING" not in ast.unparse(node.test)):
             todo += node.body + node.orelse
         elif isinstance(node, ast.ClassDef | ast.Try):
             todo += node.body
@@ -182,6 +183,15 @@ def test_every_import_edge_is_an_allowed_one(path: Path) -> None:
     own = home(module)
     for imported in module_level_imports(path):
         assert imported in ALLOWED[own] or home(imported) == own, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("package", ["engine", "kv_cache", "lab", "scheduler", "server"])
+def test_no_module_knows_another_that_knows_it(package: str) -> None:
+    """Directly or by a detour, if only for the types."""
+    paths = (ROOT / "aioserve" / package).glob("[!_]*.py")
+    modules = {f"aioserve.{package}.{path.stem}": path for path in paths}
+    graph = {name: module_level_imports(path, types=True) for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("module", ["aioserve", "aioserve.cli", "aioserve.testing"])

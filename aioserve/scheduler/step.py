@@ -3,27 +3,17 @@
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.book import OpenStep, Order, RequestBook
 from aioserve.scheduler.encoder_plan import EncoderPlan
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-if TYPE_CHECKING:
-    from aioserve.scheduler.base import BaseScheduler
 
-
-class Decodes:
-    """Who had one token each in a step, in the forms in which the runner is told."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.req_ids = [request.request_id for request in requests]
-        self.num_scheduled = dict.fromkeys(self.req_ids, 1)
-
-
-class Step:
+class Step(OpenStep):
     """Made by `BaseScheduler.new_step`, filled by the verbs, frozen by `output`.
 
     `token_budget` is what remains of this step, in tokens.
@@ -31,48 +21,58 @@ class Step:
 
     __slots__ = (
         "_admitted",
+        "_book",
+        "_choose_victim",
+        "_config",
         "_dependents",
         "_drafts",
         "_encoder_plan",
         "_fresh_blocks",
         "_kv_cache",
+        "_max_num_seqs",
         "_new_block_ids",
         "_num_lookahead_tokens",
         "_num_prefill_tokens",
+        "_order",
         "_preempted",
-        "_preempted_req_ids",
         "_request_limit",
-        "_scheduler",
-        "_tokens",
-        "step_id",
         "token_budget",
     )
 
     def __init__(
-        self, scheduler: "BaseScheduler", token_budget: int, preempted_req_ids: list[str]
+        self,
+        book: RequestBook,
+        config: SchedulerConfig,
+        order: Order,
+        choose_victim: Callable[[], Request | None],
+        token_budget: int,
+        max_num_seqs: int,
     ) -> None:
-        """`preempted_req_ids` are those of a step that was discarded before the runner saw it."""
-        self.step_id = scheduler.num_steps + 1  # counts the steps planned
+        """Raises `PolicyError` if another step of the book is under construction."""
+        book.begin_step(self)
+        self.step_id = book.num_steps + 1  # counts the steps planned
         self.token_budget = token_budget  # tokens that remain
-        self._request_limit = scheduler.long_prefill_token_threshold or token_budget
-        self._num_lookahead_tokens = scheduler.num_lookahead_tokens
-        self._scheduler = scheduler
-        self._kv_cache = scheduler.kv_cache
+        self._request_limit = config.long_prefill_token_threshold or token_budget
+        self._max_num_seqs = max_num_seqs
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._config = config
+        self._book = book
+        self._order = order
+        self._choose_victim = choose_victim
+        self._kv_cache = book.kv_cache
         self._encoder_plan: EncoderPlan | None = None  # few steps need one
-        self._tokens: dict[Request, int] = {}  # who was served, with how many tokens, in order
         self._num_prefill_tokens = 0
         self._drafts: dict[str, list[int]] = {}
         self._admitted: dict[Request, RequestStatus] = {}  # with the status before
         self._new_block_ids: dict[str, list[int]] = {}  # of requests that ran already
         self._preempted: set[Request] = set()
-        self._preempted_req_ids = preempted_req_ids  # those that the runner has heard of
         self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
         self._dependents: dict[Request, list[Request]] = {}  # who relies on whose work in this step
 
     @property
     def requests(self) -> list[Request]:
         """Who was served so far, in order."""
-        return list(self._tokens)
+        return list(self.tokens)
 
     def run_decodes(self) -> list[Request]:
         """`run` every running request whose prompt is computed, in order; returns the others.
@@ -80,12 +80,12 @@ class Step:
         As a loop would, but quicker: this is what most rows of most steps are.
         """
         tokens, budget, num_lookahead_tokens = (
-            self._tokens,
+            self.tokens,
             self.token_budget,
             self._num_lookahead_tokens,
         )
         running, prefills = RequestStatus.RUNNING, []
-        for request in self._scheduler.running:
+        for request in self._book.running:
             end = request.num_computed_tokens + 1
             if end < request.num_tokens:
                 prefills.append(request)
@@ -121,7 +121,7 @@ class Step:
         Preempts `victim()` until there are blocks for it. Returns the tokens granted; 0 if it
         lacks nothing, was served or preempted in this step, or cannot be served.
         """
-        if request in self._tokens or request.status is not RequestStatus.RUNNING:
+        if request in self.tokens or request.status is not RequestStatus.RUNNING:
             return 0
         num_computed = request.num_computed_tokens
         num_tokens = request.num_target_tokens - num_computed
@@ -141,7 +141,7 @@ class Step:
         ):
             return 0
         self.token_budget -= num_tokens
-        self._tokens[request] = num_tokens
+        self.tokens[request] = num_tokens
         request.num_computed_tokens = end
         if end >= request.num_tokens:  # this step samples
             if request.draft_token_ids:
@@ -159,23 +159,23 @@ class Step:
         Takes a seat and blocks for all its known tokens; never preempts anybody. `whole` refuses
         a first chunk that is not all it lacks. Returns the tokens granted; 0: it has to wait.
         """
-        scheduler, kv_cache = self._scheduler, self._kv_cache
+        book, kv_cache = self._book, self._kv_cache
         limit = min(self.token_budget, self._request_limit)
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        if request not in scheduler.waiting:
+        if request not in book.waiting:
             if not isinstance(request, Request):  # which no policy would notice but by a stall
                 raise PolicyError(
-                    f"policy {type(scheduler).__name__}: admit() takes a Request, got {request!r}"
+                    f"policy {book.policy_name}: admit() takes a Request, got {request!r}"
                 )
             return 0
         if request in self._preempted:
             return self.hold(request, WaitReason.PREEMPTED)  # it may come back in the next step
-        if request.status is RequestStatus.PREEMPTED and scheduler._is_in_flight(request):
+        if request.status is RequestStatus.PREEMPTED and book.in_flight.carries(request):
             return self.hold(request, WaitReason.IN_FLIGHT)  # its next token is on the way
         if limit <= 0:
             return self.hold(request, WaitReason.BUDGET)
-        if len(scheduler.running) >= scheduler.max_num_seqs:
+        if len(book.running) >= self._max_num_seqs:
             return self.hold(request, WaitReason.SEATS)
         computed_blocks = kv_cache.get_computed_blocks(request)
         num_computed = len(computed_blocks) * kv_cache.block_size
@@ -188,7 +188,7 @@ class Step:
             if fitting <= 0 or (whole and fitting < num_lacking):
                 return self.hold(request, WaitReason.ENCODER_BUDGET)
         num_slots = self._num_slots(request, request.num_target_tokens)
-        is_alone = not scheduler.running
+        is_alone = not book.running
         if not kv_cache.can_admit(request, computed_blocks, num_slots, is_alone=is_alone):
             return self.hold(request, WaitReason.BLOCKS)
         for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
@@ -197,9 +197,7 @@ class Step:
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         self._admitted[request] = request.status
-        scheduler.waiting.remove(request)
-        scheduler.running.append(request)
-        request.status = RequestStatus.RUNNING
+        book.start(request)
         return self.run(request, max_tokens)
 
     def hold(self, request: Request, reason: WaitReason) -> int:
@@ -223,37 +221,35 @@ class Step:
                 if dependent not in victims and dependent.status is RequestStatus.RUNNING:
                     victims[dependent] = self._admitted.get(dependent)
                     line.append(dependent)
-        self._scheduler._requeue(victims)
+        self._book.requeue(victims, self._order)
         for victim, status_before in victims.items():
             self._refund(victim)
-            self._scheduler._take_back(victim)
+            self._book.take_back(victim)
             self._preempted.add(victim)
             self._dependents.pop(victim, None)
             if status_before is None:
-                self._preempted_req_ids.append(victim.request_id)
+                self.preempted_req_ids.append(victim.request_id)
             else:
                 del self._admitted[victim]
 
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""
-        scheduler, tokens, admitted = self._scheduler, self._tokens, self._admitted
-        scheduler._close_step(self)
+        book, tokens, admitted = self._book, self.tokens, self._admitted
+        finished_req_ids = book.close_step(self)
         requests = list(tokens)
         total = sum(tokens.values())
         if total == len(requests) and not admitted:  # nothing but decodes: most steps are
-            last = scheduler._last_decodes
-            if requests != last.requests:  # and most repeat the last one's rows
-                scheduler._last_decodes = last = Decodes(requests)
-            requests, req_ids, num_scheduled = last.requests, last.req_ids, last.num_scheduled
+            decodes = book.decodes_of(requests)
+            requests, req_ids = decodes.requests, decodes.req_ids
+            num_scheduled = decodes.num_scheduled
             num_computed = [r.num_computed_tokens - 1 for r in requests]
         else:
             cached = [r for r in requests if r not in admitted]
             req_ids = [r.request_id for r in cached]
             num_computed = [r.num_computed_tokens - tokens[r] for r in cached]
             num_scheduled = {r.request_id: n for r, n in tokens.items()}
-        finished_req_ids, scheduler._finished_req_ids = scheduler._finished_req_ids, []
         # A step that says nothing else is not handed to the runner.
-        is_sent = bool(tokens or finished_req_ids or self._preempted_req_ids)
+        is_sent = bool(tokens or finished_req_ids or self.preempted_req_ids)
         output = SchedulerOutput(
             step_id=self.step_id,
             scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
@@ -264,21 +260,21 @@ class Step:
             ),
             num_scheduled_tokens=num_scheduled,
             total_num_scheduled_tokens=total,
-            preempted_req_ids=self._preempted_req_ids,
+            preempted_req_ids=self.preempted_req_ids,
             finished_req_ids=finished_req_ids,
-            num_common_prefix_blocks=scheduler._num_common_prefix_blocks(),
+            num_common_prefix_blocks=book.num_common_prefix_blocks(),
             scheduled_spec_decode_tokens=self._drafts,
             scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
-            free_encoder_hashes=scheduler.encoder_cache.take_evicted() if is_sent else [],
+            free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
         )
-        scheduler._commit(output, requests, self._num_prefill_tokens)
+        book.commit(output, requests, self._num_prefill_tokens)
         return output
 
     @property
     def _encoder(self) -> EncoderPlan:
         if self._encoder_plan is None:
-            scheduler = self._scheduler
-            self._encoder_plan = EncoderPlan(scheduler.encoder_cache, scheduler.max_encoder_tokens)
+            max_tokens = self._config.max_encoder_tokens
+            self._encoder_plan = EncoderPlan(self._book.encoder_cache, max_tokens)
         return self._encoder_plan
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
@@ -294,11 +290,10 @@ class Step:
             return True  # near its limit it needs no lookahead
         kv_cache.cache_full_blocks(request)  # filled by earlier steps
         while num_missing > pool.num_free_blocks:
-            scheduler = self._scheduler
-            victim = scheduler.choose_victim()
+            victim = self._choose_victim()
             if not isinstance(victim, Request) or victim.status is not RequestStatus.RUNNING:
                 raise PolicyError(
-                    f"policy {type(scheduler).__name__}: victim() must return a running request, "
+                    f"policy {self._book.policy_name}: victim() must return a running request, "
                     f"got {victim!r}"
                 )
             self.preempt(victim)
@@ -328,7 +323,7 @@ class Step:
         request.num_target_tokens = end  # nothing more until the step is back
 
     def _refund(self, request: Request) -> None:
-        num_tokens = self._tokens.pop(request, 0)
+        num_tokens = self.tokens.pop(request, 0)
         self.token_budget += num_tokens
         self._new_block_ids.pop(request.request_id, None)
         self._drafts.pop(request.request_id, None)
@@ -348,6 +343,6 @@ class Step:
             sampling_params=request.sampling_params,
             stop_token_ids=request.stop_token_ids,
             block_ids=list(request.block_ids),
-            num_computed_tokens=request.num_computed_tokens - self._tokens[request],
+            num_computed_tokens=request.num_computed_tokens - self.tokens[request],
             encoder_inputs=request.encoder_inputs,
         )

@@ -1,7 +1,7 @@
 """Another policy from the next step on: one scheduler takes the place of another.
 
-Knows how to build the new one and how to undo what a failed attempt has changed. What is handed
-over, and what stays behind, is said by `BaseScheduler.take_over`.
+Knows who can follow whom, and whose fault it is if it fails. How the book is passed on, and what
+stays behind, is said by `BaseScheduler.take_over`.
 """
 
 from abc import abstractmethod
@@ -11,8 +11,8 @@ from typing import Any
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, ConfigError, PolicyError
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import Request
 from aioserve.scheduler.blame import place
+from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.interface import CANNOT_BE_SWITCHED, SchedulerInterface
 from aioserve.scheduler.registry import load_policy
 
@@ -20,6 +20,7 @@ from aioserve.scheduler.registry import load_policy
 class Switchable(SchedulerInterface):
     """A scheduler whose place another one of its kind can take. `BaseScheduler` is one."""
 
+    book: RequestBook
     kv_cache: KVCacheManager
     max_model_len: int
     clock: Callable[[], float]
@@ -33,9 +34,6 @@ class Switchable(SchedulerInterface):
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None: ...
-
-    @abstractmethod
-    def get_requests(self) -> list[Request]: ...
 
     @abstractmethod
     def take_over(self, other: Any) -> None: ...
@@ -55,15 +53,13 @@ def make_successor(
     """
     if not (isinstance(old, Switchable) and issubclass(policy, Switchable)):
         raise ConfigError(CANNOT_BE_SWITCHED)
-    keys = [(request, request.order_key) for request in old.get_requests()]
     try:
-        new = policy(config, old.kv_cache, max_model_len=old.max_model_len, clock=old.clock)
-        new.take_over(old)
+        with old.book.restored_on_error():
+            new = policy(config, old.kv_cache, max_model_len=old.max_model_len, clock=old.clock)
+            new.take_over(old)
+    except AioserveError:
+        raise
     except Exception as error:
-        for request, key in keys:
-            request.order_key = key
-        if isinstance(error, AioserveError):
-            raise
         raise PolicyError(
             f"policy {policy.__name__} raised {error!r} while it took over{place(error, policy)}"
         ) from error

@@ -71,7 +71,7 @@ def test_an_observer_is_called_only_when_no_step_is_under_construction() -> None
 
     def observer(event: KVEvent) -> None:
         (scheduler,) = holder
-        under_construction.append(scheduler._open_step is not None)
+        under_construction.append(scheduler.book.open_step is not None)
         if isinstance(event, BlockRemoved):
             assert scheduler.kv_cache.pool.lookup(event.block_hash) is None
 

@@ -1,7 +1,8 @@
 """Schedulers with one planted bug each: what the contract must catch, and how it says so.
 
 `SoundScheduler` is what they would be without it. Every docstring names the bug; `CAUGHT_BY` holds
-what the message must say. They reach into what is private: that is how they break things.
+what the message must say. They write in the book, which no policy may: that is how they break
+things.
 """
 
 import random
@@ -57,9 +58,9 @@ class ReturnsAnOldStep(SoundScheduler):
     """Returns the same plan again, as if nothing had changed."""
 
     def schedule(self) -> SchedulerOutput:
-        if self._last_output is None:
+        if self.book.last_output is None:
             return super().schedule()
-        return self._last_output
+        return self.book.last_output
 
 
 @caught_by(r"RaisesNowAndThen raised IndexError\('list index out of range'\) in schedule\(\)")
@@ -181,7 +182,7 @@ class LosesARequest(SoundScheduler):
         if len(self.waiting) > 2:
             request = list(self.waiting)[-1]
             self.waiting.remove(request)
-            del self._requests[request.request_id]
+            del self.book.requests[request.request_id]
         return super().schedule()
 
 
@@ -277,8 +278,8 @@ class FreesTheInFlight(SoundScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
         finished = super().finish_requests(request_ids, finished_status)
-        for request in list(self._ended):
-            self._ended.discard(request)
+        for request in list(self.book.ended):
+            self.book.ended.discard(request)
             self.kv_cache.free(request)
         return finished
 
@@ -291,7 +292,7 @@ class LeaksOnAbort(SoundScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
         if isinstance(request_ids, str):
-            request = self._requests.get(request_ids)
+            request = self.book.requests.get(request_ids)
             if request is not None and request.block_ids:
                 self.kv_cache.pool.touch(request.block_ids[:1])
         return super().finish_requests(request_ids, finished_status)
@@ -371,7 +372,7 @@ class RunsPastStopTokens(SoundScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        alive = list(self._requests.values())
+        alive = list(self.book.requests.values())
         saved = [request.stop_token_ids for request in alive]
         for request in alive:
             request.stop_token_ids = frozenset()
@@ -464,5 +465,13 @@ class ForgetsEncoderInputs(SoundScheduler):
 class KeepsWrongDrafts(SoundScheduler):
     """Does not roll back what was computed for draft tokens that turned out wrong."""
 
-    def _roll_back(self, request: Request) -> None:
-        pass
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafted = [request for request in self.running if request.request_id in drafts]
+        computed = [request.num_computed_tokens for request in drafted]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request, num_computed in zip(drafted, computed, strict=True):
+            request.num_computed_tokens = num_computed
+        return outputs

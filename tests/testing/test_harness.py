@@ -115,7 +115,7 @@ def test_a_policy_that_loses_somebody_at_a_switch_is_caught() -> None:
     class Forgets(FCFSScheduler):
         def take_over(self, other: BaseScheduler) -> None:
             super().take_over(other)
-            self.running = []
+            self.book.running = []
 
     harness = SchedulerHarness(FCFSScheduler)
     harness.add_request("a", [1] * 5)

@@ -1,0 +1,346 @@
+"""Who is here, where everybody stands, and what is in flight or not yet told: a policy's ledger.
+
+Knows requests, blocks, steps and endings. Does not know who should run, nor what a sampled token
+means; of the policy it knows the name, for messages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from aioserve.errors import InvariantError, PolicyError
+from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
+from aioserve.outputs import SchedulerStats
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.in_flight import StepsInFlight
+from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.timers import Timers
+
+#: A policy's: smaller keys go first. What it raises is a `PolicyError`.
+Order: TypeAlias = Callable[[Request], Any]
+
+
+class Decodes:
+    """Who had one token each in a step, in the forms in which the runner is told."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.req_ids = [request.request_id for request in requests]
+        self.num_scheduled = dict.fromkeys(self.req_ids, 1)
+
+
+class OpenStep:
+    """What of a step under construction is needed if it is never sent."""
+
+    __slots__ = ("preempted_req_ids", "step_id", "tokens")
+
+    step_id: int
+    tokens: dict[Request, int]  # who was served, with how many tokens, in order
+    preempted_req_ids: list[str]  # those that the runner has heard of
+
+
+class RequestBook:
+    """All requests that have not ended, each in `waiting` or `running`, and whatever the runner is
+    still to return or to be told. One book passes from policy to policy.
+    """
+
+    def __init__(
+        self,
+        policy_name: str,
+        kv_cache: KVCacheManager,
+        encoder_cache: EncoderCacheManager,
+        queue_timeout: float | None,
+    ) -> None:
+        """`queue_timeout`: seconds until a request that was never served is due; None: never."""
+        self.policy_name = policy_name  # of the one that plans
+        self.kv_cache = kv_cache
+        self.encoder_cache = encoder_cache
+        self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []  # replaced, never shrunk in place
+        self.ended: set[Request] = set()  # finished, but a step in flight may write their blocks
+        self.in_flight = StepsInFlight()
+        self.timers = Timers(queue_timeout)
+        self.num_steps = 0  # planned so far
+        self.open_step: OpenStep | None = None
+        self.last_output: SchedulerOutput | None = None
+        self.finished_req_ids: list[str] = []  # not yet told to the runner
+        self._untold_preempted: list[str] = []  # from a step that the runner never saw
+        self._last_decodes = Decodes([])
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
+
+    # Who comes, and in which order.
+
+    def add(self, request: Request, order: Order) -> None:
+        """A new request, in line. After a `PolicyError` nothing remains of it."""
+        request.order_key = (order(request), self._num_added)
+        self._line_up(request)
+        self.requests[request.request_id] = request
+        self.timers.add(request)
+        self._num_added += 1
+
+    def follow(self, policy_name: str, order: Order) -> None:
+        """Another policy from here on: everybody gets a key of its order, and the line is formed
+        anew. Raises `PolicyError` half-way; `restored_on_error` stands around it.
+        """
+        self.policy_name = policy_name
+        waiting = list(self.waiting)  # before its keys change
+        for request in self.requests.values():
+            request.order_key = (order(request), request.order_key[1])
+        self.waiting = RequestQueue()
+        for request in waiting:
+            self._line_up(request)
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """If the block raises, the policy, the keys and the line are what they were before."""
+        before = self.policy_name, self.waiting
+        keys = [(request, request.order_key) for request in self.requests.values()]
+        try:
+            yield
+        except BaseException:
+            self.policy_name, self.waiting = before
+            for request, key in keys:
+                request.order_key = key
+            raise
+
+    def _line_up(self, request: Request) -> None:
+        """Put a request in its place. Raises `PolicyError` for a key that cannot be compared."""
+        try:
+            self.waiting.add(request)
+        except InvariantError:
+            raise
+        except Exception as error:
+            raise PolicyError(
+                f"policy {self.policy_name}: order() returned {request.order_key[0]!r:.100}, "
+                f"which cannot be compared: {error!r}"
+            ) from error
+
+    # Who runs, and who gives way.
+
+    def start(self, request: Request) -> None:
+        """A waiting request runs from now on."""
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+
+    def requeue(self, requests: dict[Request, RequestStatus | None], order: Order) -> None:
+        """Let running requests wait again, each where `order` puts it now; by each its status
+        before, if it was admitted in this very step. If the policy raises, nothing has changed.
+        """
+        before = [
+            (r.status, r.num_computed_tokens, r.num_preemptions, r.order_key) for r in requests
+        ]
+        try:
+            for request, status in requests.items():
+                request.status = status or RequestStatus.PREEMPTED
+                request.num_computed_tokens = 0
+                request.num_preemptions += status is None
+                # The running number keeps equals in order of arrival, also after a preemption.
+                request.order_key = (order(request), request.order_key[1])
+                self._line_up(request)
+        except Exception:
+            for request, (status, num_computed, num_preemptions, key) in zip(
+                requests, before, strict=True
+            ):
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                request.status, request.num_computed_tokens = status, num_computed
+                request.num_preemptions, request.order_key = num_preemptions, key
+            raise
+        self._num_preemptions += sum(status is None for status in requests.values())
+        self.running = [r for r in self.running if r not in requests]
+
+    def take_back(self, request: Request) -> None:
+        """Take everything from a request that waits again."""
+        self.kv_cache.free(request)
+        self._release_encoder_outputs(request)
+        request.draft_token_ids = []
+        request.num_target_tokens = request.num_tokens
+
+    # A step, from its beginning until it is back.
+
+    def begin_step(self, step: OpenStep) -> None:
+        """Raises `PolicyError` if one is under construction already."""
+        if self.open_step is not None:
+            raise PolicyError(
+                f"policy {self.policy_name}: a new step was begun, but output() of the last one "
+                "was not returned"
+            )
+        self.open_step = step
+        step.tokens = {}
+        step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
+
+    def close_step(self, step: OpenStep) -> list[str]:
+        """The step is planned; returns the ids of the ended that it has to tell the runner."""
+        if self.open_step is not step:
+            raise PolicyError(
+                f"policy {self.policy_name}: output() was called twice, or on an old step"
+            )
+        self.open_step = None
+        self.num_steps = step.step_id
+        finished_req_ids, self.finished_req_ids = self.finished_req_ids, []
+        return finished_req_ids
+
+    def decodes_of(self, requests: list[Request]) -> Decodes:
+        """Those of the last step of decodes, if it had the same rows: most steps repeat them."""
+        if requests != self._last_decodes.requests:
+            self._last_decodes = Decodes(requests)
+        return self._last_decodes
+
+    def commit(
+        self, output: SchedulerOutput, requests: list[Request], num_prefill_tokens: int
+    ) -> None:
+        """The step goes to the runner, with these rows."""
+        self.last_output = output
+        if not requests:
+            return
+        self.in_flight.append((output, requests))
+        self._num_prefill_tokens += num_prefill_tokens
+        self._num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
+        if self.encoder_cache.has_holders:
+            for request in requests:  # steps run in order: who comes later cannot be too early
+                self._release_encoder_outputs(request, request.num_computed_tokens)
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        """Nothing after `last_step_id` goes to the runner; returns who was touched and lives."""
+        step, output = self.open_step, self.last_output
+        self.open_step = None
+        touched: list[Request] = []
+        if step is not None:
+            touched += step.tokens
+            self._untold_preempted = step.preempted_req_ids
+        if output is not None and output.step_id > last_step_id:
+            self._untold_preempted = output.preempted_req_ids + self._untold_preempted
+            self.finished_req_ids = output.finished_req_ids + self.finished_req_ids
+            self.encoder_cache.return_evicted(output.free_encoder_hashes)
+            touched += self.in_flight.withdraw(output)
+        return [r.request_id for r in touched if not r.status.is_finished]
+
+    def land(self, output: SchedulerOutput) -> list[Request]:
+        """A step is back: its rows. Whoever ended meanwhile keeps its blocks until `settle`."""
+        expected, requests = self.in_flight.popleft()
+        while expected is not output:
+            self.settle(requests)  # a policy raised over its result; whom it carried has ended
+            expected, requests = self.in_flight.popleft()
+        return requests
+
+    def settle(self, requests: list[Request]) -> None:
+        """After a step is back: blocks are freed that were only held for it."""
+        for request in requests:
+            if request in self.ended and not self.in_flight.carries(request):
+                self.ended.remove(request)
+                self.kv_cache.free(request)
+
+    # Who ends.
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        """As in `SchedulerInterface`."""
+        if not finished_status.is_finished:
+            raise InvariantError(f"requests cannot end with status {finished_status.name}")
+        if request_ids is None:
+            request_ids = list(self.requests)
+        elif isinstance(request_ids, str):
+            request_ids = [request_ids]
+        finished = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self.finish(request, finished_status)
+                finished.append(request_id)
+        if finished:
+            self.drop_finished()
+        if finished_status is RequestStatus.FINISHED_ERROR:
+            # A step that failed may not have written what is listed as computed by it.
+            self.kv_cache.pool.clear_index()
+            self.encoder_cache.forget_released()
+        return finished
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request; the caller has it dropped from `running`, by `drop_finished`."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.status is not RequestStatus.WAITING:  # else the runner never heard of it
+            self.finished_req_ids.append(request.request_id)
+        request.status = status
+        del self.requests[request.request_id]
+        self.timers.forget(request)
+        self._release_encoder_outputs(request)
+        if request.block_ids and status is not RequestStatus.FINISHED_ERROR:
+            self.kv_cache.cache_full_blocks(request, self._num_written_tokens(request))
+        if self.in_flight.carries(request):
+            self.ended.add(request)
+        else:
+            self.kv_cache.free(request)
+
+    def drop_finished(self) -> None:
+        """Some of `running` have ended: nothing here may keep them."""
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        self._last_decodes = Decodes([])
+
+    def _num_written_tokens(self, request: Request) -> int:
+        """How many tokens have their keys and values in blocks now: not those of steps in flight.
+
+        The newest never counts: a draft token that was wrong may stand in its place.
+        """
+        num_written = request.num_computed_tokens - self.in_flight.num_tokens(request)
+        return min(num_written, request.num_tokens - 1)
+
+    def _release_encoder_outputs(self, request: Request, computed: int | None = None) -> None:
+        """The request needs no encoder output any more, or none before position `computed`."""
+        for item in request.encoder_inputs:
+            if computed is None or item.end <= computed:
+                self.encoder_cache.release(request.request_id, item)
+
+    # What is asked.
+
+    def num_common_prefix_blocks(self) -> int:
+        """Leading blocks that every holder of blocks shares."""
+        running = self.running
+        if len(running) < 2:
+            return len(running[0].block_ids) if running else 0
+        num_holders = len(running) + len(self.ended)
+        ref_counts = self.kv_cache.pool.ref_counts
+        count = 0
+        for block_id in running[0].block_ids:
+            if ref_counts[block_id] != num_holders:
+                break
+            count += 1
+        return count
+
+    def wait_reasons(self) -> dict[str, WaitReason]:
+        """As `SchedulerInterface.get_wait_reasons`."""
+        in_flight = self.in_flight.requests()
+        return {
+            request.request_id: (
+                WaitReason.IN_FLIGHT
+                if request in in_flight
+                else request.wait_reason
+                if request.wait_step_id == self.num_steps
+                else WaitReason.POLICY
+            )
+            for request in self.waiting
+        }
+
+    def stats(self) -> SchedulerStats:
+        """As `SchedulerInterface.make_stats`."""
+        kv_cache = self.kv_cache
+        return SchedulerStats(
+            num_steps=self.num_steps,
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.requests) - len(self.running),
+            num_waiting_tokens=self.waiting.num_tokens,
+            num_kv_blocks=kv_cache.pool.num_blocks,
+            num_used_kv_blocks=kv_cache.pool.num_used_blocks,
+            num_preemptions=self._num_preemptions,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_prefix_queried_tokens=kv_cache.num_queried_tokens,
+            num_prefix_hit_tokens=kv_cache.num_hit_tokens,
+        )

@@ -1,0 +1,120 @@
+"""What a step brings back: tokens are appended, requests end, drafts are verified.
+
+Knows stop tokens, length limits and guesses. Knows nothing about order or the next step.
+"""
+
+from collections.abc import Callable
+
+from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.output import SchedulerOutput
+
+
+def take_results(
+    book: RequestBook,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+    clock: Callable[[], float],
+) -> dict[int, EngineCoreOutputs]:
+    """As `SchedulerInterface.update_from_output`; outputs bear the time of `clock` at the end."""
+    requests = book.land(scheduler_output)
+    outputs: dict[int, list[EngineCoreOutput]] = {}
+    client_index: int | None = None  # of `outs`; most engines have one client
+    outs: list[EngineCoreOutput] = []
+    any_finished = False
+    sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
+    logprobs = model_runner_output.logprobs
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    running = RequestStatus.RUNNING
+    for request, token_ids in sampled:
+        if not token_ids or (request.status is not running and request.status.is_finished):
+            continue
+        new_logprobs = logprobs.get(request.request_id) if logprobs else None
+        num_tokens = request.num_tokens + 1
+        if (
+            num_tokens <= request.num_target_tokens
+            and num_tokens < request.max_total_tokens
+            and len(token_ids) == 1
+            and token_ids[0] not in request.stop_token_ids
+        ):  # the hot path: one more token that ends nothing
+            request.token_ids.append(token_ids[0])
+            request.num_tokens = num_tokens
+            output = EngineCoreOutput(request.request_id, token_ids, None, None, new_logprobs)
+        else:
+            output = _append_tokens(book, request, token_ids, new_logprobs)
+            if output.finish_reason is not None:
+                any_finished = True
+        if drafted and request.request_id in drafted:
+            _roll_back(request)
+        if request.client_index != client_index:
+            client_index = request.client_index
+            outs = outputs.setdefault(client_index, [])
+        outs.append(output)
+    if any_finished:
+        book.drop_finished()
+    if book.ended:
+        book.settle(requests)
+    if model_runner_output.draft_token_ids:
+        _take_drafts(book, requests, model_runner_output.draft_token_ids)
+    now = clock()
+    return {client: EngineCoreOutputs(outs, now) for client, outs in outputs.items()}
+
+
+def _append_tokens(
+    book: RequestBook,
+    request: Request,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+) -> EngineCoreOutput:
+    """Append sampled tokens up to the first that ends the request."""
+    if len(token_ids) > 1:
+        token_ids = _until_stop(request, token_ids)
+    request.token_ids += token_ids
+    request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
+    if request.status is RequestStatus.PREEMPTED:
+        book.waiting.num_tokens += len(token_ids)
+    if request.num_target_tokens < num_tokens:
+        # It was preempted with this token in flight, or reached its limit.
+        request.num_target_tokens = min(num_tokens, request.max_total_tokens - 1)
+    status = None
+    if token_ids[-1] in request.stop_token_ids:
+        if request.num_output_tokens > request.sampling_params.min_tokens:
+            status = RequestStatus.FINISHED_STOPPED
+            if token_ids[-1] in request.sampling_params.stop_token_ids:  # not for EOS
+                request.stop_reason = token_ids[-1]
+    if status is None and num_tokens >= request.max_total_tokens:
+        status = RequestStatus.FINISHED_LENGTH_CAPPED
+    if status is None:
+        return EngineCoreOutput(request.request_id, token_ids, None, None, logprobs)
+    book.finish(request, status)
+    return EngineCoreOutput(
+        request.request_id, token_ids, status.finish_reason, request.stop_reason, logprobs
+    )
+
+
+def _until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """Verified drafts may run past the end of a request: cut them there."""
+    num_output = request.num_output_tokens
+    for i, token_id in enumerate(token_ids, start=1):
+        is_stop = token_id in request.stop_token_ids
+        if is_stop and num_output + i > request.sampling_params.min_tokens:
+            return token_ids[:i]
+    return token_ids[: request.max_total_tokens - request.num_tokens]
+
+
+def _roll_back(request: Request) -> None:
+    """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
+    if request.status is RequestStatus.RUNNING:
+        request.num_computed_tokens = request.num_tokens - 1
+
+
+def _take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:
+    """Next time these requests verify guesses, unless a step ahead has overtaken them."""
+    for request in requests:
+        guesses = drafts.get(request.request_id)
+        if guesses and request.status is RequestStatus.RUNNING:
+            room = request.max_total_tokens - 1 - request.num_tokens
+            if room > 0 and not book.in_flight.carries(request):
+                request.draft_token_ids = guesses[:room]
+                request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)
