@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from aioserve.errors import AioserveError
 from aioserve.lab.bench import Load, Target
 from aioserve.lab.bench_measures import Document, summarize
 from aioserve.lab.synthetic import (
@@ -136,4 +137,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except AioserveError as error:  # nobody is there
+        sys.exit(f"peers.py: {error}")
