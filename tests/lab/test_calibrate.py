@@ -1,6 +1,7 @@
 """Calibration: the recorder sees only steps of a busy engine, and a profile can be used at once."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.calibrate import (
+    Batch,
     Measurements,
     RecordedStep,
     StepRecorder,
@@ -96,6 +98,27 @@ def test_a_quick_plan_has_a_third_of_the_loads_and_of_every_kind_some() -> None:
     assert any(batch.chunk_size < batch.prompt_tokens for batch in batches)  # prompts in chunks
     assert any(batch.chunk_size > batch.prompt_tokens > 1000 for batch in batches)  # whole
     assert len({batch.num_requests for batch in batches if batch.output_tokens == 40}) > 2
+
+
+async def test_loads_of_a_real_model_are_counted_as_they_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = [Batch(64, 2, 100, 3), Batch(64, 1, 20, 3)]
+    monkeypatch.setattr("aioserve.lab.calibrate.make_plan", lambda *_, is_quick: loads[:is_quick])
+    monkeypatch.setattr("aioserve.lab.calibrate.TRAFFIC", [Traffic(512, 1, 2)])
+    monkeypatch.setattr("aioserve.lab.calibrate.NUM_IDLE", 2)
+    told: list[int] = []
+
+    def begin(total: int) -> Callable[[int], None]:
+        told.append(total)
+        return told.append
+
+    config = EngineConfig(runner=RunnerConfig(threads=1))
+    measured = await measure(config, begin, is_quick=True)
+    assert told == [2, 1, 1]  # the one load, and the requests to an idle engine
+    assert len(measured.first_tokens) == 2
+    assert any(step.features.num_decodes for step in measured.steps)
+    assert "embedded" in measured.what
 
 
 async def test_a_simulated_runner_is_nothing_to_measure() -> None:
