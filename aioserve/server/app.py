@@ -160,6 +160,7 @@ def _exempt_from_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()  # a start may do without
 
 
 class _Signals:
