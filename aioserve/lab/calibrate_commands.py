@@ -34,7 +34,7 @@ def run_calibrate(argv: Sequence[str]) -> int:
         "-o", "--output", metavar="FILE.yaml", type=output_file, help="where to write the profile"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a third of the time, for a rougher profile"
+        "--quick", action="store_true", help="a third of the loads, for a rougher profile"
     )
     args = parser.parse_args(argv)
     overrides = list(args.set)

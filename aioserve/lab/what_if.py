@@ -28,7 +28,7 @@ from aioserve.runner.step_time import StepFeatures, StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.watch.chronicle import Chronicle, Life, Switch
 from aioserve.watch.reader import DecisionLog
-from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.recorder import RecordingScheduler, RecordSink
 from aioserve.watch.records import Header, Record, Reset
 from aioserve.watch.replay import make_request
 
@@ -168,7 +168,7 @@ def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Meas
     return measure(chronicle, traffic.lives)
 
 
-class _Simulation:
+class _Simulation(RecordSink):
     """One run. Its recording is the result: measured as the real one is."""
 
     def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
@@ -277,15 +277,6 @@ class _Simulation:
             self._chronicle = Chronicle(record)
         else:
             self._chronicle.feed(record)
-
-    def flush(self) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        raise error
-
-    def close(self) -> None:
-        pass
 
 
 def _unique_id(number: int, life: Life) -> str:

@@ -5,8 +5,9 @@ same calls at the same times can be made again. Knows nothing about files or thr
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,19 +39,21 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 
 
-class RecordSink(Protocol):
-    """Where records go."""
+class RecordSink(ABC):
+    """Where records go; into memory, unless more than `write` is defined."""
 
+    @abstractmethod
     def write(self, record: Record) -> None:
         """Keep one record; never waits."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - nothing to do is the rule
         """A good moment to write down what was kept: nobody is being served."""
 
     def fail(self, error: Exception) -> None:
         """A record could not be made; what follows would not fit what went before."""
+        raise error
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """No more records will come."""
 
 

@@ -16,7 +16,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
-from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.recorder import RecordingScheduler, RecordSink
 from aioserve.watch.records import (
     Added,
     AnyRecord,
@@ -128,7 +128,7 @@ class Replay:
         return self._ids[name] if isinstance(name, int) else name
 
 
-class _ListSink:
+class _ListSink(RecordSink):
     """Keeps records in a list."""
 
     def __init__(self) -> None:
@@ -136,15 +136,6 @@ class _ListSink:
 
     def write(self, record: Record) -> None:
         self.records.append(record)
-
-    def flush(self) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        raise error
-
-    def close(self) -> None:
-        pass
 
 
 def make_request(added: Added) -> Request:

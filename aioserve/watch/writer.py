@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from aioserve.errors import ConfigError
+from aioserve.watch.recorder import RecordSink
 from aioserve.watch.records import FORMAT_VERSION, MAGIC, Record
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ FRAME_SECONDS = 1.0
 MAX_PENDING_FRAMES = 1024
 
 
-class LogWriter:
+class LogWriter(RecordSink):
     """A `RecordSink` that ends in a file. Whatever goes wrong stops the log, never the server."""
 
     def __init__(self, path: Path) -> None:

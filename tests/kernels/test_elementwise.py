@@ -24,17 +24,6 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module", params=usable_variants())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(request.param)
-
-
-@pytest.fixture(params=TOLERANCE, ids=["f32", "bf16", "f16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
-
-
 @pytest.fixture
 def randn() -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(0)

@@ -21,11 +21,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["f32", "bf16", "f16"])
 
 
-@pytest.fixture(scope="module", params=usable_variants())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(request.param)
-
-
 class Step(NamedTuple):
     """Rows of (new tokens, all tokens) over shuffled blocks; every slot of no row is NaN."""
 

@@ -22,17 +22,6 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROWS = [*range(1, 21), 36, 37, 192, 200]
 
 
-@pytest.fixture(scope="module", params=usable_variants())
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(request.param)
-
-
-@pytest.fixture(params=TOLERANCE, ids=["f32", "bf16", "f16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
-
-
 Draw = Callable[..., Tensor]
 
 
