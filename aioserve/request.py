@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: token ids and counts.
+"""One request as the scheduler sees it: what was asked for, token ids and counts.
 
 Knows nothing about text, tensors, tasks or clients; the client is a number.
 """
@@ -72,6 +72,39 @@ class EncoderInput(msgspec.Struct, frozen=True):
         return self.position + self.num_tokens
 
 
+class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What was asked for, declared once: who watches, records or repeats a request passes its spec
+    on, or a copy with other values. Raises `RequestError` that names the field.
+    """
+
+    request_id: str  # unique among those that live
+    prompt_token_ids: Sequence[int]  # nobody changes it: the samples of a prompt share it
+    sampling_params: SamplingParams  # how its tokens are chosen; `max_tokens` is in it
+    arrival_time: float = 0.0  # scheduler clock, seconds
+    eos_token_ids: Sequence[int] = ()  # of the model; they end it unless it ignores them
+    priority: int = 0  # smaller is more urgent
+    user: str = ""  # the client, as it names itself; empty: none named
+    cache_salt: str = ""  # requests share blocks only within one salt
+    adapter_id: str = ""  # requests share blocks only within one adapter
+    encoder_inputs: Sequence[EncoderInput] = ()  # images and sounds, in order of position
+    deadline: float | None = None  # it ends with a timeout if it has not finished by then
+    client_index: int = 0  # which front end hears of it
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "user", "cache_salt", "adapter_id"):
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise RequestError(f"{name} must be a string, got {text!r}", param=name)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"{name} is not valid Unicode: {error}", name) from error
+        if not (isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63):
+            raise RequestError(
+                f"priority must be a 64-bit integer, got {self.priority!r}", param="priority"
+            )
+
+
 class Request:
     """Token ids and progress. There is no prefill or decode phase: `num_computed_tokens` chases
     `num_target_tokens`, and a step gives it some number of tokens.
@@ -109,6 +142,7 @@ class Request:
         "priority",
         "request_id",
         "sampling_params",
+        "spec",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -118,44 +152,27 @@ class Request:
         "wait_step_id",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        arrival_time: float = 0.0,
-        eos_token_ids: Sequence[int] = (),
-        priority: int = 0,
-        user: str = "",
-        cache_salt: str = "",
-        adapter_id: str = "",
-        encoder_inputs: Sequence[EncoderInput] = (),
-        deadline: float | None = None,
-        client_index: int = 0,
-    ) -> None:
-        """`encoder_inputs` come in order of position; `deadline` is a time of the scheduler's
-        clock.
-        """
-        self.request_id = request_id  # unique among those that live
-        self.sampling_params = sampling_params  # how its tokens are chosen; `max_tokens` is in it
-        self.arrival_time = arrival_time  # scheduler clock, seconds
-        self.priority = priority  # smaller is more urgent
-        self.user = user  # the client, as it names itself; empty: none named
-        self.cache_salt = cache_salt  # requests share blocks only within one salt
-        self.adapter_id = adapter_id  # requests share blocks only within one adapter
-        self.encoder_inputs = tuple(encoder_inputs)  # images and sounds, in order of position
-        self.deadline = deadline  # it ends with a timeout if it has not finished by then
-        self.client_index = client_index  # which front end hears of it
+    def __init__(self, spec: RequestSpec) -> None:
+        self.spec = spec  # all that was asked for
+        # What steps and policies read of it is quicker to reach here.
+        self.request_id = spec.request_id
+        self.sampling_params = params = spec.sampling_params
+        self.arrival_time = spec.arrival_time
+        self.priority = spec.priority
+        self.user = spec.user
+        self.cache_salt = spec.cache_salt
+        self.adapter_id = spec.adapter_id
+        self.encoder_inputs = tuple(spec.encoder_inputs)
+        self.deadline = spec.deadline
+        self.client_index = spec.client_index
         self.status = RequestStatus.WAITING  # set by the scheduler alone
         self.stop_reason: int | None = None  # the stop token that ended it
-        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.token_ids = list(spec.prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)  # of the prompt
         self.num_tokens = self.num_prompt_tokens  # known: the prompt and the output so far
         self.max_total_tokens = 0  # most that both can become; set at the scheduler's door
-        eos = () if sampling_params.ignore_eos else eos_token_ids
-        # tokens that end it: the EOS of the model, unless ignored, and those it asked for
-        self.stop_token_ids = frozenset((*eos, *sampling_params.stop_token_ids))
+        eos = () if params.ignore_eos else spec.eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *params.stop_token_ids))  # any of them ends it
         self.num_computed_tokens = 0  # scheduled so far, the cached prefix included
         self.num_target_tokens = self.num_tokens  # what `num_computed_tokens` chases
         self.num_preemptions = 0  # how often it lost its blocks

@@ -23,7 +23,7 @@ from typing import Any
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, load_policy
 from aioserve.watch.recorder import RecordingScheduler
@@ -60,13 +60,13 @@ class Load:
             self.add()
 
     def add(self) -> None:
-        request = Request(
+        spec = RequestSpec(
             f"req-{self.rng.getrandbits(128):032x}",
             [self.rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS)],
             SamplingParams(),
             arrival_time=float(self.num_added),
         )
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(Request(spec))
         self.num_added += 1
 
     def step(self, has_churn: bool) -> float:

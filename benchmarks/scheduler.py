@@ -17,7 +17,7 @@ from typing import Any
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.request import Request
+from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
 
@@ -41,16 +41,15 @@ def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Sch
         config, kv_cache, max_model_len=max_model_len, clock=time.monotonic
     )
     for i in range(num_running + num_waiting):
-        scheduler.add_request(
-            Request(
-                f"request-{i}",
-                [i % 997] * (PROMPT_TOKENS - i % BLOCK_SIZE),  # block borders at different steps
-                SamplingParams(),
-                arrival_time=i * 1e-6,
-                eos_token_ids=(1,),
-                user=f"user-{i % 100}",
-            )
+        spec = RequestSpec(
+            f"request-{i}",
+            [i % 997] * (PROMPT_TOKENS - i % BLOCK_SIZE),  # block borders at different steps
+            SamplingParams(),
+            arrival_time=i * 1e-6,
+            eos_token_ids=(1,),
+            user=f"user-{i % 100}",
         )
+        scheduler.add_request(Request(spec))
     return scheduler
 
 

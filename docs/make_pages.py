@@ -3,8 +3,8 @@
     python docs/make_pages.py
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
-read and call: attributes that `__init__` assigns, with the comments beside them, properties and
-methods.
+read and call: attributes that `__init__` assigns, with the comments beside them (or beside the
+field of `RequestSpec` that it assigns), properties and methods.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, RequestQueue, Step, load_policy, make_successor
 
 HERE = Path(__file__).parent
@@ -153,17 +153,19 @@ def _attribute(statement: ast.stmt, lines: list[str]) -> dict[str, str]:
     if not isinstance(target, ast.Attribute) or target.attr.startswith("_"):
         return {}
     _, _, comment = lines[(statement.end_lineno or statement.lineno) - 1].partition("  # ")
+    if statement.value is not None and f"spec.{target.attr}" in ast.unparse(statement.value):
+        comment = _comments(RequestSpec)[target.attr]
     note = f": {comment.strip()}" if comment else ""
     return {target.attr: f"- `{target.attr}`{note}"}
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:
-    """The comments beside the members of an enumeration."""
+    """The comments beside the members of an enumeration, or the fields of a struct."""
     found = {}
     for line in inspect.getsource(cls).splitlines():
         code, _, comment = line.partition("  # ")
-        if comment and " = " in code:
-            found[code.split(" = ")[0].strip()] = comment.strip()
+        if comment:
+            found[code.split(" = ")[0].split(":")[0].strip()] = comment.strip()
     return found
 
 

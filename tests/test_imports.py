@@ -125,6 +125,7 @@ ALLOWED = {
         "aioserve.engine.byte_level",
         "aioserve.errors",
         "aioserve.outputs",
+        "aioserve.request",
         "aioserve.sampling_params",
     },
     "aioserve.client": {

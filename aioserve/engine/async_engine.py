@@ -24,7 +24,7 @@ from aioserve.errors import EngineDeadError, EngineOverloadedError, EngineStartE
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, RequestOutput, SchedulerStats
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
 
@@ -157,27 +157,31 @@ class AsyncEngine:
         token_ids = await self._tokenize(prompt, parts)
         self._alive()
         request_id = request_id or f"req-{uuid4().hex}"
+        spec = RequestSpec(
+            request_id,
+            token_ids,
+            params,
+            arrival_time=arrival_time,
+            eos_token_ids=self.model_info.eos_token_ids,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+            deadline=None if timeout is None else arrival_time + timeout,
+        )
         stream = RequestStream(
             request_id, len(token_ids), params.n, abort=lambda: self._drop(samples, parts)
         )
         samples = parts.output_processor.claim(stream, params.n)
         try:
             for index, sample_id in enumerate(samples.ids):
-                own = params  # of this sample
+                own = spec  # of this sample
                 if params.n > 1:
                     seed = None if params.seed is None else params.seed + index
-                    own = msgspec.structs.replace(params, n=1, seed=seed)
-                request = Request(
-                    sample_id,
-                    token_ids,
-                    own,
-                    arrival_time=arrival_time,
-                    eos_token_ids=self.model_info.eos_token_ids,
-                    priority=priority,
-                    user=user,
-                    cache_salt=cache_salt,
-                    deadline=None if timeout is None else arrival_time + timeout,
-                )
+                    own_params = msgspec.structs.replace(params, n=1, seed=seed)
+                    own = msgspec.structs.replace(
+                        spec, request_id=sample_id, sampling_params=own_params
+                    )
+                request = Request(own)
                 parts.core.add_request(request)
                 parts.output_processor.add_request(request, samples, index)
         except BaseException as error:

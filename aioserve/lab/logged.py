@@ -35,8 +35,8 @@ def logged_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
                 life.arrival - first,
                 _pieces(life, chain, num_holders, seed),
                 max(len(life.tokens), 1),
-                priority=life.added.priority,
-                user=life.added.user,
+                priority=life.spec.priority,
+                user=life.spec.user,
                 timeout=_timeout(life),
             )
             for life, chain in lives
@@ -68,7 +68,7 @@ def _chain(life: Life) -> list[int]:
     """A name for every beginning of the prompt that is whole blocks long."""
     assert life.prompt is not None
     blocks = [life.prompt[i : i + BLOCK] for i in range(0, len(life.prompt) - BLOCK + 1, BLOCK)]
-    root = text_name("logged", life.added.cache_salt, life.added.adapter_id)
+    root = text_name("logged", life.spec.cache_salt, life.spec.adapter_id)
     return list(accumulate(blocks, _extend, initial=root))[1:]
 
 
@@ -92,5 +92,5 @@ def _pieces(
 
 
 def _timeout(life: Life) -> float | None:
-    deadline = life.added.deadline
-    return None if deadline is None else max(deadline - life.added.arrival_time, 1e-3)
+    deadline = life.spec.deadline
+    return None if deadline is None else max(deadline - life.spec.arrival_time, 1e-3)

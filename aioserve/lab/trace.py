@@ -203,8 +203,8 @@ def _life_events(life: Life, lane: int) -> Iterator[Event]:
         "cached tokens": life.num_cached_tokens,
         "output tokens": len(life.tokens),
         "preemptions": life.num_preemptions,
-        "priority": life.added.priority,
-        "user": life.added.user,
+        "priority": life.spec.priority,
+        "user": life.spec.user,
         "finish reason": life.finish_reason or "not finished",
     }
     yield _slice(life.request_id, life.arrival, life.end, REQUESTS, lane, args)

@@ -30,7 +30,6 @@ from aioserve.watch.chronicle import Chronicle, Life, Switch
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink
 from aioserve.watch.records import Header, Record, Reset
-from aioserve.watch.replay import make_request
 
 POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
 # A client that leaves does so on reading a token. In a log of virtual time that is the instant in
@@ -185,7 +184,7 @@ class _Simulation(RecordSink):
         core = self._core = self._make_core(loop.time)
         last = 0.0
         for number, life in enumerate(self._traffic.lives):
-            when = max(life.added.time - self._traffic.header.time, 0.0)
+            when = max(life.added_at, 0.0)
             loop.call_at(when, self._add, number, life)
             if life.finish_reason == "abort" and not life.was_cut:
                 assert life.end is not None
@@ -287,14 +286,14 @@ def _unique_id(number: int, life: Life) -> str:
 def _make_request(number: int, life: Life, began: float) -> Request:
     """The recorded request; its own limit on length stays, since a policy may go by it."""
     assert life.prompt is not None
-    added = msgspec.structs.replace(
-        life.added,
+    spec = msgspec.structs.replace(
+        life.spec,
         request_id=_unique_id(number, life),
-        token_ids=life.prompt.tolist(),
-        arrival_time=life.added.arrival_time - began,
-        deadline=None if life.added.deadline is None else life.added.deadline - began,
+        prompt_token_ids=life.prompt.tolist(),
+        arrival_time=life.arrival,
+        deadline=None if life.spec.deadline is None else life.spec.deadline - began,
     )
-    return make_request(added)
+    return Request(spec)
 
 
 def measure(chronicle: Chronicle, reference: list[Life]) -> Measures:

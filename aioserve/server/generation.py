@@ -216,10 +216,7 @@ async def respond(
                 prompt,
                 params,
                 request_id=reply.id if len(prompts) == 1 else f"{reply.id}-{i}",
-                priority=body.priority or 0,
-                user=body.user or "",
-                timeout=body.timeout,
-                cache_salt=body.cache_salt or "",
+                **body.request_fields(),
             )
             streams.append(await stack.enter_async_context(stream))
         if body.stream:

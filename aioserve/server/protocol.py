@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, TokenLogprobs
+from aioserve.request import RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
@@ -70,9 +71,19 @@ class GenerationRequest(RequestPart, kw_only=True, omit_defaults=True):
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
         return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
+    def request_fields(self) -> dict[str, Any]:
+        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
+        given = {name: getattr(self, name) for name in SHARED_REQUEST_FIELDS}
+        return {k: v for k, v in given.items() if v is not None}
+
 
 SHARED_SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.__struct_fields__
+)
+SHARED_REQUEST_FIELDS = tuple(
+    name
+    for name in ("timeout", *RequestSpec.__struct_fields__)  # which becomes a deadline
+    if name in GenerationRequest.__struct_fields__ and name != "request_id"
 )
 
 

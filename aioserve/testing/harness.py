@@ -15,7 +15,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager
 from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import (
     BaseScheduler,
@@ -34,18 +34,6 @@ from aioserve.testing.violation import ContractViolation, Starvation
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-#: What `add_request` takes for the `Request`; all other fields are of its `SamplingParams`.
-REQUEST_FIELDS = (
-    "adapter_id",
-    "arrival_time",
-    "cache_salt",
-    "client_index",
-    "deadline",
-    "encoder_inputs",
-    "eos_token_ids",
-    "priority",
-    "user",
-)
 
 
 @dataclass(slots=True)
@@ -156,16 +144,19 @@ class SchedulerHarness:
         reply: Reply = (),
         **fields: Any,
     ) -> Request:
-        """Add a request; `fields` are those of `Request` and of `SamplingParams`, and it arrives
-        now unless `arrival_time` says otherwise.
+        """Add a request; `fields` are those of `RequestSpec` and of `SamplingParams`.
+
+        It arrives now unless `arrival_time` says otherwise.
 
         `reply` are the tokens that it is to get, EOS among them if you like; those of a list in it
         come at once, as draft tokens that turn out right, if the scheduler grants them. After its
         end, and without it, tokens are made up. Raises what the scheduler raises at its door.
         """
-        of_request = {name: fields.pop(name) for name in REQUEST_FIELDS if name in fields}
+        names = RequestSpec.__struct_fields__
+        of_request = {name: fields.pop(name) for name in names if name in fields}
         of_request.setdefault("arrival_time", self.now)
-        request = Request(request_id, prompt_token_ids, SamplingParams(**fields), **of_request)
+        params = SamplingParams(**fields)
+        request = Request(RequestSpec(request_id, prompt_token_ids, params, **of_request))
         try:
             with self._blame("add_request"):
                 self.scheduler.add_request(request)

@@ -34,12 +34,14 @@ MAX_NAMED_SWITCHES = 3
 class Life:
     """One accepted request, from its arrival to its end. Times in seconds since the log began."""
 
-    def __init__(self, added: Added, arrival: float, prompt: "array[int] | None") -> None:
+    def __init__(self, added: Added, began: float, *, keep_prompt: bool) -> None:
+        token_ids = added.spec.prompt_token_ids
         # Thousands are kept: as an array, and only if anybody wants it.
-        self.added = msgspec.structs.replace(added, token_ids=[])
-        self.prompt = prompt
-        self.num_prompt_tokens = len(added.token_ids)
-        self.arrival = arrival
+        self.spec = msgspec.structs.replace(added.spec, prompt_token_ids=())
+        self.prompt = array("q", token_ids) if keep_prompt else None
+        self.num_prompt_tokens = len(token_ids)
+        self.added_at = added.time - began
+        self.arrival = arrival = added.spec.arrival_time - began
         self.tokens: array[int] = array("q")
         self.token_times: array[float] = array("d")
         self.phases: list[tuple[float, str]] = [(arrival, "queued")]  # each with its begin
@@ -52,7 +54,7 @@ class Life:
 
     @property
     def request_id(self) -> str:
-        return self.added.request_id
+        return self.spec.request_id
 
     def enter(self, phase: str, time: float) -> None:
         """Another phase begins: queued, prefill, decode, preempted."""
@@ -147,11 +149,9 @@ class Chronicle:
         if added.error is not None:
             self.num_refused += 1
             return
-        prompt = array("q", added.token_ids) if self._keep_prompts else None
-        arrival = added.arrival_time - self._header.time
-        life = Life(added, arrival, prompt)
+        life = Life(added, self._header.time, keep_prompt=self._keep_prompts)
         self.lives.append(life)
-        self.active[added.request_id] = life
+        self.active[life.request_id] = life
 
     def _plan(self, planned: Planned) -> None:
         self.num_steps += 1

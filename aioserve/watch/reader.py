@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, RequestError
 from aioserve.watch.records import FORMAT_VERSION, MAGIC, AnyRecord, Closed, Header
 from aioserve.watch.writer import FRAME_HEAD, RECORD_HEAD
 
@@ -51,7 +51,7 @@ class DecisionLog:
                 start += RECORD_HEAD.size
                 try:
                     record = decoder.decode(view[start : start + length])
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RequestError) as error:
                     raise self._damaged(offset, str(error)) from error
                 start += length
                 self.is_complete = isinstance(record, Closed)

@@ -125,11 +125,10 @@ class RecordingScheduler(DelegatingScheduler):
     # What is recorded.
 
     def add_request(self, request: Request) -> None:
-        token_ids = list(request.token_ids)
         now, _, error = self._call(lambda: self.live.add_request(request))
         if error is None:
             self._short.add(request.request_id)
-        self._note(lambda: Added.of(now, request, token_ids, _text(error)))
+        self._note(lambda: Added(now, request.spec, _text(error)))
         if error is not None:
             raise error
 

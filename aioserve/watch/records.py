@@ -11,11 +11,10 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import EncoderInput, Request
-from aioserve.sampling_params import SamplingParams
+from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 3  # raise it with every change of a record
+FORMAT_VERSION = 4  # raise it with every change of a record, or of what is in one
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -59,39 +58,8 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
 class Added(Record, frozen=True, array_like=True, tag="A"):
     """`add_request`: everything a `Request` is made of."""
 
-    request_id: str
-    token_ids: list[int]
-    sampling_params: SamplingParams
-    arrival_time: float
-    stop_token_ids: list[int]
-    priority: int
-    user: str
-    cache_salt: str
-    adapter_id: str
-    encoder_inputs: tuple[EncoderInput, ...]
-    deadline: float | None
-    client_index: int
+    spec: RequestSpec
     error: str | None  # why it was refused
-
-    @classmethod
-    def of(cls, time: float, request: Request, token_ids: list[int], error: str | None) -> "Added":
-        """`token_ids` are those it came with."""
-        return cls(
-            time,
-            request.request_id,
-            token_ids,
-            request.sampling_params,
-            request.arrival_time,
-            sorted(request.stop_token_ids),
-            request.priority,
-            request.user,
-            request.cache_salt,
-            request.adapter_id,
-            request.encoder_inputs,
-            request.deadline,
-            request.client_index,
-            error,
-        )
 
 
 class Planned(Record, frozen=True, array_like=True, tag="S"):

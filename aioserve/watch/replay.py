@@ -96,8 +96,8 @@ class Replay:
         match record:
             case Added():
                 if record.error is None:
-                    self._ids.append(record.request_id)
-                recorder.add_request(make_request(record))
+                    self._ids.append(record.spec.request_id)
+                recorder.add_request(Request(record.spec))
             case Planned():
                 output = recorder.schedule()
                 if isinstance(output, SchedulerOutput):
@@ -136,25 +136,6 @@ class _ListSink(RecordSink):
 
     def write(self, record: Record) -> None:
         self.records.append(record)
-
-
-def make_request(added: Added) -> Request:
-    """The request as it was when it was added."""
-    request = Request(
-        added.request_id,
-        added.token_ids,
-        added.sampling_params,
-        arrival_time=added.arrival_time,
-        priority=added.priority,
-        user=added.user,
-        cache_salt=added.cache_salt,
-        adapter_id=added.adapter_id,
-        encoder_inputs=added.encoder_inputs,
-        deadline=added.deadline,
-        client_index=added.client_index,
-    )
-    request.stop_token_ids = frozenset(added.stop_token_ids)
-    return request
 
 
 def replay(log: DecisionLog, make_scheduler: MakeScheduler | None = None) -> ReplayResult:

@@ -148,18 +148,8 @@ class Shadow:
                 self._forget(request_id)
             return
         self._num_followed += 1
-        request = Request(
-            f"shadow-{self._num_followed}",
-            live.token_ids[: live.num_prompt_tokens],
-            live.sampling_params,
-            arrival_time=live.arrival_time,
-            priority=live.priority,
-            user=live.user,
-            cache_salt=live.cache_salt,
-            adapter_id=live.adapter_id,
-            encoder_inputs=live.encoder_inputs,
-            deadline=live.deadline,
-        )
+        shadow_id = f"shadow-{self._num_followed}"
+        request = Request(msgspec.structs.replace(live.spec, request_id=shadow_id))
         request.stop_token_ids = frozenset()  # it ends where the live one did
         self.scheduler.add_request(request)
         self._ids[live] = request.request_id

@@ -126,6 +126,23 @@ async def test_a_bad_request_is_refused_before_it_is_queued(
     assert await collect(engine, "still here?", SamplingParams(max_tokens=3))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("user", None, "user must be a string, got None"),
+        ("cache_salt", "\ud800", "cache_salt is not valid Unicode: .* surrogates"),
+        ("priority", 0.5, "priority must be a 64-bit integer, got 0.5"),
+        ("priority", 2**63, "priority must be a 64-bit integer, got 9223372036854775808"),
+    ],
+)
+async def test_a_field_that_cannot_be_kept_is_refused_by_name(
+    engine: AsyncEngine, field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        await engine.add_request([5], **{field: value})
+    assert caught.value.param == field
+
+
 async def test_an_overload_takes_back_all_samples_of_the_request() -> None:
     async with AsyncEngine(make_config(max_waiting_requests=2)) as engine:
         with pytest.raises(EngineOverloadedError):

@@ -1,12 +1,12 @@
 """An observer hears of every content that can be found, and of every one that no longer can."""
 
 from aioserve.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
-from aioserve.request import EncoderInput, Request
+from aioserve.request import EncoderInput, Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], **fields: object) -> Request:
-    return Request("r", token_ids, SamplingParams(), **fields)  # type: ignore[arg-type]
+    return Request(RequestSpec("r", token_ids, SamplingParams(), **fields))  # type: ignore[arg-type]
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:

@@ -1,12 +1,12 @@
 """KVCacheManager: prefixes are found if and only if all tokens before them are equal."""
 
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import Request
+from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
 def make_request(token_ids: list[int], request_id: str = "r", cache_salt: str = "") -> Request:
-    return Request(request_id, token_ids, SamplingParams(), cache_salt=cache_salt)
+    return Request(RequestSpec(request_id, token_ids, SamplingParams(), cache_salt=cache_salt))
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:

@@ -29,7 +29,7 @@ def test_requests_come_as_they_came(traffic: Traffic) -> None:
         assert request.arrival == pytest.approx(life.arrival - lives[0].arrival)
         assert request.num_prompt_tokens == life.num_prompt_tokens
         assert request.max_tokens == max(len(life.tokens), 1)
-        assert (request.priority, request.user) == (life.added.priority, life.added.user)
+        assert (request.priority, request.user) == (life.spec.priority, life.spec.user)
 
 
 def test_prompts_share_the_blocks_that_they_shared(traffic: Traffic) -> None:

@@ -8,7 +8,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.request import EncoderInput, Request
+from aioserve.request import EncoderInput, Request, RequestSpec
 
 
 def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[int]], float]:
@@ -76,14 +76,14 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
 
             core._deliver = note
             for name, images in (("plain", []), ("image", [(10, 80, "cat")])):
-                request = Request(
+                spec = RequestSpec(
                     name,
                     [7 + len(images)] * 200,
                     SamplingParams(max_tokens=2),
                     encoder_inputs=[EncoderInput(*image) for image in images],
                 )
                 began = loop.time()
-                core.add_request(request)
+                core.add_request(Request(spec))
                 while core.scheduler.has_requests():  # noqa: ASYNC110 - it has no stream
                     await asyncio.sleep(0.001)
                 times[name] -= began

@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.errors import InvariantError
-from aioserve.request import Request
+from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import RequestQueue
 
@@ -11,7 +11,7 @@ from aioserve.scheduler import RequestQueue
 def make_queue(*keys: object) -> tuple[RequestQueue, list[Request]]:
     queue, requests = RequestQueue(), []
     for number, key in enumerate(keys):
-        request = Request(str(number), [1], SamplingParams())
+        request = Request(RequestSpec(str(number), [1], SamplingParams()))
         request.order_key = (key, number)
         queue.add(request)
         requests.append(request)
@@ -37,7 +37,7 @@ def test_taking_out_each_request_that_is_visited_visits_all() -> None:
 
 def test_what_comes_in_before_the_place_of_reading_is_not_visited() -> None:
     queue, _ = make_queue(5, 6, 7)
-    early, late = (Request(i, [1], SamplingParams()) for i in ("early", "late"))
+    early, late = (Request(RequestSpec(i, [1], SamplingParams())) for i in ("early", "late"))
     early.order_key, late.order_key = (0, 10), (9, 11)
     seen = []
     for request in queue:
@@ -60,7 +60,7 @@ def test_a_request_that_does_not_wait_cannot_be_taken_out_nor_put_in_twice() -> 
 
 def test_a_key_that_compares_with_nothing_is_refused_and_nothing_has_changed() -> None:
     queue, requests = make_queue(1, 2)
-    other = Request("other", [1], SamplingParams(), user="ann")
+    other = Request(RequestSpec("other", [1], SamplingParams(), user="ann"))
     other.order_key = ("late", 3)
     with pytest.raises(TypeError):
         queue.add(other)

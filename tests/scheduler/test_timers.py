@@ -6,14 +6,14 @@ import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve.policies.fair import FairScheduler
 
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.timers import MIN_COMPACTED, Timers
 from aioserve.testing import SchedulerHarness
 
 
 def make_request(name: str, deadline: float | None = None) -> Request:
-    return Request(name, [1, 2, 3], SamplingParams(), deadline=deadline)
+    return Request(RequestSpec(name, [1, 2, 3], SamplingParams(), deadline=deadline))
 
 
 def test_the_due_are_named_once_and_in_order() -> None:
@@ -56,7 +56,7 @@ def test_nothing_keeps_a_request_that_has_ended_however_far_its_deadline(
     harness = SchedulerHarness(policy, num_blocks=400, queue_timeout=86_400.0)
     scheduler = harness.scheduler
     for i in range(300):
-        request = Request(
+        spec = RequestSpec(
             f"r{i}",
             [i % 50] * 5,
             SamplingParams(max_tokens=3),
@@ -64,12 +64,12 @@ def test_nothing_keeps_a_request_that_has_ended_however_far_its_deadline(
             user=f"u{i}",
             cache_salt="mine",
         )
-        scheduler.add_request(request)
+        scheduler.add_request(Request(spec))
     for _ in range(9):
         output = scheduler.schedule()
         scheduler.update_from_output(output, harness.memory.execute(output))
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    del request, output
+    del output
     gc.collect()
     mine = [x for x in gc.get_objects() if type(x) is Request and x.cache_salt == "mine"]
     assert mine == []

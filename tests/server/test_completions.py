@@ -154,18 +154,19 @@ async def test_a_request_id_of_the_caller_comes_back(server):
     assert answer.headers["X-Request-Id"] == answer.json()["id"]
 
 
-async def test_priority_and_user_reach_the_engine(server, monkeypatch):
+async def test_what_is_said_of_a_request_reaches_the_scheduler(server, monkeypatch):
     seen = []
-    add_request = server.engine.add_request
+    scheduler = server.engine._parts.core.scheduler
+    add_request = scheduler.add_request
 
-    async def spy(*args, **kwargs):
-        seen.append((kwargs["priority"], kwargs["user"]))
-        return await add_request(*args, **kwargs)
+    def spy(request):
+        seen.append((request.priority, request.user, request.cache_salt))
+        return add_request(request)
 
-    monkeypatch.setattr(server.engine, "add_request", spy)
-    await server.complete(priority=-3, user="will", max_tokens=1)
+    monkeypatch.setattr(scheduler, "add_request", spy)
+    await server.complete(priority=-3, user="will", cache_salt="mine", max_tokens=1)
     await server.chat(max_tokens=1)
-    assert seen == [(-3, "will"), (0, "")]
+    assert seen == [(-3, "will", "mine"), (0, "", "")]
 
 
 @pytest.mark.parametrize("chat", [False, True])

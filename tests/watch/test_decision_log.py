@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
@@ -14,10 +15,10 @@ from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.request import Request
+from aioserve.request import Request, RequestSpec
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
-from aioserve.watch.records import Closed, Discarded, Planned, Updated
+from aioserve.watch.records import Added, Closed, Discarded, Planned, Updated
 from aioserve.watch.replay import replay
 from aioserve.watch.writer import FRAME_BYTES, LogWriter
 from tests.lab.traffic import make_config, record, serve
@@ -117,7 +118,7 @@ def test_a_torn_end_is_left_out_and_told(
     [
         (lambda data: b"", "is not a decision log"),
         (lambda data: b"TIMESTAMP,ContextTokens\n1,2\n", "is not a decision log"),
-        (lambda data: data.replace(b"log 3\n", b"log 99\n", 1), "has format 99"),
+        (lambda data: data.replace(b"log 4\n", b"log 3\n", 1), "has format 3; this"),
         (lambda data: data[:60], "ends before its header"),
         (lambda data: data[:500] + b"x" * 50 + data[550:], "is damaged at byte"),
     ],
@@ -151,6 +152,19 @@ def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ConfigError, match=r"written by aioserve .*max_num_unicorns"):
         DecisionLog(path)
+
+
+def test_a_request_that_nobody_would_accept_is_damage(tmp_path: Path) -> None:
+    path, params = tmp_path / "log", SamplingParams()
+    record(path, num_requests=1)
+    header = DecisionLog(path).header
+    msgspec.structs.force_setattr(params, "temperature", -1.0)
+    writer = LogWriter(path)
+    writer.write(header)
+    writer.write(Added(header.time, RequestSpec("r", [1], params), None))
+    writer.close()
+    with pytest.raises(ConfigError, match=r"is damaged at byte .* temperature must be"):
+        list(DecisionLog(path))
 
 
 def test_an_older_log_is_kept_and_nobody_else_can_read_the_prompts(tmp_path: Path) -> None:
@@ -196,8 +210,8 @@ async def test_what_cannot_be_noted_ends_the_log_not_the_server(
         assert await serve_one(engine) == 5
         assert engine._parts is not None
         params = SamplingParams(max_tokens=5)
-        bad = Request("bad", [1, 2, 3], params, user=object())  # type: ignore[arg-type]
-        engine._parts.core.add_request(bad)
+        bad = RequestSpec("bad", [1, 2, 3], params, client_index=object())  # type: ignore[arg-type]
+        engine._parts.core.add_request(Request(bad))
         assert await serve_one(engine) == 5
     assert "ends here: TypeError" in caplog.text
     assert replay(DecisionLog(path)).divergence is None

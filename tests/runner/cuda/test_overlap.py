@@ -12,7 +12,7 @@ from tiny import VOCAB_SIZE, make_executor
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.runner.cuda import flashinfer_attention
 from aioserve.runner.cuda.executor import LaunchedStep
 from aioserve.sampling_params import SamplingParams
@@ -72,16 +72,11 @@ class Traffic:
             num_steps += 1
             while arrivals and arrivals[0][0] <= num_steps:
                 _, name, prompt, params, priority = arrivals.popleft()
-                request = Request(
-                    name,
-                    prompt,
-                    params,
-                    arrival_time=float(num_steps),
-                    eos_token_ids=frozenset(),
-                    priority=priority,
+                spec = RequestSpec(
+                    name, prompt, params, arrival_time=float(num_steps), priority=priority
                 )
-                requests[name] = request
-                scheduler.add_request(request)
+                requests[name] = Request(spec)
+                scheduler.add_request(requests[name])
             leaving = [name for name in self.aborts.get(num_steps, ()) if name in requests]
             scheduler.finish_requests(leaving, RequestStatus.FINISHED_ABORTED)
             output = scheduler.schedule()
