@@ -106,13 +106,13 @@ COMMANDS: dict[str, Callable[[EngineConfig], Coroutine[Any, Any, None]]] = {"ser
 
 # Commands with arguments of their own: module and function, which returns the exit code.
 TOOLS = {
-    "compare": "aioserve.lab.commands:run_compare",
-    "search": "aioserve.lab.commands:run_search",
-    "sweep": "aioserve.lab.commands:run_sweep",
-    "bench": "aioserve.lab.bench_commands:run_bench",
-    "calibrate": "aioserve.lab.calibrate_commands:run_calibrate",
-    "replay": "aioserve.lab.log_commands:run_replay",
-    "trace": "aioserve.lab.log_commands:run_trace",
+    "compare": "aioserve.lab.comparison.commands:run_compare",
+    "search": "aioserve.lab.comparison.commands:run_search",
+    "sweep": "aioserve.lab.comparison.commands:run_sweep",
+    "bench": "aioserve.lab.bench.commands:run_bench",
+    "calibrate": "aioserve.lab.calibration.commands:run_calibrate",
+    "replay": "aioserve.lab.logs.commands:run_replay",
+    "trace": "aioserve.lab.logs.commands:run_trace",
 }
 
 

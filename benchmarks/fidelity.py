@@ -23,10 +23,10 @@ from typing import Any
 from tqdm import tqdm
 
 from aioserve.config import EngineConfig
-from aioserve.lab.calibrate import Measurements, calibrate, measure, write_profile
-from aioserve.lab.compare import Candidate, Document, compare, load_candidates
-from aioserve.lab.source import WorkloadSource
-from aioserve.lab.workload import Workload
+from aioserve.lab.calibration.measurement import Measurements, calibrate, measure, write_profile
+from aioserve.lab.comparison.document import Candidate, Document, compare, load_candidates
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
 
 CONFIGS = [
     f"configs/{name}.yaml" for name in ("fcfs", "chunked_prefill", "hrrn", "mlfq", "latency_budget")

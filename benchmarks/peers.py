@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.errors import AioserveError
-from aioserve.lab.bench import Load, Target
-from aioserve.lab.bench_measures import Document, summarize
-from aioserve.lab.synthetic import (
+from aioserve.lab.bench.load import Load, Target
+from aioserve.lab.bench.summary import Document, summarize
+from aioserve.lab.workloads.synthetic import (
     ClientClass,
     Closed,
     Constant,

@@ -15,11 +15,11 @@ import time
 
 import msgspec
 
-from aioserve.lab.compare import load_candidates, prepare
-from aioserve.lab.run import simulate
-from aioserve.lab.source import WorkloadSource
-from aioserve.lab.synthetic import WorkloadSpec, generate
-from aioserve.lab.workload import Workload
+from aioserve.lab.comparison.document import load_candidates, prepare
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
+from aioserve.lab.workloads.workload import Workload
 
 CONFIGS = [f"configs/{name}.yaml" for name in ("fcfs", "chunked_prefill", "priority")]
 AN_HOUR_OF_CHATS = {

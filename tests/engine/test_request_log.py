@@ -8,7 +8,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.recorded import read_trace
+from aioserve.lab.workloads.traces import read_trace
 
 
 def make_config(path: Path) -> EngineConfig:

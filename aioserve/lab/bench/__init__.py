@@ -1,0 +1,1 @@
+"""`bench`: any OpenAI-compatible server under load, over HTTP."""

@@ -1,0 +1,203 @@
+"""`aioserve bench`: flags to a workload and a target, progress, the table, JSON, the exit code.
+
+Exit code 0: every request was answered to its end; 1: some were not; 130: interrupted.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from aioserve.arguments import Parser, count, mapping, natural, output_file, positive
+from aioserve.errors import ConfigError
+from aioserve.lab.bench.load import Load, Target
+from aioserve.lab.bench.summary import render, summarize
+from aioserve.lab.comparison.measures import Slo
+from aioserve.lab.terminal import paint, progress
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.synthetic import (
+    ClientClass,
+    Closed,
+    Constant,
+    Poisson,
+    Prefixes,
+    WorkloadSpec,
+    generate,
+)
+from aioserve.lab.workloads.workload import Workload, WorkloadRequest
+from aioserve.output_file import write
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
+WARMUP_SEED = 1 << 32  # other texts: what is measured must not find them in the prefix cache
+DEFAULT_RATE_REQUESTS = 100
+
+
+def run_bench(words: Sequence[str]) -> int:
+    """`aioserve bench URL ...`; returns the exit code. Raises `ConfigError`."""
+    arguments = _parser().parse_args(words)
+    target = _target(arguments)
+    workload = _workload(arguments, arguments.seed)
+    warmup = _alone(_workload(arguments, arguments.seed + WARMUP_SEED).requests[: arguments.warmup])
+    is_interrupted = False
+    with progress(len(workload.requests)) as report:
+        load = Load(target, workload, report)
+        try:
+            _run(load.run(warmup=warmup, max_seconds=arguments.max_seconds))
+        except KeyboardInterrupt:
+            is_interrupted = True
+    document = summarize(load, arguments.slo)
+    print(paint(render(document)))
+    # JSON has no NaN: msgspec writes null.
+    encoded = msgspec.json.encode(document)
+    if arguments.output is None:
+        print(encoded.decode())
+    else:
+        write(arguments.output, encoded)
+    if is_interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if document["requests"]["failed"] else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "bench",
+        description="Measure an OpenAI-compatible server over HTTP.",
+        epilog="The last line is JSON, unless -o names a file for it.",
+    )
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--model", help="its name there (default: the first of /v1/models)")
+    parser.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="which of OpenAI's two",
+    )
+    parser.add_argument(
+        "--prompts",
+        choices=("auto", "ids", "text"),
+        default="auto",
+        help="token ids, or common words in their place; auto: ids if the server takes them",
+    )
+    parser.add_argument(
+        "--vocab-size", type=count, default=2000, metavar="N", help="prompt ids stay below"
+    )
+    parser.add_argument(
+        "--extra-body",
+        type=mapping,
+        default={},
+        metavar="JSON",
+        help='fields for every request; null removes one: {"min_tokens": 9, "ignore_eos": null}',
+    )
+    parser.add_argument(
+        "--header", action="append", default=[], metavar="NAME:VALUE", help="repeatable"
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=600.0, metavar="S", help="seconds without a byte"
+    )
+    load = parser.add_argument_group("load")
+    arrivals = load.add_mutually_exclusive_group()
+    arrivals.add_argument(
+        "--concurrency",
+        type=count,
+        metavar="N",
+        help="closed loop: so many clients, each with one request at a time (default: 1)",
+    )
+    arrivals.add_argument("--rate", type=positive, metavar="R", help="Poisson arrivals a second")
+    arrivals.add_argument(
+        "--workload",
+        metavar="FILE",
+        help="as for compare: a description or a trace",
+    )
+    load.add_argument("--input-tokens", type=count, default=128, metavar="N", help="of each prompt")
+    load.add_argument("--output-tokens", type=count, default=128, metavar="N", help="of each reply")
+    load.add_argument(
+        "--prefix-tokens", type=count, metavar="N", help="before those: the same for all requests"
+    )
+    load.add_argument(
+        "--num-requests",
+        type=count,
+        metavar="N",
+        help="default: 4 for each client, at least 10; 100 with --rate; all with --workload",
+    )
+    load.add_argument(
+        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
+    )
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and arrivals")
+    load.add_argument(
+        "--warmup", type=natural, default=1, metavar="N", help="requests before those that count"
+    )
+    load.add_argument("--max-seconds", type=positive, metavar="S", help="cut the run short")
+    parser.add_argument(
+        "--slo", type=Slo.parse, metavar="LIMITS", help="for goodput: ttft=0.5,tpot=0.05,e2e=10"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=output_file, help="write the JSON there"
+    )
+    return parser
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    url = arguments.url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"expected a URL such as http://127.0.0.1:8000, got {arguments.url!r}")
+    headers = [header.partition(":") for header in arguments.header]
+    if bad := [name for name, colon, _ in headers if not colon]:
+        raise ConfigError(f"--header looks like NAME:VALUE, got {bad[0]!r}")
+    return Target(
+        url=url,
+        model=arguments.model,
+        endpoint=arguments.endpoint,
+        prompts=arguments.prompts,
+        vocab_size=arguments.vocab_size,
+        extra_body=arguments.extra_body,
+        headers={name: value.strip() for name, _, value in headers},
+        timeout=arguments.timeout,
+    )
+
+
+def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
+    if arguments.workload is not None:
+        return WorkloadSource(
+            path=arguments.workload,
+            time_scale=arguments.time_scale,
+            limit=arguments.num_requests,
+        ).load(seed)
+    clients = arguments.concurrency or 1
+    closed_requests = max(4 * clients, 10)
+    prefixes = arguments.prefix_tokens and Prefixes(
+        count=1, length=Constant(value=arguments.prefix_tokens)
+    )
+    spec = WorkloadSpec(
+        classes=[
+            ClientClass(
+                name="bench",
+                prompt=Constant(value=arguments.input_tokens),
+                output=Constant(value=arguments.output_tokens),
+                prefixes=prefixes,
+            )
+        ],
+        arrivals=Poisson(rate=arguments.rate) if arguments.rate else Closed(clients=clients),
+        num_requests=arguments.num_requests
+        or (DEFAULT_RATE_REQUESTS if arguments.rate else closed_requests),
+    )
+    return generate(spec, seed, f"{arguments.rate}/s" if arguments.rate else f"{clients} clients")
+
+
+def _alone(requests: tuple[WorkloadRequest, ...]) -> tuple[WorkloadRequest, ...]:
+    """The requests without waiting for a time or for each other."""
+    return tuple(msgspec.structs.replace(r, arrival=0.0, follows=-1) for r in requests)
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    try:
+        from uvloop import new_event_loop
+
+        loop_factory = new_event_loop
+    except ImportError:  # no wheel for this platform: asyncio's own loop
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(coroutine)

@@ -1,0 +1,1 @@
+"""`calibrate`: what steps of a real model take here, as a step-time model."""

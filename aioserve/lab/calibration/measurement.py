@@ -1,0 +1,267 @@
+"""Measures how long steps of a real model take on this machine and fits a step-time model.
+
+Drives the whole engine, not the runner alone: what the event loop, the scheduler and the hand-over
+cost on the way belongs to a step, too. Knows nothing about what the numbers are used for.
+"""
+
+import asyncio
+import math
+import platform
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.engine.clock import clock_of
+from aioserve.errors import ConfigError
+from aioserve.lab.workloads.workload import text_tokens
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.step_time import StepFeatures, StepTimeModel, step_features
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import SchedulerOutput
+
+# Between the end of a step and the hand-over of the next, if the engine has work: more than this
+# is idleness and says nothing about the step. A guess, ten times what a busy engine takes.
+MAX_HANDOVER_SECONDS = 0.005
+NUM_IDLE = 40  # requests that find the engine idle
+IDLE_SECONDS = 0.03
+IDLE_PROMPT = 100  # tokens
+
+
+class RecordedStep(NamedTuple):
+    """One step of a busy engine."""
+
+    features: StepFeatures
+    seconds: float  # from its hand-over to the next one's
+
+
+class StepRecorder(RunnerInterface):
+    """A runner that notes what each step of another one held and how long it took."""
+
+    def __init__(self, runner: RunnerInterface) -> None:
+        self.steps: list[RecordedStep] = []
+        self._runner = runner
+        self._features: StepFeatures | None = None  # of the last step
+        self._began = self._ended = 0.0
+
+    async def load(self) -> None:
+        await self._runner.load()
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._runner.num_kv_blocks
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        clock = clock_of(asyncio.get_running_loop())
+        now = clock()
+        if self._features is not None and 0 <= now - self._ended < MAX_HANDOVER_SECONDS:
+            self.steps.append(RecordedStep(self._features, now - self._began))
+        self._features = None
+        if scheduler_output.total_num_scheduled_tokens:
+            self._features, self._began = step_features(scheduler_output), now
+        future = self._runner.execute_model(scheduler_output)
+        future.add_done_callback(lambda _: self._note_end(clock()))
+        return future
+
+    def _note_end(self, now: float) -> None:
+        self._ended = now
+
+    async def close(self) -> None:
+        await self._runner.close()
+
+
+class Traffic(NamedTuple):
+    """So many clients, each of whom sends one request after the other, with pauses of `pause`
+    seconds on average.
+    """
+
+    chunk_size: int
+    num_clients: int
+    mean_output_tokens: int = 30
+    pause: float = 0.0
+
+
+# Batches alone would find every key and value where the last step left it: in the CPU's caches.
+# Between prompts that come and go, decodes of the embedded model took half as long again; in quiet
+# hours, which most engines have, they did not.
+TRAFFIC = [Traffic(chunk, clients) for chunk in (512, 2048) for clients in (2, 8, 32)]
+TRAFFIC += [Traffic(2048, clients, 80, 0.1) for clients in (1, 4, 8)]
+REQUESTS_PER_CLIENT = 4
+MEDIAN_PROMPT = 200  # tokens, lognormal
+
+
+class Measurements(NamedTuple):
+    """What was seen of a model on a machine."""
+
+    steps: list[RecordedStep]
+    first_tokens: list[tuple[StepFeatures, float]]  # seconds to them, from an idle engine
+    what: str
+
+
+class Batch(NamedTuple):
+    """One point of the design: so many requests at once, with prompts cut to so many tokens."""
+
+    chunk_size: int
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
+    """Prompts in chunks of several sizes, decodes in batches of several sizes and contexts, and
+    both together.
+    """
+    longest = max_model_len - 64
+    batches = [
+        Batch(chunk, 3, min(prompt, longest), 2)
+        for chunk in (32, 128, 512, 1024)
+        for prompt in (600, 2500)
+    ]
+    # Whole prompts: what a token costs grows with what lies in the caches beside it.
+    batches += [Batch(4096, 2, min(prompt, longest), 2) for prompt in (1200, 2500, 3200, 4000)]
+    batches += [
+        Batch(2048, min(num_requests, max_num_seqs), min(context, longest), 40)
+        for num_requests in (1, 2, 4, 8, 16, 32, 64)
+        for context in (16, 400, 1500, 3500)
+        if num_requests * context <= 26_000
+    ]
+    batches += [Batch(chunk, 12, 300, 40) for chunk in (64, 256)]  # decodes beside prompts
+    batches += [Batch(2048, count, 60, 6) for count in (1, 1, 3, 10)]  # rows, rather than tokens
+    return batches
+
+
+def make_plan(max_model_len: int, max_num_seqs: int, *, is_quick: bool) -> list[Batch | Traffic]:
+    """All that is measured, in no useful order; `is_quick` leaves out most of it."""
+    batches = design(max_model_len, max_num_seqs)
+    return [*TRAFFIC[::2], *batches[::3]] if is_quick else [*TRAFFIC, *TRAFFIC, *batches]
+
+
+async def measure(
+    config: EngineConfig,
+    begin: Callable[[int], Callable[[int], object]] = lambda total: lambda more: None,
+    *,
+    is_quick: bool = False,
+) -> Measurements:
+    """Run the design, and some traffic, on the engine that `config` describes.
+
+    `begin` is told how many loads there are, and what it returns how many more are done. Raises
+    `ConfigError` for a simulated runner.
+    """
+    if config.runner.runner != "model":
+        raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
+    async with _recorded_engine(config) as (engine, recorder):
+        rng = random.Random(0)
+        plan = make_plan(engine.max_model_len, config.scheduler.max_num_seqs, is_quick=is_quick)
+        # A shared machine is faster in one minute than in the next: in any order, no kind of step
+        # gets the blame. It also makes the past a fair sample of the time to come.
+        rng.shuffle(plan)
+        await _serve(engine, TRAFFIC[0], rng)
+        recorder.steps.clear()  # a first time is never like a second
+        advance = begin(len(plan) + 1)
+        for load in plan:
+            if isinstance(load, Batch):
+                await _run(engine, load, rng)
+            else:
+                await _serve(engine, load, rng)
+            advance(1)
+        steps = list(recorder.steps)
+        first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
+        advance(1)
+        threads = config.runner.threads or "one per core"
+        what = (
+            f"{config.model.served_name}, dtype {config.model.dtype}, threads: {threads}, on "
+            f"{platform.processor() or platform.machine()}"
+        )
+        return Measurements(steps, first_tokens, what)
+
+
+def calibrate(measured: Measurements) -> StepTimeModel:
+    """The model that fits the steps best, with its error."""
+    from aioserve.lab.calibration.fit import fit_step_time
+
+    model = fit_step_time(
+        [step.features for step in measured.steps],
+        [step.seconds for step in measured.steps],
+        source=f"measured: {measured.what}, {len(measured.steps)} steps",
+    )
+    waking = [seconds - model.seconds(features) for features, seconds in measured.first_tokens]
+    idle_ms = max(1e3 * statistics.median(waking), 0.0) if waking else 0.0
+    return msgspec.structs.replace(model, idle_ms=idle_ms)
+
+
+def write_profile(model: StepTimeModel, path: str) -> None:
+    """As YAML that `--profile` reads. Raises `ConfigError` if the file cannot be written."""
+    try:
+        with open(path, "wb") as file:
+            file.write(b"# Made by: python -m aioserve calibrate\n" + msgspec.yaml.encode(model))
+    except OSError as error:
+        raise ConfigError(f"cannot write profile {path}: {error.strerror}") from error
+
+
+@asynccontextmanager
+async def _recorded_engine(
+    config: EngineConfig,
+) -> AsyncIterator[tuple[AsyncEngine, StepRecorder]]:
+    from aioserve.engine.builder import make_runner
+    from aioserve.model_info import ModelInfo
+
+    scheduler = msgspec.structs.replace(
+        config.scheduler, policy="chunked_prefill", options={}, pipeline_depth=1
+    )
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    config = msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
+    recorder = StepRecorder(make_runner(config, ModelInfo(config.model)))
+    async with AsyncEngine(config, runner=recorder) as engine:
+        yield engine, recorder
+
+
+async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
+    engine.switch_policy("chunked_prefill", {"chunk_size": batch.chunk_size})
+    params = SamplingParams(max_tokens=batch.output_tokens, temperature=0, ignore_eos=True)
+    vocab_size = engine.model_info.vocab_size
+
+    async def one() -> None:
+        prompt = text_tokens(rng.getrandbits(64), batch.prompt_tokens, vocab_size)
+        async for _ in engine.generate(prompt, params):
+            pass
+
+    await asyncio.gather(*(one() for _ in range(batch.num_requests)))
+
+
+async def _serve(engine: AsyncEngine, traffic: Traffic, rng: random.Random) -> None:
+    engine.switch_policy("chunked_prefill", {"chunk_size": traffic.chunk_size})
+    vocab_size, longest = engine.model_info.vocab_size, engine.max_model_len // 2
+
+    async def client() -> None:
+        for _ in range(REQUESTS_PER_CLIENT):
+            num_tokens = min(int(rng.lognormvariate(math.log(MEDIAN_PROMPT), 1)) + 1, longest)
+            prompt = text_tokens(rng.getrandbits(64), num_tokens, vocab_size)
+            max_tokens = min(int(rng.expovariate(1 / traffic.mean_output_tokens)) + 1, longest)
+            params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            async for _ in engine.generate(prompt, params):
+                pass
+            if traffic.pause:
+                await asyncio.sleep(rng.expovariate(1 / traffic.pause))
+
+    await asyncio.gather(*(client() for _ in range(traffic.num_clients)))
+
+
+async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:
+    """One request after a pause: all that lies between asking and reading, and its one step."""
+    await asyncio.sleep(IDLE_SECONDS)
+    size = min(IDLE_PROMPT, engine.max_model_len // 2)
+    prompt = text_tokens(rng.getrandbits(64), size, engine.model_info.vocab_size)
+    clock = clock_of(asyncio.get_running_loop())
+    began = clock()
+    async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
+        pass
+    seconds = clock() - began
+    return StepFeatures(size, 0, size, size * (size + 1) // 2, 1), seconds

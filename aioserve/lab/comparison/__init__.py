@@ -1,0 +1,1 @@
+"""`compare`, `search` and `sweep`: what happened as numbers, and how sure differences are."""

@@ -1,0 +1,304 @@
+"""The lab's commands: arguments, files, and what is printed.
+
+Tables go to stdout, progress to stderr if that is a terminal. Knows nothing about numbers.
+"""
+
+import argparse
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from aioserve.arguments import Parser, assignment, count, output_file, positive
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.comparison.document import Candidate, Document, compare, encode, load_candidates
+from aioserve.lab.comparison.knee import Knee, Probe, search
+from aioserve.lab.comparison.measures import Slo
+from aioserve.lab.comparison.report import render_html
+from aioserve.lab.comparison.words import render_sweep, render_table
+from aioserve.lab.simulation.parallel import choose_num_jobs
+from aioserve.lab.simulation.run import Progress
+from aioserve.lab.terminal import paint, progress
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload
+from aioserve.output_file import write
+
+CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
+DEFAULT_SEEDS = 5
+
+
+def run_compare(words: Sequence[str]) -> int:
+    """`aioserve compare`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("compare", "Run several configurations on the same requests.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help=CONFIG_HELP)
+    _add_workload(parser).add_argument(
+        "--replay",
+        metavar="LOG",
+        help="a decision log: its requests, and the step times and memory of its server",
+    )
+    _add_common(parser)
+    _add_jobs(parser)
+    _add_html(parser)
+    parser.add_argument(
+        "--live", action="store_true", help="run the real engine in real time, in rounds"
+    )
+    arguments = parser.parse_args(words)
+    settings: list[tuple[str, Any]] = []
+    if arguments.replay is not None:
+        workloads, settings = _replayed(arguments)
+    else:
+        workloads = _workloads(arguments)
+    candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
+    total = len(candidates) * sum(len(workload.requests) for workload in workloads)
+    with _running(total) as report:
+        document = compare(
+            candidates,
+            workloads,
+            slo=arguments.slo,
+            is_live=arguments.live,
+            clip=arguments.clip,
+            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
+            progress=report,
+        )
+    print(paint(render_table(document)))
+    _write_reports(arguments, document)
+    return 0
+
+
+def run_search(words: Sequence[str]) -> int:
+    """`aioserve search`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("search", "Find the highest rate at which a configuration meets its SLO.")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    _add_workload(parser)
+    _add_common(parser, seeds=1)
+    parser.add_argument(
+        "--goodput", type=float, default=0.99, metavar="SHARE", help="of requests within the SLO"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, metavar="SHARE", help="how exact, of the rate"
+    )
+    arguments = parser.parse_args(words)
+    if arguments.slo is None:
+        raise ConfigError("search needs --slo, for example --slo ttft=0.5,tpot=0.05")
+    for name in ("goodput", "tolerance"):
+        if not 0 < getattr(arguments, name) <= 1:
+            raise ConfigError(f"--{name} must be above 0 and at most 1")
+    (candidate,) = load_candidates([arguments.config], arguments.set)
+    print(f"{'requests/s':>12}  {'time scale':>12}  {'within the SLO':>14}")
+    with _running(None) as report:
+        knee = search(
+            candidate,
+            _workloads(arguments, 1),
+            arguments.slo,
+            target=arguments.goodput,
+            tolerance=arguments.tolerance,
+            clip=arguments.clip,
+            progress=report,
+            on_probe=_print_probe,
+        )
+    print(_knee_in_words(candidate, knee))
+    write(arguments.json, encode(msgspec.to_builtins(knee)))
+    return 0
+
+
+def _print_probe(probe: Probe) -> None:
+    mark = "" if probe.is_met else "  too few"
+    share = f"{100 * probe.good_share:.2f}%"
+    row = f"{probe.rate:12.3f}  {probe.time_scale:12.4f}  {share:>14}{mark}"
+    print(paint(row), flush=True)
+
+
+def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
+    if knee.rate is None or knee.rate_above is None:
+        return f"{candidate.name}: no knee found: {knee.note}"
+    return (
+        f"{candidate.name} meets the SLO for {100 * knee.target:g}% of the requests up to "
+        f"{knee.rate:.3g} requests/s, and not at {knee.rate_above:.3g}"
+    )
+
+
+def run_sweep(words: Sequence[str]) -> int:
+    """`aioserve sweep`; returns the exit code. Raises `AioserveError`."""
+    parser = _parser("sweep", "Run a configuration with several values of one setting.")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    _add_workload(parser)
+    _add_common(
+        parser,
+        set_help="the setting to sweep, with several values separated by commas, such as "
+        "scheduler.options.chunk_size=64,128,256; more --set with one value each hold for all",
+    )
+    _add_jobs(parser)
+    _add_html(parser)
+    arguments = parser.parse_args(words)
+    swept = [(name, value) for name, value in arguments.set if _is_list(value)]
+    if len(swept) != 1:
+        written = " ".join(f"--set {name}={value}" for name, value in swept or arguments.set)
+        raise ConfigError(
+            "sweep needs one --set with several values, such as "
+            f"--set scheduler.options.chunk_size=64,128,256; got {written or 'none'}"
+        )
+    setting, values = swept[0][0], [value.strip() for value in swept[0][1].split(",")]
+    others = [(name, value) for name, value in arguments.set if not _is_list(value)]
+    candidates = [
+        Candidate(value, EngineConfig.load(arguments.config, [*others, (setting, value)]))
+        for value in values
+    ]
+    workloads = _workloads(arguments)
+    with _running(len(candidates) * sum(len(w.requests) for w in workloads)) as report:
+        document = compare(
+            candidates,
+            workloads,
+            slo=arguments.slo,
+            clip=arguments.clip,
+            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
+            progress=report,
+        )
+    document["sweep"] = {"setting": setting, "values": values}
+    print(paint(render_sweep(document)))
+    _write_reports(arguments, document)
+    return 0
+
+
+def _num_jobs(arguments: argparse.Namespace, workloads: list[Workload], num_configs: int) -> int:
+    jobs: int | None = arguments.jobs
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    return jobs or choose_num_jobs(workloads, num_configs)
+
+
+def _is_list(value: str) -> bool:
+    return "," in value and value[0] not in "[{"
+
+
+def _parser(command: str, description: str) -> Parser:
+    return Parser(command, description=description)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Returns the group in which exactly one says where requests come from."""
+    group = parser.add_argument_group("workload")
+    sources = group.add_mutually_exclusive_group(required=True)
+    sources.add_argument(
+        "--workload",
+        metavar="FILE",
+        help=".yaml, or the name of a shipped one: a description; .csv: an Azure trace; "
+        ".jsonl: a Mooncake trace or request log",
+    )
+    group.add_argument(
+        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
+    )
+    group.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds")
+    group.add_argument(
+        "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
+    )
+    group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
+    group.add_argument(
+        "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
+    )
+    return sources
+
+
+def _add_common(
+    parser: argparse.ArgumentParser,
+    seeds: int = DEFAULT_SEEDS,
+    set_help: str = "a setting of all configurations, over those of their files; repeatable",
+) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"repetitions with other requests (default: {seeds}; 1 for a trace)",
+    )
+    parser.add_argument(
+        "--slo",
+        type=Slo.parse,
+        metavar="LIMITS",
+        help="for goodput, in seconds: ttft=0.5,tpot=0.05,e2e=10",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.NAME=VALUE",
+        action="append",
+        default=[],
+        type=assignment,
+        help=set_help,
+    )
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all numbers")
+    parser.set_defaults(live=False)
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html", metavar="FILE", type=output_file, help="write a report with plots"
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes for simulated runs (default: one a core, if there is that much to do)",
+    )
+
+
+def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
+    """One per seed."""
+    source = _source(arguments)
+    seeds = _num_seeds(arguments, default_seeds, is_recorded=source.is_recorded)
+    return [source.load(arguments.seed + i) for i in range(seeds)]
+
+
+def _source(arguments: argparse.Namespace) -> WorkloadSource:
+    return WorkloadSource(
+        path=arguments.workload or "",
+        time_scale=arguments.time_scale,
+        start=arguments.start,
+        duration=arguments.duration,
+        limit=arguments.limit,
+    )
+
+
+def _num_seeds(
+    arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_recorded: bool
+) -> int:
+    seeds: int | None = arguments.seeds
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
+    return seeds or (1 if is_recorded and not arguments.live else default)
+
+
+def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
+    """The requests of a decision log and the settings of its server."""
+    from aioserve.lab.logs.traffic import logged_settings, logged_workload
+    from aioserve.lab.logs.what_if import read_traffic
+    from aioserve.watch.reader import DecisionLog
+
+    traffic = read_traffic(DecisionLog(arguments.replay))
+    print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
+    seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_recorded=True))
+    workloads = [logged_workload(traffic, arguments.replay, seed) for seed in seeds]
+    return [_source(arguments).cut(workload) for workload in workloads], logged_settings(traffic)
+
+
+@contextmanager
+def _running(total: int | None) -> Iterator[Progress]:
+    """A bar of requests, and a lazier garbage collector."""
+    # Runs make many small objects and hardly any cycles: looking for those costs a tenth.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        with progress(total) as report:
+            yield report
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def _write_reports(arguments: argparse.Namespace, document: Document) -> None:
+    write(arguments.json, encode(document))
+    if arguments.html:
+        write(arguments.html, render_html(document).encode())

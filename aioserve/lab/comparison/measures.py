@@ -1,0 +1,174 @@
+"""From what happened in a run to the numbers by which runs are compared.
+
+Knows one run at a time. All durations are in seconds; what is undefined is NaN, never 0: a request
+without a first token has no time to it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aioserve.errors import ConfigError
+from aioserve.lab.comparison.service import Floats, jain_index, service_by_client
+from aioserve.lab.simulation.outcome import RequestRecord, RunRecord
+from aioserve.lab.workloads.workload import Workload
+
+Ints = npt.NDArray[np.int64]
+
+# Gaps between tokens are too many to keep: counted in bins 1% apart, from 10 microseconds up.
+GAP_EDGES = 1e-5 * 1.01 ** np.arange(1900)
+MAX_BLOCKS = 50  # of consecutive requests, for the bootstrap
+REQUESTS_PER_BLOCK = 20
+
+PER_REQUEST = ("ttft", "tpot", "e2e")
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request must not exceed to count as good, in seconds; None: any."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """From `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
+        try:
+            pairs = dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
+            slo = msgspec.convert(pairs, cls, strict=False)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"an SLO looks like ttft=0.5,tpot=0.05,e2e=10 (seconds), got {text!r}: {error}"
+            ) from error
+        if not any(limit is not None and limit > 0 for limit in msgspec.structs.astuple(slo)):
+            raise ConfigError(f"the SLO {text!r} sets no limit above 0")
+        return slo
+
+
+class RunMeasures:
+    """One run in arrays, one entry per request of the workload, and totals."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        workload: Workload,
+        slo: Slo | None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`weights` say what clients are due beside each other; None: nobody has stated any, and
+        there is no fairness by weight.
+        """
+        requests = record.requests
+        self.weights = weights or {}
+        self.service = service_by_client(record, workload, self.weights)
+        self.ttft = np.array([_first_token(r) for r in requests])
+        self.tpot = np.array([_per_output_token(r) for r in requests])
+        self.e2e = np.array([r.end - r.arrival if r.is_finished else np.nan for r in requests])
+        self.is_good = np.full(len(requests), np.nan)
+        if slo is not None:
+            self.is_good = self._meets(slo).astype(float)
+        self.block = block_numbers(len(requests))
+        self._count_gaps(requests)
+        self.totals = _totals(record, workload, self.is_good)
+        rates = np.array([service.rate for service in self.service.values()])
+        self.totals["fairness"] = jain_index(rates)
+        if weights is not None:
+            due = np.array([weights.get(client, 1.0) for client in self.service])
+            self.totals["fairness_by_weight"] = jain_index(rates / due)
+        self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
+
+    def _meets(self, slo: Slo) -> npt.NDArray[np.bool_]:
+        good: npt.NDArray[np.bool_] = ~np.isnan(self.e2e)
+        for name in PER_REQUEST:
+            limit = getattr(slo, name)
+            if limit is not None:
+                # A reply of one token has no time per output token, and misses none.
+                good &= ~(getattr(self, name) > limit)
+        return good
+
+    def _count_gaps(self, requests: list[RequestRecord]) -> None:
+        """Gaps between deliveries: exact quantiles, and counts by block for the bootstrap."""
+        gaps = [np.diff(np.frombuffer(r.token_times)) for r in requests]
+        num_blocks = int(self.block[-1]) + 1 if len(requests) else 0
+        self.gap_counts = np.zeros((num_blocks, len(GAP_EDGES) + 1), dtype=np.int64)
+        for i, block in enumerate(self.block):
+            bins = np.searchsorted(GAP_EDGES, gaps[i])
+            np.add.at(self.gap_counts[block], bins, 1)
+        self.gaps = np.sort(np.concatenate(gaps)).astype(np.float32) if gaps else np.empty(0)
+
+
+def block_numbers(num_requests: int) -> Ints:
+    """The block of consecutive requests that each belongs to.
+
+    Neighbours share a queue, so they are not independent; blocks of them nearly are.
+    """
+    num_blocks = min(MAX_BLOCKS, max(num_requests // REQUESTS_PER_BLOCK, 1))
+    return np.arange(num_requests) * num_blocks // max(num_requests, 1)
+
+
+def quantile(values: Floats, q: float) -> float:
+    """The smallest value that at least a share `q` of `values` does not exceed; NaN of none."""
+    known = np.sort(values[~np.isnan(values)])
+    if not len(known):
+        return float("nan")
+    return float(known[max(int(np.ceil(q * len(known))) - 1, 0)])
+
+
+def tidy(value: float) -> float:
+    """Six digits: more say nothing and fill the file."""
+    return float(f"{value:.6g}")
+
+
+def statistics_of(values: Floats) -> dict[str, float]:
+    """Mean, quantiles and maximum of those that are known."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"), float("nan"))
+    quantiles = {f"p{round(100 * q)}": tidy(quantile(known, q)) for q in (0.5, 0.9, 0.99)}
+    return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
+
+
+def _first_token(request: RequestRecord) -> float:
+    return request.token_times[0] - request.arrival if request.token_times else np.nan
+
+
+def _per_output_token(request: RequestRecord) -> float:
+    times = request.token_times
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else np.nan
+
+
+def _totals(record: RunRecord, workload: Workload, is_good: Floats) -> dict[str, Any]:
+    """One number each for the whole run."""
+    pairs = list(zip(workload.requests, record.requests, strict=True))
+    seconds = max(record.end, 1e-9)
+    num_output = sum(len(result.token_times) for _, result in pairs)
+    num_prompt = sum(request.num_prompt_tokens for request, result in pairs if result.token_times)
+    num_cached = sum(result.num_cached_tokens for _, result in pairs)
+    # What the finished requests needed: each token once, but not the cached ones, nor the last,
+    # which is never computed. All else was computed in vain: again after a preemption, or for
+    # requests that were given up, or as a draft that turned out wrong.
+    needed = sum(
+        request.num_prompt_tokens - result.num_cached_tokens + len(result.token_times) - 1
+        for request, result in pairs
+        if result.is_finished
+    )
+    scheduled = record.num_scheduled_tokens
+    num_finished = sum(result.is_finished for _, result in pairs)
+    return {
+        "seconds": record.end,
+        "output_tokens_per_second": num_output / seconds,
+        "total_tokens_per_second": (num_prompt + num_output) / seconds,
+        "requests_per_second": num_finished / seconds,
+        "goodput_per_second": float(np.sum(is_good)) / seconds,
+        "good_share": float(np.mean(is_good)),
+        "prefix_hit_share": num_cached / max(num_prompt, 1),
+        "wasted_share": (scheduled - needed) / max(scheduled, 1),
+        "wasted_tokens": scheduled - needed,
+        "preemptions": record.num_preemptions,
+        "unfinished": len(pairs) - num_finished,
+        "steps": len(record.steps.start),
+    }

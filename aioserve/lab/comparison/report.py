@@ -1,0 +1,119 @@
+"""A comparison as one HTML file that needs no network: data, drawing code and style inside.
+
+Puts the parts of `page/` together. The drawing is done by the reader's browser.
+"""
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioserve.lab.comparison.document import Document
+from aioserve.lab.comparison.group_words import COLUMNS, COMPETING, Cell, group_tables
+from aioserve.lab.comparison.rows import Row, difference_of, meanings, shown_rows, value_of, verdict
+from aioserve.lab.comparison.words import headline, pair_summary, remarks
+
+FOLDER = Path(__file__).parent / "page"
+
+
+def render_html(document: Document) -> str:
+    """The page; words and table rows are those of the terminal."""
+    data = {
+        "headline": headline(document),
+        "remarks": remarks(document),
+        "mode": document["mode"],
+        "slo": document["slo"],
+        "sweep": document.get("sweep"),
+        "workload": document["workload"],
+        "results": [
+            {key: result[key] for key in ("name", "policy", "settings", "distributions")}
+            | {"timelines": result["timelines"]}
+            for result in document["results"]
+        ],
+        "table": _table(document),
+        "pairs": _pairs(document),
+        "meanings": meanings(shown_rows(document["results"])),
+        "groups": _groups(document),
+    }
+    # "</script>" inside of a name must not end the script.
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    page = (FOLDER / "page.html").read_text()
+    for name, text in (
+        ("title", escape(headline(document))),
+        ("style", (FOLDER / "style.css").read_text()),
+        ("plots", (FOLDER / "plots.js").read_text()),
+        ("page", (FOLDER / "page.js").read_text()),
+        ("data", encoded),
+    ):
+        page = page.replace(f"@{name}@", text, 1)
+    return page
+
+
+def _table(document: Document) -> list[dict[str, object]]:
+    """Rows with the values of all configurations and, from the second on, their differences."""
+    results = document["results"]
+    rows = []
+    for row in shown_rows(results):
+        cells = []
+        for result in results:
+            difference = difference_of(result, row)
+            cells.append(
+                {
+                    "value": value_of(result, row),
+                    "difference": _scaled(difference, row),
+                    "verdict": verdict(difference, row, value_of(results[0], row)),
+                }
+            )
+        rows.append({"label": row.label, "digits": row.digits, "cells": cells})
+    return rows
+
+
+def _groups(document: Document) -> list[dict[str, object]]:
+    """Tables of clients and classes; in a cell the value, its difference and what that amounts to,
+    in milliseconds.
+    """
+    return [
+        {
+            "kind": table.kind,
+            "columns": [column.label for column in COLUMNS],
+            "more": table.num_more,
+            "note": COMPETING,
+            "rows": [row._asdict() | {"cells": _cells(row.cells)} for row in table.rows],
+        }
+        for table in group_tables(document)
+    ]
+
+
+def _cells(cells: list[Cell]) -> list[dict[str, object]]:
+    return [
+        {
+            "value": cell.value,
+            "difference": _scaled(cell.difference, column),
+            "verdict": cell.verdict,
+        }
+        for cell, column in zip(cells, COLUMNS, strict=True)
+    ]
+
+
+def _scaled(difference: dict[str, Any] | None, row: Row) -> dict[str, float | None] | None:
+    """In the row's unit."""
+    if difference is None:
+        return None
+    return {
+        end: None if difference[end] is None else difference[end] * row.factor
+        for end in ("value", "low", "high")
+    }
+
+
+def _pairs(document: Document) -> list[dict[str, object]]:
+    first, *others = document["results"]
+    return [
+        {
+            "first": first["name"],
+            "other": other["name"],
+            "summary": pair_summary(first, other),
+            "victims": other["against_first"]["victims"],
+        }
+        for other in others
+    ]

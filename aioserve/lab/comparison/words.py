@@ -1,0 +1,222 @@
+"""A comparison in words and in tables for a terminal.
+
+Knows the document that `compare` makes; what its measures are is said in `rows`.
+"""
+
+import math
+from typing import Any
+
+from aioserve.lab.comparison.bootstrap import MIN_SEEDS
+from aioserve.lab.comparison.document import Document
+from aioserve.lab.comparison.group_words import render_groups
+from aioserve.lab.comparison.rows import (
+    NOISE,
+    ROWS,
+    TINY,
+    UNKNOWN,
+    Row,
+    difference_of,
+    number,
+    shown_rows,
+    signed,
+    value_of,
+    verdict,
+)
+
+MAX_WEIGHTS = 6  # that are named
+
+
+def headline(document: Document) -> str:
+    """What was compared."""
+    workload, seeds = document["workload"], document["workload"]["seeds"]
+    times = "" if len(seeds) == 1 else f" with {len(seeds)} seeds"
+    how = "in real time" if document["mode"] == "live" else "in virtual time"
+    if workload["clients"] is not None:
+        when = f"from {workload['clients']} clients who wait for each reply"
+    elif workload["seconds"]:
+        when = f"in {workload['seconds']:.0f} s"
+    else:
+        when = "at once"
+    return f"{workload['name']}: {workload['requests']} requests {when}{times}, {how}"
+
+
+def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
+    """Sentences that a reader of the numbers should know."""
+    first, *others = document["results"]
+    found = list(document["notes"])
+    for other in others:
+        names = other["against_first"]["other_differences"]
+        if names and with_differences:
+            found.append(
+                f"{first['name']} and {other['name']} differ in more than the policy: "
+                f"{', '.join(names)}."
+            )
+    for result in document["results"]:
+        ended = {
+            reason: count
+            for reason, count in result["finish_reasons"].items()
+            if reason not in ("length", "stop")
+        }
+        if ended:
+            text = ", ".join(f"{count} {reason}" for reason, count in ended.items())
+            found.append(
+                f"Under {result['name']} requests did not finish ({text}); their missing times "
+                "are in no mean or quantile."
+            )
+    if document["workload"]["is_recorded"]:
+        found.append("A recorded trace has no other seeds: intervals come from blocks of time.")
+    if len(document["workload"]["seeds"]) < MIN_SEEDS and document["mode"] == "live":
+        found.append(
+            "Live, the machine is another one in every round: an interval needs at least "
+            f"{MIN_SEEDS} seeds."
+        )
+    if document["weights_stated_by"]:
+        found.append(_about_weights(document))
+    return found
+
+
+def _about_weights(document: Document) -> str:
+    weights = document["results"][0]["weights"]
+    named = [f"{client} {weight:g}" for client, weight in list(weights.items())[:MAX_WEIGHTS]]
+    if len(weights) > MAX_WEIGHTS:
+        named.append(f"and {len(weights) - MAX_WEIGHTS} more")
+    if document["weights_stated_by"] == "each configuration":
+        named = ["its own"]
+    return (
+        "Fairness by weight is Jain's index of rates of service divided by the weights that "
+        f"{document['weights_stated_by']} states ({', '.join(named)}); fairness (Jain) takes the "
+        "rates as they are, and is below 1 where weights are kept to."
+    )
+
+
+def pair_summary(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The differences that matter, most of them in one sentence each."""
+    rows = [row for row in shown_rows([first, other]) if difference_of(other, row)]
+    by_verdict: dict[str, list[str]] = {}
+    for row in rows:
+        difference = difference_of(other, row)
+        assert difference is not None
+        text, said = row.label.split(",")[0], verdict(difference, row, value_of(first, row))
+        if said in ("better", "worse", "higher", "lower"):
+            text += f" ({_change(first, other, row)})"
+        by_verdict.setdefault(said, []).append(text)
+    order = ("better", "worse", "higher", "lower", TINY, NOISE, "the same", UNKNOWN)
+    found = [f"{v}: {', '.join(by_verdict[v])}" for v in order if v in by_verdict]
+    e2e = other["against_first"]["paired"]["e2e"]
+    found.append(
+        f"of {e2e['pairs']} pairs {e2e['faster']} ended sooner and {e2e['slower']} later by more "
+        "than 1%"
+    )
+    return found
+
+
+def _change(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
+    a, b = value_of(first, row), value_of(other, row)
+    if a <= 0 or row.unit in ("", "points"):
+        return f"{b - a:+.{row.digits}f} {row.unit}".strip()
+    share = 100 * (b / a - 1)
+    return f"{b / a:.1f} times" if b > 2 * a else f"{share:+.{0 if abs(share) >= 1 else 1}f}%"
+
+
+def render_table(document: Document) -> str:
+    """All of it as text of fixed width."""
+    first, *others = document["results"]
+    lines = [headline(document), ""]
+    if not others:
+        lines += _single(first)
+    for number_of, other in enumerate(others):
+        lines += [*([""] if number_of else []), *_pair(first, other)]
+    lines += render_groups(document)
+    return "\n".join([*lines, "", *remarks(document)]).rstrip()
+
+
+def _single(result: dict[str, Any]) -> list[str]:
+    rows = shown_rows([result])
+    width = max(len(result["name"]), 10)
+    return [f"{'':22}{result['name']:>{width}}"] + [
+        f"{row.label:22}{number(value_of(result, row), row):>{width}}" for row in rows
+    ]
+
+
+def _pair(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    a, b = max(len(first["name"]), 9), max(len(other["name"]), 9)
+    lines = [
+        f"{'':22}{first['name']:>{a}}  {other['name']:>{b}}  {'difference':>10}  "
+        f"{'95% interval':>20}"
+    ]
+    for row in shown_rows([first, other]):
+        x, y = value_of(first, row), value_of(other, row)
+        difference = difference_of(other, row)
+        interval = delta = ""
+        if difference is not None:
+            delta = signed(difference["value"] * row.factor, row)
+            if difference["low"] is not None:
+                low, high = (difference[end] * row.factor for end in ("low", "high"))
+                interval = f"{signed(low, row)} .. {signed(high, row)}"
+        lines.append(
+            f"{row.label:22}{number(x, row):>{a}}  {number(y, row):>{b}}  {delta:>10}  "
+            f"{interval:>20}  {verdict(difference, row, x)}".rstrip()
+        )
+    return lines
+
+
+SWEEP_COLUMNS = (
+    ("ttft", "p50"),
+    ("ttft", "p99"),
+    ("gap", "p50"),
+    ("gap", "p99"),
+    ("gap", "max"),
+    ("e2e", "p50"),
+    ("e2e", "p99"),
+    ("totals", "output_tokens_per_second"),
+    ("totals", "good_share"),
+)
+
+
+def render_sweep(document: Document) -> str:
+    """A line per value of the setting, and one with the intervals against the first value."""
+    results, setting = document["results"], document["sweep"]["setting"]
+    by_name = {(row.measure, row.statistic): row for row in ROWS}
+    rows = [by_name[column] for column in SWEEP_COLUMNS]
+    rows = [r for r in rows if any(not math.isnan(value_of(result, r)) for result in results)]
+    lines = [[setting.rpartition(".")[2], *(_short(row) for row in rows)]]
+    for result in results:
+        lines.append([result["name"], *(number(value_of(result, row), row) for row in rows)])
+        intervals = [_interval(results[0], result, row) for row in rows]
+        if any(intervals):
+            lines.append(["", *intervals])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    units = "Durations in milliseconds"
+    if any(row.statistic == "good_share" for row in rows):
+        units += ", the SLO in percent of the requests"
+    shown += ["", f"{units}."]
+    if len(lines) > 1 + len(results):
+        shown.append(
+            f"Below a value: the 95% interval of its change from that of {results[0]['name']}."
+        )
+    elif len(results) > 1:
+        shown.append(f"There is {UNKNOWN}.")
+    return "\n".join([headline(document), "", *shown, *remarks(document, with_differences=False)])
+
+
+def _short(row: Row) -> str:
+    label = row.label.replace("end to end", "e2e").removeprefix("output ")
+    return label.split(",")[0]
+
+
+def _interval(first: dict[str, Any], other: dict[str, Any], row: Row) -> str:
+    """As a share or a multiple of the first value; in the row's unit where that is 0 or a share."""
+    difference, base = difference_of(other, row), value_of(first, row)
+    if difference is None or difference["low"] is None:
+        return ""
+    low, high = (difference[end] * row.factor for end in ("low", "high"))
+    if base <= 0 or row.unit == "points":
+        return f"{signed(low, row)} .. {signed(high, row)}"
+    if high > base:  # more than doubled: "1.9 .. 3.5x" says it better than "+89% .. +245%"
+        return f"{1 + low / base:.1f} .. {1 + high / base:.1f}x"
+    shares = (round(100 * end / base) for end in (low, high))
+    return " .. ".join(f"{share:+d}%" if share else "0%" for share in shares)

@@ -1,0 +1,167 @@
+"""The commands that read a decision log: `replay` and `trace`.
+
+Arguments in, words out. Exit code 0: it agrees; 1: it does not; 2 (by the caller, for a
+`ConfigError`): the log or a setting cannot be used.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioserve.arguments import Parser, assignment, output_file
+from aioserve.errors import ConfigError
+from aioserve.lab.logs.perfetto import write_trace
+from aioserve.lab.logs.what_if import WhatIf, what_if
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.replay import Divergence, replay
+
+# Of these the relative difference between reality and simulation says how far to trust the rest.
+CHECKED = ("TTFT p50 ms", "gap p50 ms", "e2e p50 ms", "tokens/s")
+TRUSTED_ERROR = 0.15
+
+
+def run_replay(argv: Sequence[str]) -> int:
+    """`python -m aioserve replay FILE [--policy P] [--set ...]`; returns the exit code.
+
+    Raises `ConfigError`.
+    """
+    parser = Parser(
+        "replay",
+        description="Check that today's code decides as recorded, step by step. With --policy or "
+        "--set: what another policy would have done with the same traffic, in virtual time.",
+        epilog="The last line is JSON. Exit code 1: some step came out differently.",
+    )
+    parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
+    parser.add_argument("--policy", help="another policy, as for serve")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.NAME=VALUE",
+        action="append",
+        default=[],
+        type=assignment,
+        help="another scheduler or cache setting, or scheduler.options.NAME; repeatable",
+    )
+    args = parser.parse_args(argv)
+    log = DecisionLog(args.log)
+    if args.policy is None and not args.set:
+        return _check(log)
+    return _compare(log, args.policy, args.set)
+
+
+def run_trace(argv: Sequence[str]) -> int:
+    """`python -m aioserve trace FILE [-o OUT]`; returns the exit code. Raises `ConfigError`."""
+    parser = Parser(
+        "trace",
+        description="Turn a decision log into a trace for ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=output_file, help="where to (default: FILE.json)"
+    )
+    parser.add_argument(
+        "--no-reasons",
+        action="store_true",
+        help="leave out why requests waited, for which the scheduler is run again",
+    )
+    args = parser.parse_args(argv)
+    log = DecisionLog(args.log)
+    path = Path(args.output or f"{args.log}.json")
+    try:
+        with path.open("wb") as file:
+            num_events = write_trace(log, file, with_reasons=not args.no_reasons)
+    except OSError as error:
+        raise ConfigError(f"cannot write trace {path}: {error.strerror}") from error
+    print(f"{path}: {num_events} events; open it in https://ui.perfetto.dev")
+    _say_if_cut(log)
+    return 0
+
+
+def _check(log: DecisionLog) -> int:
+    result = replay(log)
+    if result.divergence is not None:
+        print(f"{result.policies}: today's code diverges {_where(result.divergence)}")
+        for title, lines in (
+            ("What differs", result.divergence.differences),
+            ("Just before", result.divergence.state),
+        ):
+            print(f"{title}:")
+            for line in lines:
+                print(f"  {line}")
+    else:
+        counts = f"{result.num_steps} steps, {result.num_requests} requests"
+        print(f"{result.policies}: {counts}, identical")
+        _say_if_cut(log)
+    print(
+        json.dumps(
+            {
+                "identical": result.divergence is None,
+                "steps": result.num_steps,
+                "requests": result.num_requests,
+                "complete": log.is_complete,
+            }
+        )
+    )
+    return 0 if result.divergence is None else 1
+
+
+def _where(divergence: Divergence) -> str:
+    kind = type(divergence.record).__name__
+    if kind == "Planned":
+        return f"in step {divergence.step_id}"
+    return f"after step {divergence.step_id}, in a record {kind!r}"
+
+
+def _say_if_cut(log: DecisionLog) -> None:
+    if not log.is_complete:
+        print("The log has no end: its server still runs, or died.")
+
+
+def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]) -> int:
+    result = what_if(log, policy, settings)
+    name = policy or result.policies
+    if settings:
+        name += f" with {', '.join(f'{n}={v}' for n, v in settings)}"
+    header = ("", "recorded", "simulated", "what if")
+    print("{:22}{:>14}{:>14}{:>14}".format(*header))
+    for measure, real in result.recorded.items():
+        row = (real, result.same[measure], result.other[measure])
+        print(f"{measure:22}" + "".join(f"{value:14.6g}" for value in row))
+    print(f"recorded, simulated: {result.policies}; what if: {name}")
+    print(f"step times: {result.step_time.error}")
+    errors = _errors(result)
+    listed = ", ".join(f"{measure} {error:+.1%}" for measure, error in errors.items())
+    print(f"simulation against reality: {listed}")
+    if any(abs(error) > TRUSTED_ERROR for error in errors.values()):
+        print(
+            "The simulation is off by more than 15%: compare the simulated columns with each other "
+            "only. Steps of equal size took very different times; was the machine shared?"
+        )
+    if result.num_refused:
+        print(f"{result.num_refused} requests that were refused are left out of the simulations")
+    _say_if_cut(log)
+    print(json.dumps(_as_json(result, name)))
+    return 0
+
+
+def _errors(result: WhatIf) -> dict[str, float]:
+    """Of the simulation of what was recorded, relative to what was recorded."""
+    return {
+        name: result.same[name] / result.recorded[name] - 1
+        for name in CHECKED
+        if result.recorded[name]
+    }
+
+
+def _as_json(result: WhatIf, name: str) -> dict[str, Any]:
+    return {
+        "policies": {"recorded": result.policies, "what_if": name},
+        "recorded": result.recorded,
+        "simulated": result.same,
+        "what_if": result.other,
+        "errors": _errors(result),
+        "step_time": msgspec.to_builtins(result.step_time),
+        "refused_left_out": result.num_refused,
+    }

@@ -1,0 +1,96 @@
+"""A decision log as a workload, and the machine that wrote it as settings.
+
+Knows logs and recipes of prompts. Runs nothing: `what_if` and `compare` do, each in its own way.
+"""
+
+from array import array
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from aioserve.errors import ConfigError
+from aioserve.lab.logs.what_if import Traffic
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
+from aioserve.watch.chronicle import Life
+
+BLOCK = 16  # tokens: what prompts share is found in steps of so many
+
+
+def logged_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
+    """The requests of a log: when they came, what their prompts share, how long the replies were.
+
+    Raises `ConfigError` if it has none.
+    """
+    chains = [_chain(life) for life in traffic.lives]
+    num_holders = Counter(name for chain in chains for name in chain)
+    lives = sorted(zip(traffic.lives, chains, strict=True), key=lambda pair: pair[0].arrival)
+    if not lives:
+        raise ConfigError(f"decision log {path} has no requests that were served")
+    first = lives[0][0].arrival
+    return Workload(
+        Path(path).name,
+        tuple(
+            WorkloadRequest(
+                life.arrival - first,
+                _pieces(life, chain, num_holders, seed),
+                max(len(life.tokens), 1),
+                priority=life.spec.priority,
+                user=life.spec.user,
+                timeout=_timeout(life),
+            )
+            for life, chain in lives
+        ),
+        seed=seed,
+        is_recorded=True,
+    )
+
+
+def logged_settings(traffic: Traffic) -> list[tuple[str, Any]]:
+    """Step times as fitted to the log, and the memory of the server that wrote it."""
+    header, step_time = traffic.header, traffic.step_time
+    return [
+        ("model.max_model_len", header.max_model_len),
+        ("cache.num_kv_blocks", header.num_kv_blocks),
+        ("cache.block_size", header.block_size),
+        ("cache.enable_prefix_caching", header.enable_prefix_caching),
+        ("runner.step_base_ms", step_time.base_ms),
+        ("runner.step_prefill_token_us", step_time.prefill_token_us),
+        ("runner.step_decode_us", step_time.decode_us),
+        ("runner.step_context_token_us", step_time.context_token_us),
+        ("runner.step_query_context_ns", step_time.query_context_ns),
+        ("runner.step_prefill_us", step_time.prefill_us),
+        ("runner.step_idle_ms", step_time.idle_ms),
+    ]
+
+
+def _chain(life: Life) -> list[int]:
+    """A name for every beginning of the prompt that is whole blocks long."""
+    assert life.prompt is not None
+    blocks = [life.prompt[i : i + BLOCK] for i in range(0, len(life.prompt) - BLOCK + 1, BLOCK)]
+    root = text_name("logged", life.spec.cache_salt, life.spec.adapter_id)
+    return list(accumulate(blocks, _extend, initial=root))[1:]
+
+
+def _extend(name: int, block: "array[int]") -> int:
+    return text_name(name, block.tobytes().hex())
+
+
+def _pieces(
+    life: Life, chain: list[int], num_holders: Counter[int], seed: int
+) -> tuple[Piece, ...]:
+    """The prompt cut where others leave it: whoever shares a block of a piece shares it all."""
+    pieces, begin = [], 0
+    for end in range(1, len(chain) + 1):
+        if end == len(chain) or num_holders[chain[end]] != num_holders[chain[end - 1]]:
+            name = text_name("piece", seed, chain[end - 1])
+            pieces.append(Piece(name, (end - begin) * BLOCK))
+            begin = end
+    if rest := life.num_prompt_tokens - len(chain) * BLOCK:
+        pieces.append(Piece(text_name("rest", seed, str(life.arrival), life.request_id), rest))
+    return tuple(pieces)
+
+
+def _timeout(life: Life) -> float | None:
+    deadline = life.spec.deadline
+    return None if deadline is None else max(deadline - life.spec.arrival_time, 1e-3)

@@ -1,0 +1,343 @@
+"""What another policy would have done with recorded traffic, in virtual time.
+
+The requests of a decision log go through the engine task again; a step takes what a model says that
+was fitted to the recorded steps, and replies are those that were really given. Knows no HTTP, no
+text and no workload but the log.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.core import EngineCore
+from aioserve.errors import AioserveError, ConfigError
+from aioserve.kv_cache import KVCacheManager
+from aioserve.lab.calibration.fit import fit_step_time
+from aioserve.lab.logs.replies import PlaybackRunner
+from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.run import raised_not_logged
+from aioserve.outputs import EngineCoreOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.runner.step_time import StepFeatures, StepTimeModel
+from aioserve.scheduler import BaseScheduler, load_policy
+from aioserve.watch.chronicle import Chronicle, Life, Switch
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.recorder import RecordingScheduler, RecordSink
+from aioserve.watch.records import Header, Record, Reset
+
+POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
+# A client that leaves does so on reading a token. In a log of virtual time that is the instant in
+# which the token came, and rounding must not put it before.
+MOMENT = 1e-6
+
+Measures = dict[str, float]
+
+
+class Traffic(NamedTuple):
+    """What a log says that is not the policy's doing."""
+
+    header: Header
+    lives: list[Life]
+    resets: list[float]  # of the prefix cache, seconds since the log began
+    switches: list[Switch]  # of the policy
+    policies: str  # that decided, in words
+    num_refused: int  # left out: nobody knows their replies
+    recorded: Measures
+    step_time: StepTimeModel
+
+
+class Plan(NamedTuple):
+    """The settings of a simulation, and with which the scheduler goes on from when, in seconds."""
+
+    config: EngineConfig
+    switches: list[tuple[float, SchedulerConfig]]
+
+
+class WhatIf(NamedTuple):
+    """Measures of reality, of the recorded policies simulated, and of the other one simulated."""
+
+    policies: str  # the recorded ones, in words
+    recorded: Measures
+    same: Measures
+    other: Measures
+    step_time: StepTimeModel
+    num_refused: int
+
+
+def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]) -> WhatIf:
+    """Simulate `policy`, and `settings` (dotted name, value), beside what was recorded.
+
+    Call it outside of a loop. Raises `ConfigError` for settings that cannot work, a damaged log, or
+    one with too few steps to learn from.
+    """
+    make_config(log.header, policy, settings)  # before the file is read: it may not make sense
+    traffic = read_traffic(log)
+    same = make_plan(traffic, None, [])
+    other = make_plan(traffic, policy, settings)
+    return WhatIf(
+        traffic.policies,
+        traffic.recorded,
+        simulate(traffic, same, is_recorded=True),
+        simulate(traffic, other),
+        traffic.step_time,
+        traffic.num_refused,
+    )
+
+
+def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, str]]) -> Plan:
+    """What was recorded, switches included, with `settings` laid over all of it; or another
+    policy, from the beginning to the end. Raises `ConfigError`.
+    """
+    header = traffic.header
+    switches = []
+    for time, scheduler in traffic.switches if policy is None else ():
+        after = msgspec.structs.replace(header, scheduler=scheduler)
+        switches.append((time, make_config(after, None, settings).scheduler))
+    return Plan(make_config(header, policy, settings), switches)
+
+
+def make_config(
+    header: Header, policy: str | None, settings: list[tuple[str, str]]
+) -> EngineConfig:
+    """The settings of `header`, with others laid over them. Raises `ConfigError`."""
+    for name, _ in settings:
+        if not name.startswith(("scheduler.", "cache.")):
+            raise ConfigError(f"{name} plays no part in a replay; scheduler.* and cache.* do")
+    scheduler = dict(header.scheduler)
+    if policy is not None and policy != scheduler["policy"]:
+        scheduler |= {"policy": policy, "options": {}}  # the options of another policy
+    recorded: list[tuple[str, Any]] = [(f"scheduler.{k}", v) for k, v in scheduler.items()]
+    recorded += [
+        ("cache.num_kv_blocks", header.num_kv_blocks),
+        ("cache.block_size", header.block_size),
+        ("cache.enable_prefix_caching", header.enable_prefix_caching),
+        ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
+    ]
+    config = EngineConfig.load(None, [*recorded, *settings])
+    loaded = load_policy(config.scheduler.policy)
+    if issubclass(loaded, BaseScheduler):
+        loaded.parse_options(config.scheduler.options)
+        loaded.check_limits(config.scheduler, header.max_model_len)
+    return config
+
+
+def read_traffic(log: DecisionLog) -> Traffic:
+    """Requests, and the step-time model that fits the steps. Raises `ConfigError`."""
+    chronicle = Chronicle(log.header, keep_prompts=True)
+    features: list[StepFeatures] = []
+    seconds: list[float] = []
+    resets = []
+    for record in log:
+        step = chronicle.feed(record)
+        if step is not None:
+            features.append(step.features)
+            seconds.append(step.seconds)
+        if isinstance(record, Reset):
+            resets.append(chronicle.now)
+    source = f"fitted to the {len(features)} steps of decision log {log.path.name}"
+    step_time = fit_step_time(features, seconds, source)
+    measures = measure(chronicle, chronicle.lives)
+    return Traffic(
+        log.header,
+        chronicle.lives,
+        resets,
+        chronicle.switches,
+        chronicle.policies,
+        chronicle.num_refused,
+        measures,
+        step_time,
+    )
+
+
+def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
+    """The same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
+    policy cannot take over, or if it fails and is another one than was recorded.
+    """
+    with (
+        raised_not_logged(),
+        asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
+    ):
+        chronicle = runner.run(_Simulation(traffic, plan, is_recorded=is_recorded).run())
+    return measure(chronicle, traffic.lives)
+
+
+class _Simulation(RecordSink):
+    """One run. Its recording is the result: measured as the real one is."""
+
+    def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
+        self._traffic = traffic
+        self._is_recorded = is_recorded
+        self._error: Exception | None = None  # the first of the policy
+        self._config, self._switches = plan
+        self._chronicle: Chronicle | None = None
+        self._num_left: dict[str, int] = {}  # tokens until the reply is complete
+        self._replies: dict[str, array[int]] = {}
+
+    async def run(self) -> Chronicle:
+        loop = asyncio.get_running_loop()
+        core = self._core = self._make_core(loop.time)
+        last = 0.0
+        for number, life in enumerate(self._traffic.lives):
+            when = max(life.added_at, 0.0)
+            loop.call_at(when, self._add, number, life)
+            if life.finish_reason == "abort" and not life.was_cut:
+                assert life.end is not None
+                loop.call_at(life.end + MOMENT, self._abort, _unique_id(number, life))
+            last = max(last, when, life.end or 0.0)
+        for when in self._traffic.resets:
+            loop.call_at(when + MOMENT, core.scheduler.reset_prefix_cache)
+        task = asyncio.create_task(core.run())
+        switching = asyncio.create_task(self._switch(loop.time))
+        await asyncio.sleep(last + POLL_SECONDS)
+        await switching
+        while core.scheduler.has_requests() and not task.done():
+            if self._error is not None:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()):
+            raise error
+        if self._error is not None:
+            raise self._error
+        assert self._chronicle is not None
+        return self._chronicle
+
+    async def _switch(self, clock: Callable[[], float]) -> None:
+        for when, scheduler in self._switches:
+            await asyncio.sleep(when - clock())
+            self._recorder.switch(scheduler)
+
+    def _make_core(self, clock: Callable[[], float]) -> EngineCore:
+        cache, scheduler = self._config.cache, self._config.scheduler
+        assert cache.num_kv_blocks is not None
+        self._recorder = RecordingScheduler(
+            load_policy(scheduler.policy),
+            scheduler,
+            KVCacheManager(
+                cache.num_kv_blocks,
+                cache.block_size,
+                enable_prefix_caching=cache.enable_prefix_caching,
+                watermark=cache.watermark,
+            ),
+            max_model_len=self._traffic.header.max_model_len,
+            clock=clock,
+            sink=self,
+        )
+        return EngineCore(
+            self._recorder,
+            PlaybackRunner(self._replies, self._traffic.step_time),
+            pipeline_depth=scheduler.depth,
+            stall_timeout=scheduler.stall_timeout,
+            clock=clock,
+            deliver=self._deliver,
+            expire=lambda request_ids: None,
+            fail=self._fail,
+        )
+
+    def _add(self, number: int, life: Life) -> None:
+        request = _make_request(number, life, self._traffic.header.time)
+        self._replies[request.request_id] = life.tokens
+        if life.finish_reason not in ("abort", "timeout") or life.was_cut:
+            self._num_left[request.request_id] = max(len(life.tokens), 1)
+        with suppress(AioserveError):  # refused, as a client would be: the chronicle counts it
+            self._core.add_request(request)
+
+    def _fail(self, request_ids: list[str], error: Exception) -> None:
+        """What was recorded may have failed in reality, too; another policy has to work."""
+        if not self._is_recorded and self._error is None:
+            self._error = error
+
+    def _abort(self, request_id: str) -> None:
+        self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Say what a stop string ended, as the output processor did."""
+        stopped = []
+        for output in outputs:
+            left = self._num_left.get(output.request_id)
+            if left is not None:
+                self._num_left[output.request_id] = left = left - len(output.new_token_ids)
+                if left <= 0 and output.finish_reason is None:
+                    stopped.append(output.request_id)
+        return stopped
+
+    # RecordSink.
+
+    def write(self, record: Record) -> None:
+        if self._chronicle is None:
+            assert isinstance(record, Header)
+            self._chronicle = Chronicle(record)
+        else:
+            self._chronicle.feed(record)
+
+
+def _unique_id(number: int, life: Life) -> str:
+    """Clients may have used an id again; here the one before may still run."""
+    return f"{number}:{life.request_id}"
+
+
+def _make_request(number: int, life: Life, began: float) -> Request:
+    """The recorded request; its own limit on length stays, since a policy may go by it."""
+    assert life.prompt is not None
+    spec = msgspec.structs.replace(
+        life.spec,
+        request_id=_unique_id(number, life),
+        prompt_token_ids=life.prompt.tolist(),
+        arrival_time=life.arrival,
+        deadline=None if life.spec.deadline is None else life.spec.deadline - began,
+    )
+    return Request(spec)
+
+
+def measure(chronicle: Chronicle, reference: list[Life]) -> Measures:
+    """Milliseconds and counts. End-to-end times are of those that ended by themselves in
+    `reference`: of others nobody knows the length.
+    """
+    lives = chronicle.lives
+    first = [1e3 * (life.token_times[0] - life.arrival) for life in lives if life.token_times]
+    gaps = [1e3 * (b - a) for life in lives for a, b in pairwise(life.token_times)]
+    by_itself = {n for n, life in enumerate(reference) if life.finish_reason in ("stop", "length")}
+    whole = [
+        1e3 * (life.end - life.arrival)
+        for number, life in enumerate(lives)
+        if life.end is not None and _number(number, life) in by_itself
+    ]
+    ends = [life.token_times[-1] for life in lives if life.token_times]
+    seconds = max(ends, default=0.0) - min((life.arrival for life in lives), default=0.0)
+    num_tokens = sum(len(life.tokens) for life in lives)
+    return {
+        "requests served": len(ends),
+        "refused": chronicle.num_refused,
+        "timeouts": sum(life.finish_reason == "timeout" for life in lives),
+        "TTFT mean ms": sum(first) / max(len(first), 1),
+        "TTFT p50 ms": percentile(first, 0.5),
+        "TTFT p99 ms": percentile(first, 0.99),
+        "gap p50 ms": percentile(gaps, 0.5),
+        "gap p99 ms": percentile(gaps, 0.99),
+        "gap max ms": max(gaps, default=0.0),
+        "e2e p50 ms": percentile(whole, 0.5),
+        "e2e p99 ms": percentile(whole, 0.99),
+        "tokens/s": num_tokens / seconds if seconds > 0 else 0.0,
+        "preemptions": sum(life.num_preemptions for life in lives),
+        "cached prompt tokens": sum(life.num_cached_tokens for life in lives),
+        "steps": chronicle.num_steps,
+    }
+
+
+def _number(number: int, life: Life) -> int:
+    """Which request of the log it is: simulated ones have the number in their id."""
+    head, colon, _ = life.request_id.partition(":")
+    return int(head) if colon and head.isdigit() else number
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(-int(-share * len(ordered) // 1) - 1, 0)] if ordered else 0.0

@@ -1,0 +1,1 @@
+"""One configuration on one workload, in virtual time or live. Judges nothing."""

@@ -1,0 +1,233 @@
+"""Runs one configuration on one workload: on the virtual clock, or for real.
+
+The engine is the one that serves; only the clock, the runner's wrapper and the clients are ours.
+Knows nothing about measures or other configurations.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.engine.builder import make_runner
+from aioserve.engine.clock import clock_of
+from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
+from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.outcome import RecordingRunner, RequestRecord, RunRecord, RunRecorder
+from aioserve.lab.workloads.workload import (
+    Workload,
+    WorkloadRequest,
+    build_prompt,
+    replied_to,
+    text_tokens,
+)
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.sampling_params import SamplingParams
+
+NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
+
+Progress = Callable[[int], None]  # told how many more requests have ended
+
+
+def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:
+    """The configuration with its runner replaced by the simulated one, and without a tokenizer.
+
+    Where it states no `max_model_len`, the `longest` request, in tokens, may raise it: what is
+    simulated has no positions.
+    """
+    config = msgspec.structs.replace(
+        config,
+        runner=msgspec.structs.replace(config.runner, runner="simulated"),
+        model=msgspec.structs.replace(config.model, skip_tokenizer_init=True),
+    )
+    if config.model.max_model_len is None and longest > ModelInfo(config.model).max_model_len:
+        model = msgspec.structs.replace(config.model, max_model_len=longest)
+        config = msgspec.structs.replace(config, model=model)
+    return config
+
+
+def check_fits(config: EngineConfig, workload: Workload) -> None:
+    """Raises `ConfigError` if some request can never run under a simulated `config`."""
+    model_info = ModelInfo(config.model)
+    workload.check_fits(model_info.max_model_len)
+    blocks = SimulatedRunner(config, model_info).num_kv_blocks
+    # The last token is never computed, so a request needs one slot less than its length.
+    num_slots = blocks * config.cache.block_size + 1
+    workload.check_fits(num_slots, f"the KV pool of {blocks} blocks of {config.cache.block_size}")
+
+
+def simulate(
+    config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
+) -> RunRecord:
+    """Run in virtual time; byte for byte the same result every time. Call it outside of a loop.
+
+    Raises `PolicyError` when the policy fails: numbers of such a run would mislead.
+    """
+    with (
+        raised_not_logged(),
+        asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
+    ):
+        return runner.run(_simulate(config, workload, progress))
+
+
+def run_live(
+    config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
+) -> RunRecord:
+    """Run with the configuration's own runner, in real time. Raises `AioserveError` as above."""
+    with raised_not_logged(), asyncio.Runner() as runner:
+        return runner.run(_run_live(config, workload, progress))
+
+
+@contextmanager
+def raised_not_logged() -> Iterator[None]:
+    """The first failure of a step ends the run and is raised; its log would say the same again."""
+    logger = logging.getLogger("aioserve.engine.core")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualClockEventLoop)
+    runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
+    async with AsyncEngine(config, runner=runner) as engine:
+        clients = _Clients(engine, workload, progress, is_live=False)
+        runner.on_step = clients.recorder.note
+        return await clients.run()
+
+
+async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
+    runner = RecordingRunner(make_runner(config, ModelInfo(config.model)))
+    async with AsyncEngine(config, runner=runner) as engine:
+        await _warm_up(engine)
+        clients = _Clients(engine, workload, progress, is_live=True)
+        runner.recorder = clients.recorder
+        return await clients.run()
+
+
+async def _warm_up(engine: AsyncEngine) -> None:
+    """A first request pays for what is set up on first use; nobody measures it."""
+    prompt = text_tokens(0, min(64, engine.max_model_len // 2), engine.model_info.vocab_size)
+    async for _ in engine.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True)):
+        pass
+
+
+class _Clients:
+    """Everybody who asks: they arrive when the workload says, and wait for the end."""
+
+    def __init__(
+        self, engine: AsyncEngine, workload: Workload, progress: Progress, *, is_live: bool
+    ) -> None:
+        """The run begins now. Raises `ConfigError` if a request is too long for the engine."""
+        workload.check_fits(engine.max_model_len)
+        self._engine = engine
+        self._requests = workload.requests
+        self._progress = progress
+        self._is_live = is_live
+        self._vocab_size = engine.model_info.vocab_size
+        self._followers: dict[int, list[int]] = {}
+        for i, request in enumerate(workload.requests):
+            if request.follows >= 0:
+                self._followers.setdefault(request.follows, []).append(i)
+        self._is_replied_to = replied_to(workload.requests)
+        self._replies: dict[int, list[int]] = {}
+        self._clock = clock_of(asyncio.get_running_loop())
+        self._start = self._clock()
+        self._record = RunRecord(len(workload.requests))
+        self.recorder = RunRecorder(
+            self._record,
+            start=self._start,
+            interval=max(workload.duration, 1.0) / NUM_STATES,
+            get_stats=engine.get_stats,
+            notes_tokens=not is_live,
+        )
+
+    async def run(self) -> RunRecord:
+        """Until the last request has ended."""
+        openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
+        openers.sort(key=lambda i: self._requests[i].arrival)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for i in openers:
+                    await self._sleep_until(self._start + self._requests[i].arrival)
+                    tasks.create_task(self._serve(i, tasks))
+        except ExceptionGroup as group:
+            failed = group.subgroup(AioserveError)
+            if failed is None:
+                raise
+            raise _as_one(failed) from group
+        self.recorder.close()
+        self._record.end = self._clock() - self._start
+        return self._record
+
+    async def _sleep_until(self, time: float) -> None:
+        if time > self._clock():
+            await asyncio.sleep(time - self._clock())
+
+    async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
+        """One request to its end, then those that follow it."""
+        record = self._record.requests[i]
+        record.arrival = self._clock() - self._start
+        try:
+            await self._send(i, self._requests[i], record)
+        except EngineOverloadedError:
+            record.finish_reason = "refused"
+        record.end = self._clock() - self._start
+        self._progress(1)
+        for follower in self._followers.get(i, ()):
+            tasks.create_task(self._follow(follower, tasks))
+
+    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(self._requests[i].arrival)
+        await self._serve(i, tasks)
+
+    async def _send(self, i: int, request: WorkloadRequest, record: RequestRecord) -> None:
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            temperature=0,
+            detokenize=self._is_live,  # live, text is made as for a real client
+            output_kind="delta" if self._is_live else "final_only",
+        )
+        stream = await self._engine.add_request(
+            build_prompt(request, self._vocab_size, self._replies),
+            params,
+            request_id=str(i),
+            priority=request.priority,
+            user=request.user,
+            timeout=request.timeout,
+        )
+        token_ids: list[int] = []
+        async with stream:
+            async for output in stream:
+                token_ids += output.token_ids
+                record.num_cached_tokens = output.num_cached_tokens
+                if self._is_live:
+                    now = self._clock() - self._start
+                    record.token_times.extend([now] * len(output.token_ids))
+                if output.finish_reason is not None:
+                    record.finish_reason = output.finish_reason
+        record.num_output_tokens = len(token_ids)
+        if i in self._is_replied_to:
+            self._replies[i] = token_ids
+
+
+def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:
+    """The first failure; what failed a step is said by its cause."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, AioserveError)
+    cause = first.__cause__
+    if cause is None or not isinstance(first, RequestFailedError):
+        return first
+    return cause if isinstance(cause, AioserveError) else RequestFailedError(f"{first}: {cause!r}")

@@ -1,0 +1,49 @@
+"""Where workloads come from: a YAML file that describes one, or a recorded trace; and cutting.
+
+Knows file names and options of the command line; leaves formats to others.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from aioserve.errors import ConfigError
+from aioserve.lab.workloads.synthetic import generate, read_spec
+from aioserve.lab.workloads.traces import read_trace
+from aioserve.lab.workloads.workload import Workload
+from aioserve.shipped import find_workload
+
+
+class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload file and what to do with it. Times in seconds."""
+
+    path: str  # or a name in `configs/workloads/`
+    time_scale: float = 1.0
+    start: float = 0.0
+    duration: float | None = None
+    limit: int | None = None  # requests
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether other seeds would only change token ids."""
+        return Path(self.path).suffix in (".csv", ".jsonl")
+
+    def load(self, seed: int) -> Workload:
+        """The requests for this seed. Raises `ConfigError` that says what is wrong where."""
+        path = find_workload(self.path)
+        if self.is_recorded:
+            workload = read_trace(self.path, seed)
+        elif path.suffix in (".yaml", ".yml"):
+            workload = generate(read_spec(path), seed, path.name)
+        else:
+            raise ConfigError(
+                f"workload {self.path}: expected .yaml (a description), .csv (Azure) or .jsonl "
+                f"(Mooncake or a request log), got {path.suffix or 'no suffix'!r}"
+            )
+        return self.cut(workload)
+
+    def cut(self, workload: Workload) -> Workload:
+        """The part that is wanted, at the speed that is wanted."""
+        if self.start or self.duration is not None or self.limit is not None:
+            workload = workload.cut(start=self.start, duration=self.duration, limit=self.limit)
+        return workload if self.time_scale == 1 else workload.scaled(self.time_scale)

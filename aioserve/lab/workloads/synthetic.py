@@ -1,0 +1,313 @@
+"""Invented traffic from a small YAML file: arrivals, lengths, shared prefixes, conversations.
+
+The same seed gives the same requests on every machine. Knows nothing about serving.
+"""
+
+import math
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from heapq import merge
+from itertools import accumulate, count, cycle
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from aioserve.errors import ConfigError
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
+from aioserve.yaml_file import read_struct
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts of a workload file: unknown names are refused."""
+
+
+class Poisson(Spec, frozen=True, kw_only=True, tag_field="kind", tag="poisson"):
+    """Independent arrivals, `rate` a second on average."""
+
+    rate: Positive
+
+    def gaps(self, rng: random.Random) -> Iterator[float]:
+        """Seconds from one arrival to the next, without end."""
+        while True:
+            yield rng.expovariate(self.rate)
+
+
+class Gamma(Spec, frozen=True, kw_only=True, tag_field="kind", tag="gamma"):
+    """Arrivals whose gaps vary `cv` times as much as their mean: 1 is Poisson, more is bursts."""
+
+    rate: Positive
+    cv: Positive = 3.0
+
+    def gaps(self, rng: random.Random) -> Iterator[float]:
+        """Seconds from one arrival to the next, without end."""
+        shape = 1 / self.cv**2
+        while True:
+            yield rng.gammavariate(shape, 1 / (self.rate * shape))
+
+
+class OnOff(Spec, frozen=True, kw_only=True, tag_field="kind", tag="on_off"):
+    """Poisson arrivals at `rate_on` a second for a while, then at `rate_off`, and again."""
+
+    rate_on: Positive
+    on_seconds: Positive
+    rate_off: NonNegative = 0.0
+    off_seconds: NonNegative = 0.0
+
+    def gaps(self, rng: random.Random) -> Iterator[float]:
+        """Seconds from one arrival to the next, without end."""
+        # The gaps of a Poisson process of rate 1, each spent at the rate of the phase it is in.
+        work, seconds = rng.expovariate(1), 0.0
+        phases = ((self.rate_on, self.on_seconds), (self.rate_off, self.off_seconds))
+        for rate, left in cycle(phases):
+            while rate * left > work:
+                left -= work / rate
+                yield seconds + work / rate
+                work, seconds = rng.expovariate(1), 0.0
+            work -= rate * left
+            seconds += left
+
+
+Arrivals = Poisson | Gamma | OnOff
+
+
+class Constant(Spec, frozen=True, kw_only=True, tag_field="kind", tag="constant"):
+    """Always `value`."""
+
+    value: NonNegative
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        return self.value
+
+
+class Uniform(Spec, frozen=True, kw_only=True, tag_field="kind", tag="uniform"):
+    """Evenly from `min` to `max`."""
+
+    min: NonNegative
+    max: NonNegative
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        return rng.uniform(self.min, self.max)
+
+
+class LogNormal(Spec, frozen=True, kw_only=True, tag_field="kind", tag="lognormal"):
+    """Log-normal around `median`, cut at `min` and `max`: `sigma` 0.8 is a common spread."""
+
+    median: Positive
+    sigma: NonNegative = 0.8
+    min: NonNegative = 1.0
+    max: Positive = math.inf
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        value = self.median * math.exp(rng.gauss(0, self.sigma))
+        return min(max(value, self.min), self.max)
+
+
+Distribution = Constant | Uniform | LogNormal
+
+
+class Closed(Spec, frozen=True, kw_only=True, tag_field="kind", tag="closed"):
+    """So many clients who wait for a reply, think, and send their next request.
+
+    All begin at once. Requests (or conversations) are dealt out in turn, so each configuration
+    gets the same ones from the same clients.
+    """
+
+    clients: Count
+    think_seconds: Distribution = Constant(value=0)
+
+
+class Prefixes(Spec, frozen=True, kw_only=True):
+    """Prompts that begin alike: `count` system prompts; the k-th is used as 1/k**`zipf`."""
+
+    count: Count
+    length: Distribution
+    zipf: NonNegative = 1.0
+
+
+class Session(Spec, frozen=True, kw_only=True):
+    """Conversations: each turn's prompt is all that was said before, and a new `prompt`."""
+
+    turns: Distribution
+    think_seconds: Distribution
+
+
+class ClientClass(Spec, frozen=True, kw_only=True):
+    """One kind of client."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    prompt: Distribution  # tokens, without prefix and earlier turns
+    output: Distribution  # tokens
+    share: Positive = 1.0  # of the arrivals, relative to the other classes
+    arrivals: Arrivals | None = None  # of its own, instead of a share
+    users: Count = 1  # named after the class; requests (or sessions) are spread evenly
+    weight: Positive | None = None  # of each user: what it is due beside others
+    priority: int = 0
+    timeout: Positive | None = None  # seconds
+    prefixes: Prefixes | None = None
+    session: Session | None = None
+
+    @property
+    def user_names(self) -> list[str]:
+        """Those of its users."""
+        return [self.name] if self.users == 1 else [f"{self.name}-{k}" for k in range(self.users)]
+
+
+class WorkloadSpec(Spec, frozen=True, kw_only=True):
+    """A workload file."""
+
+    classes: Annotated[list[ClientClass], Meta(min_length=1)]
+    arrivals: Arrivals | Closed | None = None
+    num_requests: Count | None = None  # turns of conversations count
+    duration: Positive | None = None  # seconds in which requests or conversations begin
+
+
+def read_spec(path: str | Path) -> WorkloadSpec:
+    """Raises `ConfigError` that names the file and the field."""
+    path = Path(path)
+    spec = read_struct(path, "workload", WorkloadSpec)
+    if spec.num_requests is None and spec.duration is None:
+        raise ConfigError(f"workload {path}: give num_requests, duration or both")
+    if spec.arrivals is None and any(c.arrivals is None for c in spec.classes):
+        raise ConfigError(f"workload {path}: arrivals are missing, here or in every class")
+    if isinstance(spec.arrivals, Closed):
+        if spec.duration is not None:
+            raise ConfigError(f"workload {path}: a closed loop has no duration: give num_requests")
+        if any(c.arrivals is not None for c in spec.classes):
+            raise ConfigError(f"workload {path}: a closed loop leaves no arrivals to a class")
+    names = [c.name for c in spec.classes]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"workload {path}: two classes have the same name")
+    return spec
+
+
+def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Workload:
+    """Requests as `spec` says; conversations stand together, at their first turn's place."""
+    makers = {c.name: _Maker(c, seed) for c in spec.classes}
+    limit = spec.num_requests or math.inf
+    requests: list[WorkloadRequest] = []
+    num_clients = spec.arrivals.clients if isinstance(spec.arrivals, Closed) else 0
+    last: deque[int] = deque(maxlen=num_clients)  # of each client in turn: its last request
+    for arrival, kind in _arrivals(spec, seed):
+        if spec.duration is not None and arrival >= spec.duration:
+            break
+        follows = last[0] if num_clients and len(last) == num_clients else -1
+        requests += makers[kind].make(arrival, len(requests), follows)
+        last.append(len(requests) - 1)
+        if len(requests) >= limit:
+            break
+    weights = {u: c.weight for c in spec.classes if c.weight is not None for u in c.user_names}
+    return Workload(name, tuple(requests[: spec.num_requests]), seed=seed, weights=weights)
+
+
+def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:
+    """(seconds, class name) in order, without end; in a closed loop the pauses before each."""
+    if isinstance(spec.arrivals, Closed):
+        return _pauses(spec.arrivals, spec.classes, random.Random(f"{seed} arrivals"))
+    sharing = [c for c in spec.classes if c.arrivals is None]
+    streams = [
+        _stream(c.arrivals, [c], random.Random(f"{seed} arrivals {c.name}"))
+        for c in spec.classes
+        if c.arrivals is not None
+    ]
+    if sharing and spec.arrivals is not None:
+        streams.append(_stream(spec.arrivals, sharing, random.Random(f"{seed} arrivals")))
+    return merge(*streams)
+
+
+def _stream(
+    arrivals: Arrivals, classes: list[ClientClass], rng: random.Random
+) -> Iterator[tuple[float, str]]:
+    now = 0.0
+    names, shares = [c.name for c in classes], [c.share for c in classes]
+    for gap in arrivals.gaps(rng):
+        now += gap
+        yield now, rng.choices(names, shares)[0]
+
+
+def _pauses(
+    closed: Closed, classes: list[ClientClass], rng: random.Random
+) -> Iterator[tuple[float, str]]:
+    names, shares = [c.name for c in classes], [c.share for c in classes]
+    for number in count():
+        pause = closed.think_seconds.draw(rng) if number >= closed.clients else 0.0
+        yield pause, rng.choices(names, shares)[0]
+
+
+class _Maker:
+    """Makes the requests of one class, from random numbers of its own."""
+
+    def __init__(self, kind: ClientClass, seed: int) -> None:
+        self._kind = kind
+        self._seed = seed
+        self._users = kind.user_names
+        self._rng = random.Random(f"{seed} requests {kind.name}")
+        self._num_texts = 0
+        self._num_made = 0
+        self._prefixes: list[Piece] = []
+        self._popularity: list[float] = []  # cumulative
+        if kind.prefixes is not None:
+            self._prefixes = [
+                Piece(
+                    text_name("prefix", seed, kind.name, k),
+                    _tokens(kind.prefixes.length, self._rng),
+                )
+                for k in range(kind.prefixes.count)
+            ]
+            weights = (1 / (k + 1) ** kind.prefixes.zipf for k in range(len(self._prefixes)))
+            self._popularity = list(accumulate(weights))
+
+    def make(self, arrival: float, place: int, follows: int = -1) -> list[WorkloadRequest]:
+        """One request, or all turns of a conversation, that begins at `place` in the workload.
+
+        In a closed loop it begins `arrival` seconds after the end of the request it `follows`.
+        """
+        kind, rng = self._kind, self._rng
+        user = self._users[self._num_made % kind.users]
+        self._num_made += 1
+        said = self._prefix()
+        num_turns = 1 if kind.session is None else max(1, round(kind.session.turns.draw(rng)))
+        requests = []
+        for turn in range(num_turns):
+            said.append(Piece(self._text(), _tokens(kind.prompt, rng)))
+            num_output = _tokens(kind.output, rng)
+            requests.append(
+                WorkloadRequest(
+                    arrival,
+                    tuple(said),
+                    num_output,
+                    priority=kind.priority,
+                    user=user,
+                    timeout=kind.timeout,
+                    follows=place + turn - 1 if turn else follows,
+                    kind=kind.name,
+                )
+            )
+            said.append(Piece(self._text(), num_output, reply_of=place + turn))
+            if kind.session is not None:
+                arrival = kind.session.think_seconds.draw(rng)
+        return requests
+
+    def _prefix(self) -> list[Piece]:
+        if not self._prefixes:
+            return []
+        draw = self._rng.random() * self._popularity[-1]
+        return [self._prefixes[bisect_left(self._popularity, draw)]]
+
+    def _text(self) -> int:
+        self._num_texts += 1
+        return text_name("text", self._seed, self._kind.name, self._num_texts)
+
+
+def _tokens(distribution: Distribution, rng: random.Random) -> int:
+    return max(1, round(distribution.draw(rng)))

@@ -1,0 +1,128 @@
+"""Calibration: the recorder sees only steps of a busy engine, and a profile can be used at once."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.calibration.measurement import (
+    Batch,
+    Measurements,
+    RecordedStep,
+    StepRecorder,
+    Traffic,
+    calibrate,
+    make_plan,
+    measure,
+    write_profile,
+)
+from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.lab.simulation.run import simulated
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.step_time import StepFeatures, StepTimeModel, load_profile
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
+
+TRUE = StepTimeModel(
+    base_ms=5, prefill_token_us=40, decode_us=90, context_token_us=0.1, query_context_ns=2
+)
+
+
+def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: Path) -> None:
+    steps = [
+        RecordedStep(features, TRUE.seconds(features))
+        for features in (
+            StepFeatures(p, d, c * (1 + d), p * c)
+            for p in (0, 64, 512)
+            for d in (0, 1, 16)
+            for c in (10, 500, 2000)
+        )
+    ]
+    prompt = StepFeatures(64, 0, 64, 2080, 1)
+    first_tokens = [(prompt, TRUE.seconds(prompt) + 1e-3 * wait) for wait in (0.2, 0.3, 9.0)]
+    model = calibrate(Measurements(steps, first_tokens, "arithmetic"))
+    assert model.idle_ms == pytest.approx(0.3, rel=0.2)
+    path = tmp_path / "profile.yaml"
+    write_profile(model, str(path))
+    found = load_profile(str(path))
+    for name in ("base_ms", "prefill_token_us", "decode_us", "context_token_us"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.01)
+    assert "arithmetic" in found.source
+    config = simulated(EngineConfig(runner=RunnerConfig(profile=str(path))))
+    SimulatedRunner(config, ModelInfo(config.model))
+
+
+def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -> None:
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        runner.run(record_three_steps())
+
+
+async def record_three_steps() -> None:
+    config = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=1))
+    recorder = StepRecorder(SimulatedRunner(config, ModelInfo(config.model)))
+
+    def step(step_id: int, is_new: bool) -> SchedulerOutput:
+        new = [NewRequestData("r", [1] * 9, 9, SamplingParams(), frozenset(), [0], 0)]
+        return SchedulerOutput(
+            step_id,
+            new if is_new else [],
+            CachedRequestData([] if is_new else ["r"], [] if is_new else [8 + step_id - 1], {}),
+            {"r": 9 if is_new else 1},
+            9 if is_new else 1,
+            [],
+            [],
+        )
+
+    for step_id in (1, 2):
+        result = await recorder.execute_model(step(step_id, step_id == 1))
+        assert isinstance(result, ModelRunnerOutput)
+    assert [s.features.num_prefill_tokens for s in recorder.steps] == [9]
+    await asyncio.sleep(0.05)
+    await recorder.execute_model(step(3, False))
+    assert len(recorder.steps) == 1  # the second step was followed by nothing
+
+
+def test_a_quick_plan_has_a_third_of_the_loads_and_of_every_kind_some() -> None:
+    whole = make_plan(4096, 64, is_quick=False)
+    quick = make_plan(4096, 64, is_quick=True)
+    assert set(quick) < set(whole)
+    assert len(quick) < len(whole) / 2.5
+    assert any(isinstance(load, Traffic) and load.pause for load in quick)
+    assert any(isinstance(load, Traffic) and not load.pause for load in quick)
+    batches = [load for load in quick if not isinstance(load, Traffic)]
+    assert any(batch.chunk_size < batch.prompt_tokens for batch in batches)  # prompts in chunks
+    assert any(batch.chunk_size > batch.prompt_tokens > 1000 for batch in batches)  # whole
+    assert len({batch.num_requests for batch in batches if batch.output_tokens == 40}) > 2
+
+
+async def test_loads_of_a_real_model_are_counted_as_they_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = [Batch(64, 2, 100, 3), Batch(64, 1, 20, 3)]
+    monkeypatch.setattr(
+        "aioserve.lab.calibration.measurement.make_plan", lambda *_, is_quick: loads[:is_quick]
+    )
+    monkeypatch.setattr("aioserve.lab.calibration.measurement.TRAFFIC", [Traffic(512, 1, 2)])
+    monkeypatch.setattr("aioserve.lab.calibration.measurement.NUM_IDLE", 2)
+    told: list[int] = []
+
+    def begin(total: int) -> Callable[[int], None]:
+        told.append(total)
+        return told.append
+
+    config = EngineConfig(runner=RunnerConfig(threads=1))
+    measured = await measure(config, begin, is_quick=True)
+    assert told == [2, 1, 1]  # the one load, and the requests to an idle engine
+    assert len(measured.first_tokens) == 2
+    assert any(step.features.num_decodes for step in measured.steps)
+    assert "embedded" in measured.what
+
+
+async def test_a_simulated_runner_is_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match=r"runner\.runner must be 'model'"):
+        await measure(EngineConfig(runner=RunnerConfig(runner="simulated")))

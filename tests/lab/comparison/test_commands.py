@@ -1,0 +1,294 @@
+"""The lab's commands as a user runs them: output, files, one-line errors."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import main
+from tests import processes
+
+ROOT = Path(__file__).parents[3]
+FCFS, CHUNKED = str(ROOT / "configs/fcfs.yaml"), str(ROOT / "configs/chunked_prefill.yaml")
+MIXED = str(ROOT / "configs/workloads/mixed.yaml")
+SMALL = ["--workload", MIXED, "--limit", "40"]
+
+
+def test_compare_prints_a_table_and_writes_json_and_html(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, page = tmp_path / "out.json", tmp_path / "out.html"
+    words = ["compare", FCFS, CHUNKED, *SMALL, "--seeds", "3", "--slo", "ttft=1,tpot=0.05"]
+    assert main([*words, "--json", str(data), "--html", str(page)]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"gap p99, ms +[\d.]+ +[\d.]+ +-[\d.]+ .*better", printed.out)
+    assert "within the SLO, %" in printed.out
+    assert printed.err == ""  # not a terminal: no progress bar
+    assert len(json.loads(data.read_bytes())["results"]) == 2
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_policy_stands_for_the_default_settings_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from policies.fcfs import FCFSScheduler\nclass Mine(FCFSScheduler): pass\n"
+    )
+    data = tmp_path / "out.json"
+    words = ["compare", "fcfs", "mine.py", "mine.py:Mine", *SMALL, "--seeds", "1"]
+    assert main([*words, "--json", str(data)]) == 0
+    results = json.loads(data.read_bytes())["results"]
+    assert [result["policy"] for result in results] == ["fcfs", "mine.py", "mine.py:Mine"]
+    assert results[0]["distributions"] == results[1]["distributions"]
+    printed = capsys.readouterr().out
+    assert re.search(r" fcfs +mine ", printed)
+    assert re.search(r" fcfs +Mine ", printed)
+    assert main(["compare", "fcfs", "other.py", *SMALL]) == 2
+    assert "other.py" in capsys.readouterr().err
+
+
+def test_search_finds_the_knee_between_two_probes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "knee.json"
+    words = ["search", CHUNKED, "--workload", MIXED, "--limit", "150", "--slo", "ttft=0.5"]
+    assert main([*words, "--tolerance", "0.1", "--json", str(data)]) == 0
+    knee = json.loads(data.read_bytes())
+    assert 5 < knee["rate"] < knee["rate_above"] <= knee["rate"] * 1.1
+    assert all(probe["is_met"] == (probe["good_share"] >= 0.99) for probe in knee["probes"])
+    assert all(probe["is_met"] == (probe["rate"] <= knee["rate"]) for probe in knee["probes"])
+    assert "meets the SLO for 99% of the requests up to" in capsys.readouterr().out
+
+
+def test_sweep_prints_a_line_for_each_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "sweep.html"
+    words = ["sweep", CHUNKED, *SMALL, "--seeds", "3", "--html", str(page)]
+    assert main([*words, "--set", "scheduler.options.chunk_size=64,256,1024"]) == 0
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    found = {int(words[0]): words for words in lines if words and words[0].isdecimal()}
+    assert list(found) == [64, 256, 1024]
+    worst_gap = [float(found[size][5]) for size in found]
+    assert worst_gap == sorted(worst_gap)
+    assert '"values":["64","256","1024"]' in page.read_text()
+    intervals = re.findall(r"[-+]?[\d.]+%? \.\. [-+]?[\d.]+[%x]", printed)
+    assert len(intervals) == 2 * 7  # of all but the first value, and not of maxima
+    assert "the 95% interval of its change from that of 64" in printed
+
+
+def test_a_sweep_of_one_short_seed_says_that_it_has_no_intervals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "sweep",
+        CHUNKED,
+        *SMALL,
+        "--seeds",
+        "1",
+        "--set",
+        "scheduler.options.chunk_size=64,99",
+    ]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ".." not in printed
+    assert "no interval from so few seeds or requests" in printed
+
+
+def test_a_trace_runs_without_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        "\n".join(
+            json.dumps({"arrival": 0.1 * i, "prompt_tokens": 50 + i, "output_tokens": 5})
+            for i in range(50)
+        )
+    )
+    assert main(["compare", FCFS, CHUNKED, "--workload", str(trace), "--time-scale", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "t.jsonl: 50 requests in 2 s, in virtual time" in printed
+    assert "intervals come from blocks of time" in printed
+
+
+def test_live_runs_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"arrival": 0, "prompt_tokens": 20, "output_tokens": 5}\n' * 3)
+    words = ["compare", FCFS, CHUNKED, "--workload", str(trace), "--live", "--seeds", "1"]
+    assert main([*words, "--set", "cache.num_kv_blocks=300"]) == 0
+    assert "in real time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", FCFS], "--workload"),
+        (["compare", "none.yaml", "--workload", MIXED], "cannot read config file none.yaml"),
+        (["compare", FCFS, "--workload", "none.yaml"], "cannot read workload none.yaml"),
+        (["compare", FCFS, "--workload", "a.txt"], "expected .yaml"),
+        (["compare", FCFS, "--workload", MIXED, "--slo", "ttft"], "an SLO looks like"),
+        (["compare", FCFS, "--workload", MIXED, "--seeds", "-1"], "--seeds must be at least 1"),
+        (["compare", FCFS, "--workload", MIXED, "--set", "x"], "SECTION.NAME=VALUE"),
+        (["compare", FCFS, "--workload", MIXED, "--time-scale", "0"], "--time-scale"),
+        (
+            ["compare", FCFS, "--workload", MIXED, "--set", "model.max_model_len=1000"],
+            "max_model_len allows 1000",
+        ),
+        (["search", FCFS, *SMALL], "search needs --slo"),
+        (["search", FCFS, *SMALL, "--slo", "ttft=1", "--goodput", "2"], "--goodput"),
+        (["sweep", FCFS, *SMALL], "one --set with several values"),
+        (["sweep", FCFS, *SMALL, "--set", "cache.watermark=0.1"], "got --set cache.watermark=0.1"),
+        (["compare", FCFS, *SMALL, "--html", "no/x.html"], "cannot write no/x.html: there is no"),
+        (["compare", FCFS, *SMALL, "--json", "/"], "cannot write /: it is a folder"),
+        (["search", FCFS, *SMALL, "--slo", "ttft=1", "--json", "no/x"], "there is no folder no"),
+        (["trace", "log", "-o", "no/x.json"], "cannot write no/x.json: there is no folder no"),
+        (["calibrate", "-o", "no/x.yaml"], "cannot write no/x.yaml: there is no folder no"),
+        (["compare", FCFS, *SMALL, "--sedes", "2"], "(did you mean '--seeds'?)"),
+        (["comprae", FCFS], "unknown command 'comprae' (did you mean 'compare'?)"),
+        (["replay"], "the following arguments are required"),
+        (["sweep", CHUNKED, *SMALL, "--set", "scheduler.options.chunk_size=0,1"], "chunk_size"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(words)
+    except SystemExit as error:
+        code = error.code
+    printed = capsys.readouterr().err
+    assert code == 2
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+RAISING = """
+from aioserve.scheduler import BaseScheduler
+class Raising(BaseScheduler):
+    def schedule(self):
+        {}["nobody"]
+"""
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_policy_that_raises_ends_the_comparison_in_one_line(
+    jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    config = tmp_path / "raising.yaml"
+    config.write_text("scheduler: {policy: raising.py}")
+    assert main(["compare", FCFS, str(config), *SMALL, "--seeds", "1", "--jobs", jobs]) == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        "aioserve: error: policy Raising raised KeyError('nobody') in schedule() (raising.py:5)\n"
+    )
+
+
+def test_a_policy_that_raises_ends_a_live_comparison_as_well(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    config = tmp_path / "raising.yaml"
+    config.write_text("scheduler: {policy: raising.py}\nrunner: {runner: simulated}")
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"arrival": 0, "prompt_tokens": 20, "output_tokens": 5}\n')
+    assert main(["compare", str(config), "--workload", str(trace), "--live"]) == 1
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_workloads_error_is_one_line_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, message in (
+        ("classes: [\n", "mine.yaml:2:1: not valid YAML"),
+        ("num_request: 5", "`num_request` (did you mean 'num_requests'?)"),
+        ("classes: [{name: a, promt: 1}]", "`$.classes[0]` (did you mean 'prompt'?)"),
+    ):
+        path.write_text(text)
+        assert main(["compare", FCFS, "--workload", str(path)]) == 2
+        printed = capsys.readouterr().err
+        assert message in printed
+        assert str(path) in printed
+        assert "string>" not in printed
+        assert printed.count("\n") == 1
+
+
+LONG = ["compare", FCFS, CHUNKED, "--workload", MIXED, "--seeds", "100"]
+SAYS_WHEN_IT_RUNS = """
+import sys
+from aioserve.cli import main
+from aioserve.lab.simulation import parallel, run
+def say(*arguments, make=run._Clients.__init__, **options):
+    print("running", flush=True)
+    make(*arguments, **options)
+run._Clients.__init__ = say
+submit = parallel.ProcessPoolExecutor.submit
+parallel.ProcessPoolExecutor.submit = lambda *words: print("running", flush=True) or submit(*words)
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_is_a_line_and_130_and_leaves_no_process_behind(jobs: str, tmp_path: Path) -> None:
+    """As from a terminal: all processes of the group hear of it."""
+    script = tmp_path / "script.py"
+    script.write_text(SAYS_WHEN_IT_RUNS)
+    command = [sys.executable, str(script), *LONG, "--jobs", jobs]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.started(*command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "running\n"
+        os.killpg(process.pid, signal.SIGINT)
+        # Ends when the last process that could write there has ended.
+        assert process.stderr.read() == "aioserve: interrupted\n"
+        assert process.wait() == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["compare", FCFS, *SMALL, "--seeds", "1"], 141), (["--help"], 0)],  # argparse's own
+)
+def test_a_reader_that_has_read_enough_ends_it_quietly(words: list[str], code: int) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `head` does when it has enough
+    try:
+        with processes.started(
+            *(sys.executable, "-m", "aioserve", *words), stdout=write, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+            assert process.wait() == code
+    finally:
+        os.close(write)
+
+
+def test_every_default_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, texts in {
+        "compare": ["--time-scale X", "(default: 1.0)", "(default: 0)", "(default: all)"],
+        "search": ["(default: 0.99)", "(default: 0.02)"],
+        "sweep": ["several values separated by commas"],
+        "bench": ["(default: 2000)", "(default: 600.0)", "(default: completions)"],
+    }.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        printed = " ".join(capsys.readouterr().out.split())
+        for text in texts:
+            assert text in printed, (command, text)
+
+
+def test_make_ab_compares_the_three_main_policies() -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    printed = subprocess.run([make, "-n", "ab"], capture_output=True, text=True, cwd=ROOT).stdout
+    assert "compare fcfs chunked_prefill priority --workload mixed" in printed

@@ -1,0 +1,79 @@
+"""A decision log as a workload: the same traffic for any configurations."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import main as command
+from aioserve.lab.logs.traffic import logged_settings, logged_workload
+from aioserve.lab.logs.what_if import Traffic, read_traffic
+from aioserve.lab.workloads.workload import build_prompt
+from aioserve.watch.reader import DecisionLog
+from tests.lab.traffic import record
+
+VOCAB_SIZE = 2048
+
+
+@pytest.fixture
+def traffic(tmp_path: Path) -> Traffic:
+    record(tmp_path / "log", num_requests=60)
+    return read_traffic(DecisionLog(tmp_path / "log"))
+
+
+def test_requests_come_as_they_came(traffic: Traffic) -> None:
+    workload = logged_workload(traffic, "log")
+    lives = sorted(traffic.lives, key=lambda life: life.arrival)
+    assert len(workload.requests) == len(lives) > 30
+    for request, life in zip(workload.requests, lives, strict=True):
+        assert request.arrival == pytest.approx(life.arrival - lives[0].arrival)
+        assert request.num_prompt_tokens == life.num_prompt_tokens
+        assert request.max_tokens == max(len(life.tokens), 1)
+        assert (request.priority, request.user) == (life.spec.priority, life.spec.user)
+
+
+def test_prompts_share_the_blocks_that_they_shared(traffic: Traffic) -> None:
+    workload = logged_workload(traffic, "log")
+    lives = sorted(traffic.lives, key=lambda life: life.arrival)
+    prompts = [build_prompt(r, VOCAB_SIZE, {}) for r in workload.requests]
+
+    def shared(a: list[int], b: list[int]) -> int:
+        both = zip(a, b, strict=False)
+        return next((i for i, (x, y) in enumerate(both) if x != y), min(len(a), len(b))) // 16
+
+    found = 0
+    for i, life in enumerate(lives):
+        for j, other in enumerate(lives[:i]):
+            assert life.prompt is not None
+            assert other.prompt is not None
+            expected = shared(life.prompt.tolist(), other.prompt.tolist())
+            assert shared(prompts[i], prompts[j]) == expected, (i, j)
+            found += expected
+    assert found > 0
+
+
+def test_the_machine_of_the_log_is_simulated(traffic: Traffic) -> None:
+    settings = dict(logged_settings(traffic))
+    assert settings["cache.num_kv_blocks"] == traffic.header.num_kv_blocks
+    assert settings["runner.step_base_ms"] == pytest.approx(4.0, rel=0.05)
+
+
+def test_compare_takes_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, result = tmp_path / "log", tmp_path / "result.json"
+    record(log, num_requests=60)
+    configs = ["configs/fcfs.yaml", "configs/chunked_prefill.yaml"]
+    assert command(["compare", *configs, "--replay", str(log), "--json", str(result)]) == 0
+    assert "step times fitted to" in capsys.readouterr().out
+    document = json.loads(result.read_bytes())
+    assert document["workload"]["name"] == "log"
+    sizes = {r["settings"]["cache"]["num_kv_blocks"] for r in document["results"]}
+    assert sizes == {DecisionLog(log).header.num_kv_blocks}
+
+
+def test_requests_come_from_one_place_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "configs/fcfs.yaml", "--replay", "log", "--workload", "mixed.yaml"]
+    with pytest.raises(SystemExit):
+        command(words)
+    assert "not allowed with" in capsys.readouterr().err
