@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.kernels.decoder import DecoderStruct, PackedWeight, PanelShape, StepStruct
 from aioserve.kernels.library import (
     KernelsUnavailableError,
     choose_variant,
@@ -21,6 +20,7 @@ from aioserve.kernels.library import (
     open_library,
     usable_variants,
 )
+from aioserve.kernels.structs import DecoderStruct, PackedWeight, PanelShape, StepStruct
 
 __all__ = [
     "Kernels",

@@ -26,7 +26,7 @@ from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import SchedulerHarness
-from aioserve.testing.machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
+from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
 from aioserve.testing.story import told
 from aioserve.testing.successors import FAILURES, sound_policies
 from aioserve.testing.violation import ContractViolation

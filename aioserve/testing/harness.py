@@ -26,9 +26,9 @@ from aioserve.scheduler import (
 from aioserve.scheduler.blame import blamed
 from aioserve.testing.calls import Call, make_calls, recorded
 from aioserve.testing.ledger import Ledger, Life
-from aioserve.testing.memory import Drafter, KVMemory, Reply
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.successors import FAILURES
+from aioserve.testing.toy_runner import Drafter, Reply, ToyRunner
 from aioserve.testing.violation import ContractViolation, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
@@ -47,7 +47,7 @@ class _StepInFlight:
 
 
 class SchedulerHarness:
-    """One scheduler, its requests, and a `KVMemory` that executes its steps.
+    """One scheduler, its requests, and a `ToyRunner` that executes its steps.
 
     Every call checks what must be true then, and raises `ContractViolation`. `now` is its clock, in
     seconds: steps advance it, and `wait`.
@@ -99,7 +99,7 @@ class SchedulerHarness:
             self.scheduler = make_scheduler(
                 self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
             )
-        self.memory = KVMemory(
+        self.runner = ToyRunner(
             num_blocks,
             block_size,
             max_num_seqs=max_num_seqs,
@@ -268,7 +268,7 @@ class SchedulerHarness:
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
         step = self._in_flight.popleft()
-        result = self.memory.execute(step.output, self._namespaces(step), self._replies(step))
+        result = self.runner.execute(step.output, self._namespaces(step), self._replies(step))
         if step.output.total_num_scheduled_tokens:
             self._update(step, result)
         self.check()
@@ -331,7 +331,7 @@ class SchedulerHarness:
         steps = list(self._in_flight)
         self._in_flight.clear()
         for step in steps:
-            self.memory.fail(step.output, self._namespaces(step), self._replies(step))
+            self.runner.fail(step.output, self._namespaces(step), self._replies(step))
             # The ended ones stay in flight until the update below: told by hand, not by `finish`.
             request_ids = list(step.output.num_scheduled_tokens)
             with self._blame("finish_requests"):
@@ -413,7 +413,7 @@ class SchedulerHarness:
         """Nothing remains: no request, no row in the runner's batch, no block."""
         if lost := list(self.ledger.alive):
             raise ContractViolation(f"{self._where}: requests were lost: {lost}")
-        rows = sorted({*self.memory.request_ids, *self.planned.rows})
+        rows = sorted({*self.runner.request_ids, *self.planned.rows})
         if rows and not self.errors:  # it could not be told by a policy that raises
             raise ContractViolation(
                 f"{self._where}: the runner was never told of the end of {rows}"

@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" not in metafunc.fixturenames or metafunc.module.__file__ != CONTRACT:
         return
     from aioserve.testing.contract import Subject
-    from aioserve.testing.machine import DEFAULT_EXAMPLES
+    from aioserve.testing.state_machine import DEFAULT_EXAMPLES
 
     options: dict[str, Any] = metafunc.config.getoption("--aioserve-policy-options")
     max_examples = metafunc.config.getoption("--aioserve-examples") or DEFAULT_EXAMPLES

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from aioserve.request import EncoderInput
-from aioserve.testing.memory import VOCAB_SIZE, guess
+from aioserve.testing.toy_runner import VOCAB_SIZE, guess
 
 SOMETIMES = st.sampled_from([False, False, True])
 RARELY = st.sampled_from([False] * 9 + [True])

@@ -11,7 +11,7 @@ import msgspec
 
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
-from aioserve.runner.step_time import StepFeatures
+from aioserve.runner.profile import StepFeatures
 from aioserve.watch.records import (
     Added,
     Discarded,

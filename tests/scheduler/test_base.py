@@ -239,7 +239,7 @@ def test_outputs_are_keyed_by_client() -> None:
     harness.add_request("a", [1], client_index=0)
     harness.add_request("b", [1], client_index=3)
     output = harness.scheduler.schedule()
-    result = harness.memory.execute(output)
+    result = harness.runner.execute(output)
     by_client = harness.scheduler.update_from_output(output, result)
     assert {client: [o.request_id for o in outs.outputs] for client, outs in by_client.items()} == {
         0: ["a"],

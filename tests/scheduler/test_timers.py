@@ -67,7 +67,7 @@ def test_nothing_keeps_a_request_that_has_ended_however_far_its_deadline(
         scheduler.add_request(Request(spec))
     for _ in range(9):
         output = scheduler.schedule()
-        scheduler.update_from_output(output, harness.memory.execute(output))
+        scheduler.update_from_output(output, harness.runner.execute(output))
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     del output
     gc.collect()

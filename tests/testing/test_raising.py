@@ -11,7 +11,7 @@ import pytest
 from aioserve.errors import PolicyError
 from aioserve.outputs import FinishReason
 from aioserve.testing import SchedulerHarness
-from aioserve.testing.machine import run_machine
+from aioserve.testing.state_machine import run_machine
 from tests.testing.hostile import PLACES, raising
 
 EXAMPLES = 3  # of random traffic

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.errors import ConfigError
-from aioserve.runner.step_time import StepFeatures, StepTimeModel
+from aioserve.runner.profile import StepFeatures, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 

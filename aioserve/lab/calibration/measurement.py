@@ -22,7 +22,7 @@ from aioserve.errors import ConfigError
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.step_time import StepFeatures, StepTimeModel, step_features
+from aioserve.runner.profile import StepFeatures, StepTimeModel, step_features
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 

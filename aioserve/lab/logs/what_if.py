@@ -24,7 +24,7 @@ from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.runner.step_time import StepFeatures, StepTimeModel
+from aioserve.runner.profile import StepFeatures, StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.watch.chronicle import Chronicle, Life, Switch
 from aioserve.watch.reader import DecisionLog

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from aioserve.kernels import Kernels
-from aioserve.kernels.decoder import PackedWeight, pack_bias, pack_weight
+from aioserve.kernels.structs import PackedWeight, pack_bias, pack_weight
 
 
 class PanelLinear:

@@ -10,7 +10,7 @@ import itertools
 from torch import Tensor
 
 from aioserve.kernels import load_kernels
-from aioserve.kernels.decoder import DecoderStruct, LayerStruct, PackedWeight, StepStruct
+from aioserve.kernels.structs import DecoderStruct, LayerStruct, PackedWeight, StepStruct
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.compiled import CompiledAttention
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder

@@ -23,8 +23,8 @@ from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.profile import StepFeatures, StepTimeModel, load_profile
 from aioserve.runner.simulated import SimulatedRunner
-from aioserve.runner.step_time import StepFeatures, StepTimeModel, load_profile
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 

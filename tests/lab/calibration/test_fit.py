@@ -7,7 +7,7 @@ import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.fit import fit_step_time, non_negative_least_squares
-from aioserve.runner.step_time import StepFeatures, StepTimeModel
+from aioserve.runner.profile import StepFeatures, StepTimeModel
 
 TRUE = StepTimeModel(
     base_ms=3.0,

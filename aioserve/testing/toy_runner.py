@@ -82,7 +82,7 @@ class _Row:
             keys.append(hash((before, token_ids[position], *content)))
 
 
-class KVMemory:
+class ToyRunner:
     """Executes steps in order. Raises `ContractViolation`."""
 
     def __init__(
