@@ -15,7 +15,14 @@ from typing import Any
 
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
-from aioserve.scheduler import BaseScheduler, RequestQueue, Step, load_policy, make_successor
+from aioserve.scheduler import (
+    BaseScheduler,
+    OnlineStepTime,
+    RequestQueue,
+    Step,
+    load_policy,
+    make_successor,
+)
 
 HERE = Path(__file__).parent
 
@@ -48,13 +55,21 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "num_steps"),
-            *("max_num_seqs", "max_num_batched_tokens"),
+            *("max_num_seqs", "max_num_batched_tokens", "step_time"),
         ],
     ),
     (
         "One policy after another: `BaseScheduler`",
         BaseScheduler,
         ["take_over", "get_request", "get_requests"],
+    ),
+    (
+        "What steps take: `self.step_time`, an `OnlineStepTime`",
+        OnlineStepTime,
+        [
+            *("seconds", "max_prefill_tokens", "seconds_per_step", "seconds_per_prompt_token"),
+            *("is_fitted", "last_seconds", "num_steps"),
+        ],
     ),
     ("The step: `Step`", Step, None),
     ("A request: `Request`", Request, None),

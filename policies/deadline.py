@@ -13,10 +13,7 @@ from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
-    EngineCoreOutputs,
-    ModelRunnerOutput,
     NonNegativeFloat,
-    OnlineStepTime,
     PolicyOptions,
     PositiveFloat,
     PositiveInt,
@@ -31,6 +28,8 @@ from aioserve.scheduler import (
 class DeadlineScheduler(BaseScheduler):
     """Decodes, then prompts that can be in time, then those that cannot."""
 
+    uses_step_time = True
+
     class Options(PolicyOptions):
         ttft: PositiveFloat = 1.0  # seconds from arrival to the first token
         tpot: PositiveFloat = 0.05  # seconds for each token after it
@@ -38,10 +37,6 @@ class DeadlineScheduler(BaseScheduler):
         short_first: NonNegativeFloat = 1.0  # seconds that a second less of work is worth; 0: EDF
         min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
         window: PositiveInt = 256  # so many of the waiting, earliest deadline first, are compared
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.step_time = OnlineStepTime()
 
     def order(self, request: Request) -> float:
         """When the first token is due."""
@@ -68,7 +63,7 @@ class DeadlineScheduler(BaseScheduler):
                 granted = step.admit(request, budget)
                 budget -= granted
                 may_admit = granted > 0
-        return model.planned(step.output(), now)
+        return step.output()
 
     def rank(self, now: float, speed: float, step: Step) -> list[Request]:
         """Prompts that can be in time, then late ones; `speed` is in prompt tokens a second."""
@@ -90,9 +85,3 @@ class DeadlineScheduler(BaseScheduler):
                 late.append(request)
                 step.hold(request, WaitReason.DEADLINE)
         return [request for _, _, request in sorted(in_time)] + late
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        self.step_time.returned(scheduler_output, self.clock())
-        return super().update_from_output(scheduler_output, model_runner_output)

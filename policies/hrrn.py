@@ -8,13 +8,9 @@ pay for it. Ranking costs about 2 microseconds per compared request, only in ste
 """
 
 from itertools import islice
-from typing import Any
 
 from aioserve.scheduler import (
     BaseScheduler,
-    EngineCoreOutputs,
-    ModelRunnerOutput,
-    OnlineStepTime,
     PolicyOptions,
     PositiveInt,
     Request,
@@ -26,13 +22,11 @@ from aioserve.scheduler import (
 class HRRNScheduler(BaseScheduler):
     """Decodes, then whoever has waited longest for the work that it asks for."""
 
+    uses_step_time = True
+
     class Options(PolicyOptions):
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
         window: PositiveInt = 512  # so many of the waiting, oldest first, are compared
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.step_time = OnlineStepTime()
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
@@ -46,7 +40,7 @@ class HRRNScheduler(BaseScheduler):
                 step.run(request)
             elif may_admit:  # nobody passes one that does not fit, or it would never fit
                 may_admit = step.admit(request) > 0
-        return self.step_time.planned(step.output(), self.clock())
+        return step.output()
 
     def response_ratio(self, request: Request) -> float:
         """1 on arrival, and it grows the faster the less work there is."""
@@ -55,9 +49,3 @@ class HRRNScheduler(BaseScheduler):
         model = self.step_time
         work = model.seconds_per_step + num_tokens * model.seconds_per_prompt_token
         return 1.0 + (self.clock() - request.arrival_time) / work
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        self.step_time.returned(scheduler_output, self.clock())
-        return super().update_from_output(scheduler_output, model_runner_output)

@@ -15,7 +15,6 @@ from aioserve.scheduler import (
     BaseScheduler,
     EngineCoreOutputs,
     ModelRunnerOutput,
-    OnlineStepTime,
     PolicyOptions,
     PositiveFloat,
     PositiveInt,
@@ -31,6 +30,7 @@ class LatencyBudgetScheduler(BaseScheduler):
     """Decodes, then prompts for as long as the step is predicted to be in time."""
 
     admits_in_order = "all"
+    uses_step_time = True
 
     class Options(PolicyOptions):
         target_itl: PositiveFloat = 0.05  # seconds that a step with decodes should take at most
@@ -41,7 +41,6 @@ class LatencyBudgetScheduler(BaseScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.step_time = OnlineStepTime()
         self.trial_budget = 8 * INCREASE  # of prompt tokens, until the fit stands
 
     @classmethod
@@ -71,7 +70,7 @@ class LatencyBudgetScheduler(BaseScheduler):
             if not granted:
                 break
             budget -= granted
-        return self.step_time.planned(step.output(), self.clock())
+        return step.output()
 
     def prefill_budget(self, num_decodes: int, num_context: int) -> int:
         """Prompt tokens for a step beside so many decodes that read so much context."""
@@ -86,11 +85,11 @@ class LatencyBudgetScheduler(BaseScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        seconds = self.step_time.returned(scheduler_output, self.clock())
-        if seconds > self.options.target_itl:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.step_time.last_seconds > self.options.target_itl:
             self.trial_budget //= 2
         elif scheduler_output.total_num_scheduled_tokens > len(
             scheduler_output.num_scheduled_tokens
         ):
             self.trial_budget += INCREASE  # only a step with prompt tokens says that more may do
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return outputs

@@ -27,11 +27,9 @@ class PriorityScheduler(BaseScheduler):
         for request in line:
             if not step.run(request) and request in self.waiting:
                 if not self.admit(step, request):
+                    for behind in running:  # those after the one that has to wait
+                        step.run(behind)
                     break
-        else:
-            return step.output()
-        for request in running:  # those behind the one that has to wait
-            step.run(request)
         return step.output()
 
     def admit(self, step: Step, request: Request) -> bool:

@@ -17,7 +17,7 @@ LIMITS = {
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
     "aioserve/runner": 6_500,
-    "aioserve/scheduler": 2_150,
+    "aioserve/scheduler": 2_200,
     "aioserve/server": 1_950,
     "aioserve/testing": 2_850,
     "aioserve/watch": 1_700,

@@ -5,50 +5,19 @@ profile says itself where its numbers come from.
 """
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
 from aioserve.nearest import did_you_mean
-from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.features import StepFeatures
 from aioserve.yaml_file import read_struct
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 
 Coefficient = Annotated[float, Meta(ge=0)]
-
-
-class StepFeatures(NamedTuple):
-    """What a step costs in proportion to."""
-
-    num_prefill_tokens: int  # of rows with more than one token
-    num_decodes: int  # rows with one token
-    num_context_tokens: int  # sum over rows: keys and values to read
-    num_query_context: int  # sum over prefill rows of what each token sees: the attention work
-    num_prefills: int = 0  # rows with more than one token
-
-
-def step_features(output: SchedulerOutput) -> StepFeatures:
-    """The features of a planned step."""
-    cached = output.scheduled_cached_reqs
-    num_decodes = len(cached.req_ids)
-    if output.total_num_scheduled_tokens == num_decodes:  # nothing but decodes: most steps are
-        return StepFeatures(0, num_decodes, sum(cached.num_computed_tokens) + num_decodes, 0)
-    computed = {data.request_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    prefill = prefills = decodes = context = attention = 0
-    for request_id, num_tokens in output.num_scheduled_tokens.items():
-        end = computed[request_id] + num_tokens
-        context += end
-        if num_tokens == 1:
-            decodes += 1
-        else:
-            prefills += 1
-            prefill += num_tokens
-            attention += num_tokens * (2 * end - num_tokens + 1) // 2
-    return StepFeatures(prefill, decodes, context, attention, prefills)
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,8 @@ from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import StepTimeModel, load_profile, step_features
+from aioserve.runner.profile import StepTimeModel, load_profile
+from aioserve.scheduler.features import step_features
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 Jump = Callable[[float], bool]

@@ -23,6 +23,7 @@ from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
+from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.succession import Switchable
 from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
@@ -46,6 +47,8 @@ class BaseScheduler(Switchable):
     #: What the policy promises of `order`, and the contract checks: that nobody is admitted while
     #: somebody with a smaller key waits, among "all" or those of one "user". None: no promise.
     admits_in_order: ClassVar[Literal["all", "user"] | None] = None
+    #: True if the policy asks `step_time`: it then learns from every step.
+    uses_step_time: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class BaseScheduler(Switchable):
         )  # the state that the verbs write; a policy reads the part of it that follows
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
+        self._step_time = OnlineStepTime() if self.uses_step_time else None
 
     @property
     def running(self) -> list[Request]:
@@ -85,6 +89,15 @@ class BaseScheduler(Switchable):
     def num_steps(self) -> int:
         """Planned so far."""
         return self.book.num_steps
+
+    @property
+    def step_time(self) -> OnlineStepTime:
+        """What steps take, learned from those that are back. Needs `uses_step_time = True`."""
+        if self._step_time is None:
+            raise PolicyError(
+                f"policy {type(self).__name__} reads step_time without uses_step_time = True"
+            )
+        return self._step_time
 
     def get_request(self, request_id: str) -> Request | None:
         """An unfinished request by its id; None if there is none."""
@@ -120,7 +133,13 @@ class BaseScheduler(Switchable):
         if token_budget is not None:
             limit = min(token_budget, limit)
         return Step(
-            self.book, self._config, self._ask_order, self.choose_victim, limit, self.max_num_seqs
+            self.book,
+            self._config,
+            self._ask_order,
+            self.choose_victim,
+            limit,
+            self.max_num_seqs,
+            None if self._step_time is None else self._note_planned,
         )
 
     def take_over(self, other: "BaseScheduler") -> None:
@@ -206,6 +225,8 @@ class BaseScheduler(Switchable):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        if self._step_time is not None:
+            self._step_time.returned(scheduler_output, self.clock())
         return take_results(self.book, scheduler_output, model_runner_output, self.clock)
 
     def finish_requests(
@@ -234,6 +255,9 @@ class BaseScheduler(Switchable):
 
     def make_stats(self) -> SchedulerStats:
         return self.book.stats()
+
+    def _note_planned(self, output: SchedulerOutput) -> None:
+        self.step_time.planned(output, self.clock())
 
     # Whose fault it is.
 

@@ -33,6 +33,7 @@ class Step(OpenStep):
         "_new_block_ids",
         "_num_lookahead_tokens",
         "_num_prefill_tokens",
+        "_on_output",
         "_order",
         "_preempted",
         "_request_limit",
@@ -47,8 +48,9 @@ class Step(OpenStep):
         choose_victim: Callable[[], Request | None],
         token_budget: int,
         max_num_seqs: int,
+        on_output: Callable[[SchedulerOutput], None] | None = None,
     ) -> None:
-        """Raises `PolicyError` if another step of the book is under construction."""
+        """`on_output` is told the plan. Raises `PolicyError` if a step of the book is open."""
         book.begin_step(self)
         self.step_id = book.num_steps + 1  # counts the steps planned
         self.token_budget = token_budget  # tokens that remain
@@ -59,6 +61,7 @@ class Step(OpenStep):
         self._book = book
         self._order = order
         self._choose_victim = choose_victim
+        self._on_output = on_output
         self._kv_cache = book.kv_cache
         self._encoder_plan: EncoderPlan | None = None  # few steps need one
         self._num_prefill_tokens = 0
@@ -268,6 +271,8 @@ class Step(OpenStep):
             free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
         )
         book.commit(output, requests, self._num_prefill_tokens)
+        if self._on_output is not None:
+            self._on_output(output)
         return output
 
     @property

@@ -7,6 +7,7 @@ microseconds a step. Errors are taken relative to the step, so one slow outlier 
 
 from collections import deque
 
+from aioserve.scheduler.features import step_features
 from aioserve.scheduler.output import SchedulerOutput
 
 # A step, 1,000 prefill tokens, 100 decodes, 100,000 tokens of context: units in which the four
@@ -29,8 +30,9 @@ class OnlineStepTime:
     """Tell it of each step when it is `planned` and when it has `returned`; ask for `seconds`."""
 
     def __init__(self) -> None:
-        self.num_steps = 0  # learned from so far
+        self.num_steps = 0  # steps learned from so far
         self.num_prompt_steps = 0  # of these, with prompt tokens
+        self.last_seconds = 0.0  # what the last step took; 0 if its plan was not seen
         self._coefficients = list(FIRST_GUESS)
         self._covariance = [
             [(DOUBT * guess / NOISE) ** 2 if i == j else 0.0 for j in range(4)]
@@ -55,25 +57,24 @@ class OnlineStepTime:
         _, prefill, _, context = self._coefficients
         return max(prefill * UNITS[1] + context * UNITS[3], 1e-9)
 
-    def planned(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
-        """Note a step; returns it, so that `schedule` can end with this call."""
+    def planned(self, output: SchedulerOutput, now: float) -> None:
+        """Note a step."""
         if output.total_num_scheduled_tokens:
             self._planned.append((output.step_id, now, _features(output)))
-        return output
 
-    def returned(self, output: SchedulerOutput, now: float) -> float:
-        """Learn from a step that is back; returns the seconds that it took."""
+    def returned(self, output: SchedulerOutput, now: float) -> None:
+        """Learn from a step that is back."""
         while self._planned and self._planned[0][0] < output.step_id:
             self._planned.popleft()  # discarded: it never comes back
+        self.last_seconds = 0.0
         if not self._planned:
-            return 0.0
+            return
         _, planned, features = self._planned.popleft()
         # With two steps in flight, this one began when the one before it ended.
-        seconds = now - max(planned, self._last_returned)
+        self.last_seconds = now - max(planned, self._last_returned)
         self._last_returned = now
-        if seconds > 0:
-            self._learn(features, seconds)
-        return seconds
+        if self.last_seconds > 0:
+            self._learn(features, self.last_seconds)
 
     def seconds(self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         """Predicted time of a step. `num_context_tokens` are all that are read, new ones too."""
@@ -118,12 +119,7 @@ def _most_variance(coefficient: float, guess: float) -> float:
 
 
 def _features(output: SchedulerOutput) -> Vector:
-    """What the step does; a request with one token counts as a decode."""
-    total = output.total_num_scheduled_tokens
-    num_decodes = list(output.num_scheduled_tokens.values()).count(1)
-    context = sum(output.scheduled_cached_reqs.num_computed_tokens) + total
-    context += sum(data.num_computed_tokens for data in output.scheduled_new_reqs)
-    return _scale(total - num_decodes, num_decodes, context)
+    return _scale(*step_features(output)[:3])
 
 
 def _scale(num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> Vector:

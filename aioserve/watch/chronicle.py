@@ -11,7 +11,7 @@ import msgspec
 
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
-from aioserve.runner.profile import StepFeatures
+from aioserve.scheduler.features import StepFeatures
 from aioserve.watch.records import (
     Added,
     Discarded,
@@ -175,17 +175,13 @@ class Chronicle:
     def _advance(self, planned: Planned, lives: list[Life]) -> StepFeatures:
         """Computed counts rise when a step is planned; its features are of that moment."""
         num_tokens = planned.num_tokens or [1] * len(lives)
-        prefill = prefills = decodes = context = attention = 0
+        prefills, num_context = [], 0
         for life, count in zip(lives, num_tokens, strict=True):
             life.num_computed += count
-            context += life.num_computed
-            if count == 1:
-                decodes += 1
-            else:
-                prefills += 1
-                prefill += count
-                attention += count * (2 * life.num_computed - count + 1) // 2
-        return StepFeatures(prefill, decodes, context, attention, prefills)
+            num_context += life.num_computed
+            if count > 1:
+                prefills.append((count, life.num_computed))
+        return StepFeatures.of(len(lives) - len(prefills), num_context, prefills)
 
     def _update(self, updated: Updated) -> StepLife | None:
         while self._in_flight and self._in_flight[0][0].step_id < updated.step_id:

@@ -233,7 +233,8 @@ class ShadowedScheduler(DelegatingScheduler):
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        return self.shadow.step_time.planned(output, self._clock())
+        self.shadow.step_time.planned(output, self._clock())
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -4,8 +4,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from aioserve.policies.fcfs import FCFSScheduler
 
-from aioserve.scheduler import CachedRequestData, OnlineStepTime, SchedulerOutput
+from aioserve.errors import PolicyError
+from aioserve.scheduler import BaseScheduler, CachedRequestData, OnlineStepTime, SchedulerOutput
+from aioserve.testing import SchedulerHarness
 
 
 def make_output(step_id: int, num_prefill: int, num_decodes: int) -> SchedulerOutput:
@@ -54,7 +57,8 @@ class Machine:
         for _ in range(num_steps):
             self.num_steps += 1
             prefill, decodes = num_prefill(), num_decodes()
-            output = self.model.planned(make_output(self.num_steps, prefill, decodes), self.now)
+            output = make_output(self.num_steps, prefill, decodes)
+            self.model.planned(output, self.now)
             seconds = slowdown * true_seconds(prefill, decodes) * self.random.gauss(1, 0.05)
             self.now += seconds * (50 if self.random.random() < accidents else 1)
             self.model.returned(output, self.now)
@@ -114,6 +118,24 @@ def test_with_two_steps_in_flight_each_is_timed_from_the_end_of_the_one_before()
     model.planned(first, 0.0)
     model.planned(lost, 0.0)  # discarded: it never comes back
     model.planned(second, 0.0)
-    assert model.returned(first, 1.0) == 1.0
-    assert model.returned(second, 3.0) == 2.0
-    assert model.returned(second, 4.0) == 0.0  # never planned
+    taken = []
+    for output, now in ((first, 1.0), (second, 3.0), (second, 4.0)):
+        model.returned(output, now)
+        taken.append(model.last_seconds)
+    assert taken == [1.0, 2.0, 0.0]  # the last one was never planned
+
+
+def test_a_policy_that_says_so_knows_what_its_steps_took() -> None:
+    class Timed(FCFSScheduler):
+        uses_step_time = True
+
+    harnesses = [SchedulerHarness(policy, step_seconds=0.25) for policy in (Timed, FCFSScheduler)]
+    for harness in harnesses:
+        harness.add_request("a", [1, 2, 3], max_tokens=4)
+        harness.run_until_idle()
+    timed, untimed = (harness.scheduler for harness in harnesses)
+    assert isinstance(timed, BaseScheduler)
+    assert isinstance(untimed, BaseScheduler)
+    assert (timed.step_time.num_steps, timed.step_time.last_seconds) == (4, 0.25)
+    with pytest.raises(PolicyError, match=r"FCFSScheduler .* without uses_step_time = True"):
+        _ = untimed.step_time

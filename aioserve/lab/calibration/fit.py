@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.errors import ConfigError
-from aioserve.runner.profile import StepFeatures, StepTimeModel
+from aioserve.runner.profile import StepTimeModel
+from aioserve.scheduler.features import StepFeatures
 
 Array = npt.NDArray[np.float64]
 

@@ -22,8 +22,9 @@ from aioserve.errors import ConfigError
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import StepFeatures, StepTimeModel, step_features
+from aioserve.runner.profile import StepTimeModel
 from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.features import StepFeatures, step_features
 from aioserve.scheduler.output import SchedulerOutput
 
 # Between the end of a step and the hand-over of the next, if the engine has work: more than this
@@ -264,4 +265,4 @@ async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFea
     async for _ in engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0)):
         pass
     seconds = clock() - began
-    return StepFeatures(size, 0, size, size * (size + 1) // 2, 1), seconds
+    return StepFeatures.of(0, size, [(size, size)]), seconds

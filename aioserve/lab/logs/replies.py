@@ -8,7 +8,8 @@ from array import array
 
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
-from aioserve.runner.profile import StepTimeModel, step_features
+from aioserve.runner.profile import StepTimeModel
+from aioserve.scheduler.features import step_features
 from aioserve.scheduler.output import SchedulerOutput
 
 

@@ -24,8 +24,9 @@ from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.runner.profile import StepFeatures, StepTimeModel
+from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
+from aioserve.scheduler.features import StepFeatures
 from aioserve.watch.chronicle import Chronicle, Life, Switch
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink

@@ -23,10 +23,11 @@ from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.profile import StepFeatures, StepTimeModel, load_profile
+from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.features import StepFeatures
 
 TRUE = StepTimeModel(
     base_ms=5, prefill_token_us=40, decode_us=90, context_token_us=0.1, query_context_ns=2
