@@ -22,7 +22,7 @@ from aioserve.lab.bench.load import Load, Target
 from aioserve.lab.bench.summary import Document, summarize
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
-    Closed,
+    ClosedLoop,
     Constant,
     Prefixes,
     WorkloadSpec,
@@ -75,7 +75,7 @@ def run(url: str, shape: Shape, seed: int, max_seconds: float, warm_up: bool) ->
     )
     spec = WorkloadSpec(
         classes=[kind],
-        arrivals=Closed(clients=shape.streams),
+        arrivals=ClosedLoop(clients=shape.streams),
         num_requests=shape.streams * shape.per_stream,
     )
     # Other texts: what is measured must not be in a prefix cache. As many as there are streams,

@@ -66,10 +66,10 @@ def main() -> None:
     rows = []
     for candidate in candidates:
         began = time.process_time()
-        record = simulate(candidate.config, workload)
+        outcome = simulate(candidate.config, workload)
         seconds = time.process_time() - began
-        steps = len(record.steps.start)
-        tokens = sum(len(request.token_times) for request in record.requests)
+        steps = len(outcome.steps.start)
+        tokens = sum(len(request.token_times) for request in outcome.requests)
         rows.append(
             {
                 "config": candidate.name,

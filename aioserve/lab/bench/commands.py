@@ -19,7 +19,7 @@ from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.synthetic import (
     ClientClass,
-    Closed,
+    ClosedLoop,
     Constant,
     Poisson,
     Prefixes,
@@ -179,7 +179,7 @@ def _workload(arguments: argparse.Namespace, seed: int) -> Workload:
                 prefixes=prefixes,
             )
         ],
-        arrivals=Poisson(rate=arguments.rate) if arguments.rate else Closed(clients=clients),
+        arrivals=Poisson(rate=arguments.rate) if arguments.rate else ClosedLoop(clients=clients),
         num_requests=arguments.num_requests
         or (DEFAULT_RATE_REQUESTS if arguments.rate else closed_requests),
     )

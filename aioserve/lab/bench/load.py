@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from aioserve.errors import AioserveError
-from aioserve.lab.simulation.outcome import RequestRecord
+from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt, replied_to
 
 # Common words, a token each for most tokenizers: prompts for servers that take no token ids.
@@ -42,7 +42,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 600.0  # seconds without a byte
 
 
-class Exchange(RequestRecord):
+class Exchange(RequestOutcome):
     """One request and its answer. `token_times` are those of chunks with text in them."""
 
     __slots__ = ("error", "is_sent", "lateness", "num_prompt_tokens")

@@ -35,18 +35,18 @@ IDLE_SECONDS = 0.03
 IDLE_PROMPT = 100  # tokens
 
 
-class RecordedStep(NamedTuple):
+class TimedStep(NamedTuple):
     """One step of a busy engine."""
 
     features: StepFeatures
     seconds: float  # from its hand-over to the next one's
 
 
-class StepRecorder(RunnerInterface):
+class StepTimer(RunnerInterface):
     """A runner that notes what each step of another one held and how long it took."""
 
     def __init__(self, runner: RunnerInterface) -> None:
-        self.steps: list[RecordedStep] = []
+        self.steps: list[TimedStep] = []
         self._runner = runner
         self._features: StepFeatures | None = None  # of the last step
         self._began = self._ended = 0.0
@@ -64,7 +64,7 @@ class StepRecorder(RunnerInterface):
         clock = clock_of(asyncio.get_running_loop())
         now = clock()
         if self._features is not None and 0 <= now - self._ended < MAX_HANDOVER_SECONDS:
-            self.steps.append(RecordedStep(self._features, now - self._began))
+            self.steps.append(TimedStep(self._features, now - self._began))
         self._features = None
         if scheduler_output.total_num_scheduled_tokens:
             self._features, self._began = step_features(scheduler_output), now
@@ -79,7 +79,7 @@ class StepRecorder(RunnerInterface):
         await self._runner.close()
 
 
-class Traffic(NamedTuple):
+class Crowd(NamedTuple):
     """So many clients, each of whom sends one request after the other, with pauses of `pause`
     seconds on average.
     """
@@ -93,8 +93,8 @@ class Traffic(NamedTuple):
 # Batches alone would find every key and value where the last step left it: in the CPU's caches.
 # Between prompts that come and go, decodes of the embedded model took half as long again; in quiet
 # hours, which most engines have, they did not.
-TRAFFIC = [Traffic(chunk, clients) for chunk in (512, 2048) for clients in (2, 8, 32)]
-TRAFFIC += [Traffic(2048, clients, 80, 0.1) for clients in (1, 4, 8)]
+CROWDS = [Crowd(chunk, clients) for chunk in (512, 2048) for clients in (2, 8, 32)]
+CROWDS += [Crowd(2048, clients, 80, 0.1) for clients in (1, 4, 8)]
 REQUESTS_PER_CLIENT = 4
 MEDIAN_PROMPT = 200  # tokens, lognormal
 
@@ -102,7 +102,7 @@ MEDIAN_PROMPT = 200  # tokens, lognormal
 class Measurements(NamedTuple):
     """What was seen of a model on a machine."""
 
-    steps: list[RecordedStep]
+    steps: list[TimedStep]
     first_tokens: list[tuple[StepFeatures, float]]  # seconds to them, from an idle engine
     what: str
 
@@ -139,10 +139,10 @@ def design(max_model_len: int, max_num_seqs: int) -> list[Batch]:
     return batches
 
 
-def make_plan(max_model_len: int, max_num_seqs: int, *, is_quick: bool) -> list[Batch | Traffic]:
+def make_plan(max_model_len: int, max_num_seqs: int, *, is_quick: bool) -> list[Batch | Crowd]:
     """All that is measured, in no useful order; `is_quick` leaves out most of it."""
     batches = design(max_model_len, max_num_seqs)
-    return [*TRAFFIC[::2], *batches[::3]] if is_quick else [*TRAFFIC, *TRAFFIC, *batches]
+    return [*CROWDS[::2], *batches[::3]] if is_quick else [*CROWDS, *CROWDS, *batches]
 
 
 async def measure(
@@ -158,14 +158,14 @@ async def measure(
     """
     if config.runner.runner != "model":
         raise ConfigError("calibrate measures a real model: runner.runner must be 'model'")
-    async with _recorded_engine(config) as (engine, recorder):
+    async with _timed_engine(config) as (engine, timer):
         rng = random.Random(0)
         plan = make_plan(engine.max_model_len, config.scheduler.max_num_seqs, is_quick=is_quick)
         # A shared machine is faster in one minute than in the next: in any order, no kind of step
         # gets the blame. It also makes the past a fair sample of the time to come.
         rng.shuffle(plan)
-        await _serve(engine, TRAFFIC[0], rng)
-        recorder.steps.clear()  # a first time is never like a second
+        await _serve(engine, CROWDS[0], rng)
+        timer.steps.clear()  # a first time is never like a second
         advance = begin(len(plan) + 1)
         for load in plan:
             if isinstance(load, Batch):
@@ -173,7 +173,7 @@ async def measure(
             else:
                 await _serve(engine, load, rng)
             advance(1)
-        steps = list(recorder.steps)
+        steps = list(timer.steps)
         first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
         advance(1)
         threads = config.runner.threads or "one per core"
@@ -208,9 +208,9 @@ def write_profile(model: StepTimeModel, path: str) -> None:
 
 
 @asynccontextmanager
-async def _recorded_engine(
+async def _timed_engine(
     config: EngineConfig,
-) -> AsyncIterator[tuple[AsyncEngine, StepRecorder]]:
+) -> AsyncIterator[tuple[AsyncEngine, StepTimer]]:
     from aioserve.engine.builder import make_runner
     from aioserve.model_info import ModelInfo
 
@@ -219,9 +219,9 @@ async def _recorded_engine(
     )
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     config = msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
-    recorder = StepRecorder(make_runner(config, ModelInfo(config.model)))
-    async with AsyncEngine(config, runner=recorder) as engine:
-        yield engine, recorder
+    timer = StepTimer(make_runner(config, ModelInfo(config.model)))
+    async with AsyncEngine(config, runner=timer) as engine:
+        yield engine, timer
 
 
 async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
@@ -237,22 +237,22 @@ async def _run(engine: AsyncEngine, batch: Batch, rng: random.Random) -> None:
     await asyncio.gather(*(one() for _ in range(batch.num_requests)))
 
 
-async def _serve(engine: AsyncEngine, traffic: Traffic, rng: random.Random) -> None:
-    engine.switch_policy("chunked_prefill", {"chunk_size": traffic.chunk_size})
+async def _serve(engine: AsyncEngine, crowd: Crowd, rng: random.Random) -> None:
+    engine.switch_policy("chunked_prefill", {"chunk_size": crowd.chunk_size})
     vocab_size, longest = engine.model_info.vocab_size, engine.max_model_len // 2
 
     async def client() -> None:
         for _ in range(REQUESTS_PER_CLIENT):
             num_tokens = min(int(rng.lognormvariate(math.log(MEDIAN_PROMPT), 1)) + 1, longest)
             prompt = text_tokens(rng.getrandbits(64), num_tokens, vocab_size)
-            max_tokens = min(int(rng.expovariate(1 / traffic.mean_output_tokens)) + 1, longest)
+            max_tokens = min(int(rng.expovariate(1 / crowd.mean_output_tokens)) + 1, longest)
             params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
             async for _ in engine.generate(prompt, params):
                 pass
-            if traffic.pause:
-                await asyncio.sleep(rng.expovariate(1 / traffic.pause))
+            if crowd.pause:
+                await asyncio.sleep(rng.expovariate(1 / crowd.pause))
 
-    await asyncio.gather(*(client() for _ in range(traffic.num_clients)))
+    await asyncio.gather(*(client() for _ in range(crowd.num_clients)))
 
 
 async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:

@@ -274,15 +274,14 @@ def _num_seeds(
 
 def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
     """The requests of a decision log and the settings of its server."""
-    from aioserve.lab.logs.traffic import logged_settings, logged_workload
-    from aioserve.lab.logs.what_if import read_traffic
+    from aioserve.lab.logs.traffic import make_settings, make_workload, read_traffic
     from aioserve.watch.reader import DecisionLog
 
     traffic = read_traffic(DecisionLog(arguments.replay))
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
     seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_recorded=True))
-    workloads = [logged_workload(traffic, arguments.replay, seed) for seed in seeds]
-    return [_source(arguments).cut(workload) for workload in workloads], logged_settings(traffic)
+    workloads = [make_workload(traffic, arguments.replay, seed) for seed in seeds]
+    return [_source(arguments).cut(workload) for workload in workloads], make_settings(traffic)
 
 
 @contextmanager

@@ -166,18 +166,18 @@ def compare(
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
     # in rounds: what changes on the machine meanwhile hits all alike
     runs = [(candidate.config, workload) for workload in workloads for candidate in candidates]
-    records = simulate_all(runs, num_jobs, progress)
+    outcomes = simulate_all(runs, num_jobs, progress)
     if is_live:
-        records = (run_live(config, workload, progress) for config, workload in runs)
+        outcomes = (run_live(config, workload, progress) for config, workload in runs)
     weights, stated_by = stated_weights(candidates, workloads[0])
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
-    for number, (record, (_, workload)) in enumerate(zip(records, runs, strict=True)):
+    for number, (outcome, (_, workload)) in enumerate(zip(outcomes, runs, strict=True)):
         i = number % len(candidates)
-        measures[i].append(RunMeasures(record, workload, slo, weights[i] if stated_by else None))
+        measures[i].append(RunMeasures(outcome, workload, slo, weights[i] if stated_by else None))
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
-            curves[i] = timelines(record, workload, window)
+            curves[i] = timelines(outcome, workload, window)
     groups = group_requests(workloads)
     results = [
         {

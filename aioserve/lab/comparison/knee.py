@@ -109,5 +109,5 @@ def _rate(workload: Workload) -> float:
 def _good(
     candidate: Candidate, workload: Workload, slo: Slo, progress: Progress
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    record = simulate(candidate.config, workload, progress)
-    return RunMeasures(record, workload, slo).is_good
+    outcome = simulate(candidate.config, workload, progress)
+    return RunMeasures(outcome, workload, slo).is_good

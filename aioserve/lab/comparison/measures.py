@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.service import Floats, jain_index, service_by_client
-from aioserve.lab.simulation.outcome import RequestRecord, RunRecord
+from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.workloads.workload import Workload
 
 Ints = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class RunMeasures:
 
     def __init__(
         self,
-        record: RunRecord,
+        outcome: RunOutcome,
         workload: Workload,
         slo: Slo | None,
         weights: Mapping[str, float] | None = None,
@@ -62,9 +62,9 @@ class RunMeasures:
         """`weights` say what clients are due beside each other; None: nobody has stated any, and
         there is no fairness by weight.
         """
-        requests = record.requests
+        requests = outcome.requests
         self.weights = weights or {}
-        self.service = service_by_client(record, workload, self.weights)
+        self.service = service_by_client(outcome, workload, self.weights)
         self.ttft = np.array([_first_token(r) for r in requests])
         self.tpot = np.array([_per_output_token(r) for r in requests])
         self.e2e = np.array([r.end - r.arrival if r.is_finished else np.nan for r in requests])
@@ -73,7 +73,7 @@ class RunMeasures:
             self.is_good = self._meets(slo).astype(float)
         self.block = block_numbers(len(requests))
         self._count_gaps(requests)
-        self.totals = _totals(record, workload, self.is_good)
+        self.totals = _totals(outcome, workload, self.is_good)
         rates = np.array([service.rate for service in self.service.values()])
         self.totals["fairness"] = jain_index(rates)
         if weights is not None:
@@ -90,7 +90,7 @@ class RunMeasures:
                 good &= ~(getattr(self, name) > limit)
         return good
 
-    def _count_gaps(self, requests: list[RequestRecord]) -> None:
+    def _count_gaps(self, requests: list[RequestOutcome]) -> None:
         """Gaps between deliveries: exact quantiles, and counts by block for the bootstrap."""
         gaps = [np.diff(np.frombuffer(r.token_times)) for r in requests]
         num_blocks = int(self.block[-1]) + 1 if len(requests) else 0
@@ -132,19 +132,19 @@ def statistics_of(values: Floats) -> dict[str, float]:
     return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
 
 
-def _first_token(request: RequestRecord) -> float:
+def _first_token(request: RequestOutcome) -> float:
     return request.token_times[0] - request.arrival if request.token_times else np.nan
 
 
-def _per_output_token(request: RequestRecord) -> float:
+def _per_output_token(request: RequestOutcome) -> float:
     times = request.token_times
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else np.nan
 
 
-def _totals(record: RunRecord, workload: Workload, is_good: Floats) -> dict[str, Any]:
+def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[str, Any]:
     """One number each for the whole run."""
-    pairs = list(zip(workload.requests, record.requests, strict=True))
-    seconds = max(record.end, 1e-9)
+    pairs = list(zip(workload.requests, outcome.requests, strict=True))
+    seconds = max(outcome.end, 1e-9)
     num_output = sum(len(result.token_times) for _, result in pairs)
     num_prompt = sum(request.num_prompt_tokens for request, result in pairs if result.token_times)
     num_cached = sum(result.num_cached_tokens for _, result in pairs)
@@ -156,10 +156,10 @@ def _totals(record: RunRecord, workload: Workload, is_good: Floats) -> dict[str,
         for request, result in pairs
         if result.is_finished
     )
-    scheduled = record.num_scheduled_tokens
+    scheduled = outcome.num_scheduled_tokens
     num_finished = sum(result.is_finished for _, result in pairs)
     return {
-        "seconds": record.end,
+        "seconds": outcome.end,
         "output_tokens_per_second": num_output / seconds,
         "total_tokens_per_second": (num_prompt + num_output) / seconds,
         "requests_per_second": num_finished / seconds,
@@ -168,7 +168,7 @@ def _totals(record: RunRecord, workload: Workload, is_good: Floats) -> dict[str,
         "prefix_hit_share": num_cached / max(num_prompt, 1),
         "wasted_share": (scheduled - needed) / max(scheduled, 1),
         "wasted_tokens": scheduled - needed,
-        "preemptions": record.num_preemptions,
+        "preemptions": outcome.num_preemptions,
         "unfinished": len(pairs) - num_finished,
-        "steps": len(record.steps.start),
+        "steps": len(outcome.steps.start),
     }

@@ -1,6 +1,6 @@
 """Who was served how much: rates, Jain's index, and shares while clients competed.
 
-Knows records of one run, and weights as somebody stated them. Judges nothing: what a client is due
+Knows outcomes of one run, and weights as somebody stated them. Judges nothing: what a client is due
 is its weight's share of what those who waited with it got.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.lab.simulation.outcome import RunRecord
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.workloads.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -38,15 +38,15 @@ class Service(NamedTuple):
 
 
 def service_by_client(
-    record: RunRecord, workload: Workload, weights: Mapping[str, float]
+    outcome: RunOutcome, workload: Workload, weights: Mapping[str, float]
 ) -> dict[str, Service]:
     """By the `user` of the requests, in alphabetical order; a client without a weight has 1."""
     tokens: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     waits: dict[str, list[tuple[float, float]]] = {}
     served: dict[str, list[tuple[Floats, Floats]]] = {}  # when, and how many tokens
-    planned = np.frombuffer(record.steps.planned)
-    for request, result in zip(workload.requests, record.requests, strict=True):
+    planned = np.frombuffer(outcome.steps.planned)
+    for request, result in zip(workload.requests, outcome.requests, strict=True):
         user, times = request.user, np.frombuffer(result.token_times)
         if len(times):
             tokens[user] += request.num_prompt_tokens + len(times)

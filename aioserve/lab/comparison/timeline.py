@@ -1,6 +1,6 @@
 """What a report draws of one run: curves over time and distributions, thinned for a screen.
 
-Knows records and shapes of plots. Decides nothing.
+Knows outcomes and shapes of plots. Decides nothing.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from aioserve.lab.comparison.measures import RunMeasures, tidy
 from aioserve.lab.comparison.service import Floats
-from aioserve.lab.simulation.outcome import RunRecord
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.workloads.workload import Workload
 
 NUM_POINTS = 240  # of a curve over time
@@ -34,12 +34,12 @@ def distributions(runs: list[RunMeasures]) -> dict[str, list[float]]:
 
 
 def timelines(
-    record: RunRecord, workload: Workload, window: list[float] | None = None
+    outcome: RunOutcome, workload: Workload, window: list[float] | None = None
 ) -> dict[str, Any]:
     """Queue, memory and service over time, and the steps from second to second of `window`; by
     default of one around the moment at which most requests waited.
     """
-    states = record.states
+    states = outcome.states
     time = np.frombuffer(states.time)
     keep = np.unique(np.linspace(0, max(len(time) - 1, 0), NUM_POINTS).astype(int))
     keep = keep[keep < len(time)]
@@ -48,21 +48,21 @@ def timelines(
         "waiting": [states.num_waiting[i] for i in keep],
         "running": [states.num_running[i] for i in keep],
         "kv_usage": [tidy(states.kv_usage[i]) for i in keep],
-        "service": _service(record, workload),
-        "steps": _steps(record, window or _busy_window(record)),
+        "service": _service(outcome, workload),
+        "steps": _steps(outcome, window or _busy_window(outcome)),
     }
 
 
-def _service(record: RunRecord, workload: Workload) -> dict[str, Any]:
+def _service(outcome: RunOutcome, workload: Workload) -> dict[str, Any]:
     """Tokens served to each user until each time; a prompt counts when its first token is out."""
     by_user: dict[str, list[tuple[Floats, Floats]]] = {}
-    for request, result in zip(workload.requests, record.requests, strict=True):
+    for request, result in zip(workload.requests, outcome.requests, strict=True):
         if result.token_times:
             times = np.frombuffer(result.token_times)
             tokens = np.ones(len(times))
             tokens[0] += request.num_prompt_tokens
             by_user.setdefault(request.user, []).append((times, tokens))
-    grid = np.linspace(0, record.end, NUM_POINTS)
+    grid = np.linspace(0, outcome.end, NUM_POINTS)
     curves: dict[str, Floats] = {}
     for user, parts in by_user.items():
         times = np.concatenate([t for t, _ in parts])
@@ -81,9 +81,9 @@ def _service(record: RunRecord, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _busy_window(record: RunRecord) -> list[float]:
+def _busy_window(outcome: RunOutcome) -> list[float]:
     """Begin and end, in seconds, of `NUM_STEPS` steps around the moment of the longest queue."""
-    steps, states = record.steps, record.states
+    steps, states = outcome.steps, outcome.states
     if not steps.start:
         return [0.0, 1.0]
     fullest = states.time[int(np.argmax(states.num_waiting))] if states.time else 0.0
@@ -93,8 +93,8 @@ def _busy_window(record: RunRecord) -> list[float]:
     return [tidy(steps.start[first]), tidy(steps.start[last] + steps.seconds[last])]
 
 
-def _steps(record: RunRecord, window: list[float]) -> dict[str, Any]:
-    steps = record.steps
+def _steps(outcome: RunOutcome, window: list[float]) -> dict[str, Any]:
+    steps = outcome.steps
     first, end = np.searchsorted(np.frombuffer(steps.start), window)
     shown = slice(int(first), min(int(end), int(first) + MAX_STEPS))
     return {

@@ -13,8 +13,8 @@ from aioserve.scheduler.features import step_features
 from aioserve.scheduler.output import SchedulerOutput
 
 
-class PlaybackRunner(RunnerInterface):
-    """Gives every request its recorded reply, after the time that the model says."""
+class RepliesRunner(RunnerInterface):
+    """Replies as the log has them, after the time that the model says."""
 
     def __init__(self, replies: dict[str, "array[int]"], step_time: StepTimeModel) -> None:
         self._replies = replies

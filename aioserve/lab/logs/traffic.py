@@ -1,23 +1,58 @@
-"""A decision log as a workload, and the machine that wrote it as settings.
+"""What a decision log says that is not the policy's doing: requests, step times, memory.
 
-Knows logs and recipes of prompts. Runs nothing: `what_if` and `compare` do, each in its own way.
+As lives of requests for `what_if`; as a workload and settings for `compare`. Runs nothing.
 """
 
 from array import array
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioserve.errors import ConfigError
-from aioserve.lab.logs.what_if import Traffic
+from aioserve.lab.calibration.fit import fit_step_time
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
-from aioserve.watch.chronicle import Life
+from aioserve.runner.profile import StepTimeModel
+from aioserve.scheduler.features import StepFeatures
+from aioserve.watch.chronicle import Chronicle, Life
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.records import Header, Reset
 
 BLOCK = 16  # tokens: what prompts share is found in steps of so many
 
 
-def logged_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
+class Traffic(NamedTuple):
+    """The requests of a log, and the machine that served them."""
+
+    header: Header
+    chronicle: Chronicle  # fed with the whole log
+    resets: list[float]  # of the prefix cache, seconds since the log began
+    step_time: StepTimeModel
+
+    @property
+    def lives(self) -> list[Life]:
+        """Of all requests that were accepted, with their prompts."""
+        return self.chronicle.lives
+
+
+def read_traffic(log: DecisionLog) -> Traffic:
+    """Requests, and the step-time model that fits the steps. Raises `ConfigError`."""
+    chronicle = Chronicle(log.header, keep_prompts=True)
+    features: list[StepFeatures] = []
+    seconds: list[float] = []
+    resets = []
+    for record in log:
+        step = chronicle.feed(record)
+        if step is not None:
+            features.append(step.features)
+            seconds.append(step.seconds)
+        if isinstance(record, Reset):
+            resets.append(chronicle.now)
+    source = f"fitted to the {len(features)} steps of decision log {log.path.name}"
+    return Traffic(log.header, chronicle, resets, fit_step_time(features, seconds, source))
+
+
+def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
     """The requests of a log: when they came, what their prompts share, how long the replies were.
 
     Raises `ConfigError` if it has none.
@@ -46,7 +81,7 @@ def logged_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
     )
 
 
-def logged_settings(traffic: Traffic) -> list[tuple[str, Any]]:
+def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
     """Step times as fitted to the log, and the memory of the server that wrote it."""
     header, step_time = traffic.header, traffic.step_time
     return [

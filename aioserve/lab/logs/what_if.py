@@ -1,8 +1,7 @@
-"""What another policy would have done with recorded traffic, in virtual time.
+"""What another policy would have done with the traffic of a decision log, in virtual time.
 
-The requests of a decision log go through the engine task again; a step takes what a model says that
-was fitted to the recorded steps, and replies are those that were really given. Knows no HTTP, no
-text and no workload but the log.
+Its requests go through the engine task again, with their own tokens: they come, leave and end as
+they did, and get the replies that they got. Knows no HTTP, no text and no workload but the log.
 """
 
 import asyncio
@@ -18,19 +17,18 @@ from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.core import EngineCore
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.kv_cache import KVCacheManager
-from aioserve.lab.calibration.fit import fit_step_time
-from aioserve.lab.logs.replies import PlaybackRunner
+from aioserve.lab.logs.replies import RepliesRunner
+from aioserve.lab.logs.traffic import Traffic, read_traffic
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
-from aioserve.scheduler.features import StepFeatures
-from aioserve.watch.chronicle import Chronicle, Life, Switch
+from aioserve.watch.chronicle import Chronicle, Life
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink
-from aioserve.watch.records import Header, Record, Reset
+from aioserve.watch.records import Header, Record
 
 POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
 # A client that leaves does so on reading a token. In a log of virtual time that is the instant in
@@ -38,19 +36,6 @@ POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters t
 MOMENT = 1e-6
 
 Measures = dict[str, float]
-
-
-class Traffic(NamedTuple):
-    """What a log says that is not the policy's doing."""
-
-    header: Header
-    lives: list[Life]
-    resets: list[float]  # of the prefix cache, seconds since the log began
-    switches: list[Switch]  # of the policy
-    policies: str  # that decided, in words
-    num_refused: int  # left out: nobody knows their replies
-    recorded: Measures
-    step_time: StepTimeModel
 
 
 class Plan(NamedTuple):
@@ -82,12 +67,12 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     same = make_plan(traffic, None, [])
     other = make_plan(traffic, policy, settings)
     return WhatIf(
-        traffic.policies,
-        traffic.recorded,
-        simulate(traffic, same, is_recorded=True),
-        simulate(traffic, other),
+        traffic.chronicle.policies,
+        measure(traffic.chronicle, traffic.lives),
+        rerun(traffic, same, is_recorded=True),
+        rerun(traffic, other),
         traffic.step_time,
-        traffic.num_refused,
+        traffic.chronicle.num_refused,
     )
 
 
@@ -97,7 +82,7 @@ def make_plan(traffic: Traffic, policy: str | None, settings: list[tuple[str, st
     """
     header = traffic.header
     switches = []
-    for time, scheduler in traffic.switches if policy is None else ():
+    for time, scheduler in traffic.chronicle.switches if policy is None else ():
         after = msgspec.structs.replace(header, scheduler=scheduler)
         switches.append((time, make_config(after, None, settings).scheduler))
     return Plan(make_config(header, policy, settings), switches)
@@ -128,35 +113,7 @@ def make_config(
     return config
 
 
-def read_traffic(log: DecisionLog) -> Traffic:
-    """Requests, and the step-time model that fits the steps. Raises `ConfigError`."""
-    chronicle = Chronicle(log.header, keep_prompts=True)
-    features: list[StepFeatures] = []
-    seconds: list[float] = []
-    resets = []
-    for record in log:
-        step = chronicle.feed(record)
-        if step is not None:
-            features.append(step.features)
-            seconds.append(step.seconds)
-        if isinstance(record, Reset):
-            resets.append(chronicle.now)
-    source = f"fitted to the {len(features)} steps of decision log {log.path.name}"
-    step_time = fit_step_time(features, seconds, source)
-    measures = measure(chronicle, chronicle.lives)
-    return Traffic(
-        log.header,
-        chronicle.lives,
-        resets,
-        chronicle.switches,
-        chronicle.policies,
-        chronicle.num_refused,
-        measures,
-        step_time,
-    )
-
-
-def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
+def rerun(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measures:
     """The same traffic under `plan`, which may be the recorded one. Raises `PolicyError` if a
     policy cannot take over, or if it fails and is another one than was recorded.
     """
@@ -164,11 +121,11 @@ def simulate(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Meas
         raised_not_logged(),
         asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner,
     ):
-        chronicle = runner.run(_Simulation(traffic, plan, is_recorded=is_recorded).run())
+        chronicle = runner.run(_Rerun(traffic, plan, is_recorded=is_recorded).run())
     return measure(chronicle, traffic.lives)
 
 
-class _Simulation(RecordSink):
+class _Rerun(RecordSink):
     """One run. Its recording is the result: measured as the real one is."""
 
     def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
@@ -233,7 +190,7 @@ class _Simulation(RecordSink):
         )
         return EngineCore(
             self._recorder,
-            PlaybackRunner(self._replies, self._traffic.step_time),
+            RepliesRunner(self._replies, self._traffic.step_time),
             pipeline_depth=scheduler.depth,
             stall_timeout=scheduler.stall_timeout,
             clock=clock,

@@ -16,7 +16,7 @@ from aioserve.scheduler.output import SchedulerOutput
 # Times are in seconds since the start of the run.
 
 
-class RequestRecord:
+class RequestOutcome:
     """One request of the workload, under one configuration."""
 
     __slots__ = (
@@ -46,7 +46,7 @@ class RequestRecord:
         return self.finish_reason in ("length", "stop")
 
 
-class StepLog:
+class Steps:
     """One entry per step."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StepLog:
         self.num_decodes = array("l")  # rows with one token
 
 
-class StateLog:
+class States:
     """The scheduler's state when steps were handed over, thinned to a grid of times."""
 
     def __init__(self) -> None:
@@ -67,24 +67,24 @@ class StateLog:
         self.kv_usage = array("d")
 
 
-class RunRecord:
+class RunOutcome:
     """Everything that is known about one run."""
 
     def __init__(self, num_requests: int) -> None:
-        self.requests = [RequestRecord() for _ in range(num_requests)]
-        self.steps = StepLog()
-        self.states = StateLog()
+        self.requests = [RequestOutcome() for _ in range(num_requests)]
+        self.steps = Steps()
+        self.states = States()
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.end = 0.0
 
 
-class RunRecorder:
+class RunObserver:
     """Notes steps, the scheduler's state at some of them, and when tokens came."""
 
     def __init__(
         self,
-        record: RunRecord,
+        outcome: RunOutcome,
         *,
         start: float,
         interval: float,
@@ -95,12 +95,12 @@ class RunRecorder:
         `interval` seconds. `notes_tokens` says whether a token's time is taken here, as the end of
         its step, or by whoever reads it.
         """
-        self._record = record
+        self._outcome = outcome
         self._start = start
         self._interval = interval
         self._get_stats = get_stats
         self._notes_tokens = notes_tokens
-        self._token_times = {str(i): r.token_times for i, r in enumerate(record.requests)}
+        self._token_times = {str(i): r.token_times for i, r in enumerate(outcome.requests)}
         # Most steps give one token each to those that had one in the step before. Such a series is
         # kept as who they are and when its steps ended.
         self._req_ids: list[str] = []
@@ -119,10 +119,10 @@ class RunRecorder:
     def note_start(self, scheduler_output: SchedulerOutput, now: float) -> None:
         """A step is handed over at `now`."""
         for request_id in scheduler_output.preempted_req_ids:
-            self._record.requests[int(request_id)].num_preemptions += 1
-            self._record.num_preemptions += 1
+            self._outcome.requests[int(request_id)].num_preemptions += 1
+            self._outcome.num_preemptions += 1
         if now >= self._next_state and (stats := self._get_stats()) is not None:
-            states = self._record.states
+            states = self._outcome.states
             states.time.append(now - self._start)
             states.num_running.append(stats.num_running_reqs)
             states.num_waiting.append(stats.num_waiting_reqs)
@@ -141,27 +141,27 @@ class RunRecorder:
             num_decodes = list(scheduler_output.num_scheduled_tokens.values()).count(1)
         planned = began - self._start
         for new in scheduler_output.scheduled_new_reqs:
-            request = self._record.requests[int(new.request_id)]
+            request = self._outcome.requests[int(new.request_id)]
             if request.admitted is None:  # else it was preempted
                 request.admitted = planned
         end -= self._start
         # With two steps in flight the second waits for the first.
         start = max(planned, self._last_end)
         self._last_end = end
-        steps = self._record.steps
+        steps = self._outcome.steps
         steps.planned.append(planned)
         steps.start.append(start)
         steps.seconds.append(end - start)
         steps.num_prefill_tokens.append(num_tokens - num_decodes)
         steps.num_decodes.append(num_decodes)
-        self._record.num_scheduled_tokens += num_tokens
+        self._outcome.num_scheduled_tokens += num_tokens
         if self._notes_tokens:
             self._note_tokens(scheduler_output, output, end)
 
     def close(self) -> None:
         """The run has ended."""
         self._end_series()
-        for request in self._record.requests:
+        for request in self._outcome.requests:
             # What a step in flight sampled after a deadline has reached nobody.
             while request.token_times and request.token_times[-1] > request.end:
                 request.token_times.pop()
@@ -188,11 +188,11 @@ class RunRecorder:
         self._req_ids, self._ends = [], array("d")
 
 
-class RecordingRunner(RunnerInterface):
+class ObservedRunner(RunnerInterface):
     """Passes steps on to a real runner and has them noted when they are back."""
 
     def __init__(self, runner: RunnerInterface) -> None:
-        self.recorder: RunRecorder | None = None  # None: nothing is noted yet
+        self.observer: RunObserver | None = None  # None: nothing is noted yet
         self._runner = runner
 
     async def load(self) -> None:
@@ -205,15 +205,15 @@ class RecordingRunner(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
-        recorder, clock = self.recorder, clock_of(asyncio.get_running_loop())
+        observer, clock = self.observer, clock_of(asyncio.get_running_loop())
         began = clock()
-        if recorder is None:
+        if observer is None:
             return self._runner.execute_model(scheduler_output)
-        recorder.note_start(scheduler_output, began)
+        observer.note_start(scheduler_output, began)
 
         def note(future: "asyncio.Future[ModelRunnerOutput]") -> None:
             if not future.cancelled() and future.exception() is None:
-                recorder.note_step(scheduler_output, future.result(), began, clock())
+                observer.note_step(scheduler_output, future.result(), began, clock())
 
         future = self._runner.execute_model(scheduler_output)
         future.add_done_callback(note)

@@ -12,7 +12,7 @@ from multiprocessing import active_children, get_context, parent_process, resour
 from threading import Thread, current_thread, main_thread
 
 from aioserve.config import EngineConfig
-from aioserve.lab.simulation.outcome import RunRecord
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import Progress, simulate
 from aioserve.lab.workloads.workload import Workload
 
@@ -30,8 +30,8 @@ def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
 
 def simulate_all(
     runs: Sequence[tuple[EngineConfig, Workload]], num_jobs: int, progress: Progress
-) -> Iterator[RunRecord]:
-    """The records in the order of `runs`; the same, byte for byte, for any number of jobs."""
+) -> Iterator[RunOutcome]:
+    """The outcomes in the order of `runs`; the same, byte for byte, for any number of jobs."""
     if num_jobs == 1:
         for config, workload in runs:
             yield simulate(config, workload, progress)

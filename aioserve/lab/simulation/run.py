@@ -17,7 +17,7 @@ from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
-from aioserve.lab.simulation.outcome import RecordingRunner, RequestRecord, RunRecord, RunRecorder
+from aioserve.lab.simulation.outcome import ObservedRunner, RequestOutcome, RunObserver, RunOutcome
 from aioserve.lab.workloads.workload import (
     Workload,
     WorkloadRequest,
@@ -63,7 +63,7 @@ def check_fits(config: EngineConfig, workload: Workload) -> None:
 
 def simulate(
     config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
-) -> RunRecord:
+) -> RunOutcome:
     """Run in virtual time; byte for byte the same result every time. Call it outside of a loop.
 
     Raises `PolicyError` when the policy fails: numbers of such a run would mislead.
@@ -77,7 +77,7 @@ def simulate(
 
 def run_live(
     config: EngineConfig, workload: Workload, progress: Progress = lambda count: None
-) -> RunRecord:
+) -> RunOutcome:
     """Run with the configuration's own runner, in real time. Raises `AioserveError` as above."""
     with raised_not_logged(), asyncio.Runner() as runner:
         return runner.run(_run_live(config, workload, progress))
@@ -95,22 +95,22 @@ def raised_not_logged() -> Iterator[None]:
         logger.setLevel(level)
 
 
-async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
+async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualClockEventLoop)
     runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
     async with AsyncEngine(config, runner=runner) as engine:
         clients = _Clients(engine, workload, progress, is_live=False)
-        runner.on_step = clients.recorder.note
+        runner.on_step = clients.observer.note
         return await clients.run()
 
 
-async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunRecord:
-    runner = RecordingRunner(make_runner(config, ModelInfo(config.model)))
+async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:
+    runner = ObservedRunner(make_runner(config, ModelInfo(config.model)))
     async with AsyncEngine(config, runner=runner) as engine:
         await _warm_up(engine)
         clients = _Clients(engine, workload, progress, is_live=True)
-        runner.recorder = clients.recorder
+        runner.observer = clients.observer
         return await clients.run()
 
 
@@ -142,16 +142,16 @@ class _Clients:
         self._replies: dict[int, list[int]] = {}
         self._clock = clock_of(asyncio.get_running_loop())
         self._start = self._clock()
-        self._record = RunRecord(len(workload.requests))
-        self.recorder = RunRecorder(
-            self._record,
+        self._outcome = RunOutcome(len(workload.requests))
+        self.observer = RunObserver(
+            self._outcome,
             start=self._start,
             interval=max(workload.duration, 1.0) / NUM_STATES,
             get_stats=engine.get_stats,
             notes_tokens=not is_live,
         )
 
-    async def run(self) -> RunRecord:
+    async def run(self) -> RunOutcome:
         """Until the last request has ended."""
         openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
         openers.sort(key=lambda i: self._requests[i].arrival)
@@ -165,9 +165,9 @@ class _Clients:
             if failed is None:
                 raise
             raise _as_one(failed) from group
-        self.recorder.close()
-        self._record.end = self._clock() - self._start
-        return self._record
+        self.observer.close()
+        self._outcome.end = self._clock() - self._start
+        return self._outcome
 
     async def _sleep_until(self, time: float) -> None:
         if time > self._clock():
@@ -175,13 +175,13 @@ class _Clients:
 
     async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
         """One request to its end, then those that follow it."""
-        record = self._record.requests[i]
-        record.arrival = self._clock() - self._start
+        outcome = self._outcome.requests[i]
+        outcome.arrival = self._clock() - self._start
         try:
-            await self._send(i, self._requests[i], record)
+            await self._send(i, self._requests[i], outcome)
         except EngineOverloadedError:
-            record.finish_reason = "refused"
-        record.end = self._clock() - self._start
+            outcome.finish_reason = "refused"
+        outcome.end = self._clock() - self._start
         self._progress(1)
         for follower in self._followers.get(i, ()):
             tasks.create_task(self._follow(follower, tasks))
@@ -190,7 +190,7 @@ class _Clients:
         await asyncio.sleep(self._requests[i].arrival)
         await self._serve(i, tasks)
 
-    async def _send(self, i: int, request: WorkloadRequest, record: RequestRecord) -> None:
+    async def _send(self, i: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
         params = SamplingParams(
             max_tokens=request.max_tokens,
             ignore_eos=True,
@@ -210,13 +210,13 @@ class _Clients:
         async with stream:
             async for output in stream:
                 token_ids += output.token_ids
-                record.num_cached_tokens = output.num_cached_tokens
+                outcome.num_cached_tokens = output.num_cached_tokens
                 if self._is_live:
                     now = self._clock() - self._start
-                    record.token_times.extend([now] * len(output.token_ids))
+                    outcome.token_times.extend([now] * len(output.token_ids))
                 if output.finish_reason is not None:
-                    record.finish_reason = output.finish_reason
-        record.num_output_tokens = len(token_ids)
+                    outcome.finish_reason = output.finish_reason
+        outcome.num_output_tokens = len(token_ids)
         if i in self._is_replied_to:
             self._replies[i] = token_ids
 

@@ -116,7 +116,7 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag_field="kind", tag="lognorma
 Distribution = Constant | Uniform | LogNormal
 
 
-class Closed(Spec, frozen=True, kw_only=True, tag_field="kind", tag="closed"):
+class ClosedLoop(Spec, frozen=True, kw_only=True, tag_field="kind", tag="closed"):
     """So many clients who wait for a reply, think, and send their next request.
 
     All begin at once. Requests (or conversations) are dealt out in turn, so each configuration
@@ -167,7 +167,7 @@ class WorkloadSpec(Spec, frozen=True, kw_only=True):
     """A workload file."""
 
     classes: Annotated[list[ClientClass], Meta(min_length=1)]
-    arrivals: Arrivals | Closed | None = None
+    arrivals: Arrivals | ClosedLoop | None = None
     num_requests: Count | None = None  # turns of conversations count
     duration: Positive | None = None  # seconds in which requests or conversations begin
 
@@ -180,7 +180,7 @@ def read_spec(path: str | Path) -> WorkloadSpec:
         raise ConfigError(f"workload {path}: give num_requests, duration or both")
     if spec.arrivals is None and any(c.arrivals is None for c in spec.classes):
         raise ConfigError(f"workload {path}: arrivals are missing, here or in every class")
-    if isinstance(spec.arrivals, Closed):
+    if isinstance(spec.arrivals, ClosedLoop):
         if spec.duration is not None:
             raise ConfigError(f"workload {path}: a closed loop has no duration: give num_requests")
         if any(c.arrivals is not None for c in spec.classes):
@@ -196,7 +196,7 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
     makers = {c.name: _Maker(c, seed) for c in spec.classes}
     limit = spec.num_requests or math.inf
     requests: list[WorkloadRequest] = []
-    num_clients = spec.arrivals.clients if isinstance(spec.arrivals, Closed) else 0
+    num_clients = spec.arrivals.clients if isinstance(spec.arrivals, ClosedLoop) else 0
     last: deque[int] = deque(maxlen=num_clients)  # of each client in turn: its last request
     for arrival, kind in _arrivals(spec, seed):
         if spec.duration is not None and arrival >= spec.duration:
@@ -212,7 +212,7 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
 
 def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:
     """(seconds, class name) in order, without end; in a closed loop the pauses before each."""
-    if isinstance(spec.arrivals, Closed):
+    if isinstance(spec.arrivals, ClosedLoop):
         return _pauses(spec.arrivals, spec.classes, random.Random(f"{seed} arrivals"))
     sharing = [c for c in spec.classes if c.arrivals is None]
     streams = [
@@ -236,7 +236,7 @@ def _stream(
 
 
 def _pauses(
-    closed: Closed, classes: list[ClientClass], rng: random.Random
+    closed: ClosedLoop, classes: list[ClientClass], rng: random.Random
 ) -> Iterator[tuple[float, str]]:
     names, shares = [c.name for c in classes], [c.share for c in classes]
     for number in count():

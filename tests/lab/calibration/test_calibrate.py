@@ -1,4 +1,4 @@
-"""Calibration: the recorder sees only steps of a busy engine, and a profile can be used at once."""
+"""Calibration: the timer sees only steps of a busy engine, and a profile can be used at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.measurement import (
     Batch,
+    Crowd,
     Measurements,
-    RecordedStep,
-    StepRecorder,
-    Traffic,
+    StepTimer,
+    TimedStep,
     calibrate,
     make_plan,
     measure,
@@ -36,7 +36,7 @@ TRUE = StepTimeModel(
 
 def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: Path) -> None:
     steps = [
-        RecordedStep(features, TRUE.seconds(features))
+        TimedStep(features, TRUE.seconds(features))
         for features in (
             StepFeatures(p, d, c * (1 + d), p * c)
             for p in (0, 64, 512)
@@ -60,12 +60,12 @@ def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: P
 
 def test_the_recorder_leaves_out_steps_after_which_the_engine_was_idle() -> None:
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
-        runner.run(record_three_steps())
+        runner.run(time_three_steps())
 
 
-async def record_three_steps() -> None:
+async def time_three_steps() -> None:
     config = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=1))
-    recorder = StepRecorder(SimulatedRunner(config, ModelInfo(config.model)))
+    timer = StepTimer(SimulatedRunner(config, ModelInfo(config.model)))
 
     def step(step_id: int, is_new: bool) -> SchedulerOutput:
         new = [NewRequestData("r", [1] * 9, 9, SamplingParams(), frozenset(), [0], 0)]
@@ -80,12 +80,12 @@ async def record_three_steps() -> None:
         )
 
     for step_id in (1, 2):
-        result = await recorder.execute_model(step(step_id, step_id == 1))
+        result = await timer.execute_model(step(step_id, step_id == 1))
         assert isinstance(result, ModelRunnerOutput)
-    assert [s.features.num_prefill_tokens for s in recorder.steps] == [9]
+    assert [s.features.num_prefill_tokens for s in timer.steps] == [9]
     await asyncio.sleep(0.05)
-    await recorder.execute_model(step(3, False))
-    assert len(recorder.steps) == 1  # the second step was followed by nothing
+    await timer.execute_model(step(3, False))
+    assert len(timer.steps) == 1  # the second step was followed by nothing
 
 
 def test_a_quick_plan_has_a_third_of_the_loads_and_of_every_kind_some() -> None:
@@ -93,9 +93,9 @@ def test_a_quick_plan_has_a_third_of_the_loads_and_of_every_kind_some() -> None:
     quick = make_plan(4096, 64, is_quick=True)
     assert set(quick) < set(whole)
     assert len(quick) < len(whole) / 2.5
-    assert any(isinstance(load, Traffic) and load.pause for load in quick)
-    assert any(isinstance(load, Traffic) and not load.pause for load in quick)
-    batches = [load for load in quick if not isinstance(load, Traffic)]
+    assert any(isinstance(load, Crowd) and load.pause for load in quick)
+    assert any(isinstance(load, Crowd) and not load.pause for load in quick)
+    batches = [load for load in quick if not isinstance(load, Crowd)]
     assert any(batch.chunk_size < batch.prompt_tokens for batch in batches)  # prompts in chunks
     assert any(batch.chunk_size > batch.prompt_tokens > 1000 for batch in batches)  # whole
     assert len({batch.num_requests for batch in batches if batch.output_tokens == 40}) > 2
@@ -108,7 +108,7 @@ async def test_loads_of_a_real_model_are_counted_as_they_are_done(
     monkeypatch.setattr(
         "aioserve.lab.calibration.measurement.make_plan", lambda *_, is_quick: loads[:is_quick]
     )
-    monkeypatch.setattr("aioserve.lab.calibration.measurement.TRAFFIC", [Traffic(512, 1, 2)])
+    monkeypatch.setattr("aioserve.lab.calibration.measurement.CROWDS", [Crowd(512, 1, 2)])
     monkeypatch.setattr("aioserve.lab.calibration.measurement.NUM_IDLE", 2)
     told: list[int] = []
 

@@ -15,7 +15,7 @@ from aioserve.lab.comparison.bootstrap import (
 )
 from aioserve.lab.comparison.measures import RunMeasures, block_numbers
 from aioserve.lab.comparison.service import Floats
-from aioserve.lab.simulation.outcome import RunRecord
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 
@@ -108,11 +108,11 @@ def test_live_rounds_on_a_machine_that_changes_are_seldom_told_apart() -> None:
 
 def gaps(seconds: Floats) -> list[RunMeasures]:
     """Three runs of 20 requests, all with these gaps."""
-    record = RunRecord(20)
-    for request in record.requests:
+    outcome = RunOutcome(20)
+    for request in outcome.requests:
         request.token_times = array("d", np.cumsum(seconds))
     workload = Workload("w", (WorkloadRequest(0.0, (Piece(1, 5),), 5),) * 20)
-    return [RunMeasures(record, workload, None) for _ in range(3)]
+    return [RunMeasures(outcome, workload, None) for _ in range(3)]
 
 
 def test_a_difference_of_gaps_smaller_than_a_bin_lies_in_its_interval() -> None:

@@ -14,7 +14,7 @@ from aioserve.lab.comparison.measures import Slo
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.rows import NOISE
 from aioserve.lab.comparison.words import headline, remarks, render_table
-from aioserve.lab.workloads.synthetic import Closed, WorkloadSpec, generate
+from aioserve.lab.workloads.synthetic import ClosedLoop, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 SPEC = msgspec.convert(
@@ -127,7 +127,7 @@ def test_no_card_of_the_report_is_wider_than_a_small_screen(document: Document) 
 
 def test_a_closed_loop_says_how_many_clients_not_how_many_seconds() -> None:
     closed = generate(
-        msgspec.structs.replace(SPEC, arrivals=Closed(clients=16), num_requests=60), name="w"
+        msgspec.structs.replace(SPEC, arrivals=ClosedLoop(clients=16), num_requests=60), name="w"
     )
     at_once = Workload("w", tuple(WorkloadRequest(0.0, (Piece(i, 9),), 5) for i in range(3)))
     assert [headline(compare([candidate("a")], [w])) for w in (closed, at_once)] == [

@@ -63,9 +63,9 @@ def test_fair_bounds_what_a_light_client_waits_for_a_heavy_one() -> None:
     light = [i for i, r in enumerate(workload.requests) if r.user == "light"]
     worst = {}
     for policy in ("chunked_prefill", "fair"):
-        record = simulate(candidate(policy, chunk_size=512).config, workload)
+        outcome = simulate(candidate(policy, chunk_size=512).config, workload)
         worst[policy] = max(
-            record.requests[i].token_times[0] - record.requests[i].arrival for i in light
+            outcome.requests[i].token_times[0] - outcome.requests[i].arrival for i in light
         )
     # Measured: the slowest first token of the light client comes after 5.0 -> 0.16 s.
     assert worst["chunked_prefill"] > 2

@@ -8,7 +8,7 @@ import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.measures import RunMeasures, Slo, block_numbers, jain_index, quantile
-from aioserve.lab.simulation.outcome import RequestRecord, RunRecord
+from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 WORKLOAD = Workload(
@@ -21,9 +21,9 @@ WORKLOAD = Workload(
 )
 
 
-def record() -> RunRecord:
+def outcome() -> RunOutcome:
     """a: 3 tokens; b: one token; b again: timed out after two."""
-    run = RunRecord(3)
+    run = RunOutcome(3)
     rows = [(0.0, [1.0, 1.5, 3.0], "length"), (1.0, [2.0], "length"), (2.0, [4.0, 5.0], "timeout")]
     for result, (arrival, times, reason) in zip(run.requests, rows, strict=True):
         result.arrival, result.finish_reason = arrival, reason
@@ -34,7 +34,7 @@ def record() -> RunRecord:
 
 
 def measures(slo: str | None = None) -> RunMeasures:
-    return RunMeasures(record(), WORKLOAD, None if slo is None else Slo.parse(slo))
+    return RunMeasures(outcome(), WORKLOAD, None if slo is None else Slo.parse(slo))
 
 
 def test_durations_of_requests() -> None:
@@ -104,8 +104,8 @@ def test_blocks_are_consecutive_and_nearly_equal() -> None:
 
 
 def test_a_request_without_tokens_has_no_durations() -> None:
-    run = RunRecord(1)
-    run.requests[0] = RequestRecord()
+    run = RunOutcome(1)
+    run.requests[0] = RequestOutcome()
     run.requests[0].finish_reason = "refused"
     found = RunMeasures(run, WORKLOAD.cut(limit=1), None)
     assert isnan(found.ttft[0])

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main as command
-from aioserve.lab.logs.traffic import logged_settings, logged_workload
-from aioserve.lab.logs.what_if import Traffic, read_traffic
+from aioserve.lab.logs.traffic import Traffic, make_settings, make_workload, read_traffic
 from aioserve.lab.workloads.workload import build_prompt
 from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
@@ -22,7 +21,7 @@ def traffic(tmp_path: Path) -> Traffic:
 
 
 def test_requests_come_as_they_came(traffic: Traffic) -> None:
-    workload = logged_workload(traffic, "log")
+    workload = make_workload(traffic, "log")
     lives = sorted(traffic.lives, key=lambda life: life.arrival)
     assert len(workload.requests) == len(lives) > 30
     for request, life in zip(workload.requests, lives, strict=True):
@@ -33,7 +32,7 @@ def test_requests_come_as_they_came(traffic: Traffic) -> None:
 
 
 def test_prompts_share_the_blocks_that_they_shared(traffic: Traffic) -> None:
-    workload = logged_workload(traffic, "log")
+    workload = make_workload(traffic, "log")
     lives = sorted(traffic.lives, key=lambda life: life.arrival)
     prompts = [build_prompt(r, VOCAB_SIZE, {}) for r in workload.requests]
 
@@ -53,7 +52,7 @@ def test_prompts_share_the_blocks_that_they_shared(traffic: Traffic) -> None:
 
 
 def test_the_machine_of_the_log_is_simulated(traffic: Traffic) -> None:
-    settings = dict(logged_settings(traffic))
+    settings = dict(make_settings(traffic))
     assert settings["cache.num_kv_blocks"] == traffic.header.num_kv_blocks
     assert settings["runner.step_base_ms"] == pytest.approx(4.0, rel=0.05)
 

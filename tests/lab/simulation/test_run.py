@@ -7,7 +7,7 @@ import pytest
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
-from aioserve.lab.simulation.outcome import RunRecord
+from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import check_fits, run_live, simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
@@ -35,17 +35,17 @@ def request(arrival: float, prompt: int, output: int, **fields: Any) -> Workload
 
 
 def test_times_of_one_request_are_those_of_the_step_time_model() -> None:
-    record = simulate(config(), workload(request(1.0, 100, 4)))
-    (only,) = record.requests
+    outcome = simulate(config(), workload(request(1.0, 100, 4)))
+    (only,) = outcome.requests
     assert only.arrival == 1.0
     assert list(only.token_times) == pytest.approx([1.009, 1.0131, 1.0172, 1.0213])
     assert only.end == pytest.approx(1.0213)
     assert only.finish_reason == "length"
-    assert list(record.steps.start) == pytest.approx([1.0, 1.009, 1.0131, 1.0172])
-    assert list(record.steps.seconds) == pytest.approx([0.009, 0.0041, 0.0041, 0.0041])
-    assert list(record.steps.num_prefill_tokens) == [100, 0, 0, 0]
-    assert list(record.steps.num_decodes) == [0, 1, 1, 1]
-    assert record.num_scheduled_tokens == 103
+    assert list(outcome.steps.start) == pytest.approx([1.0, 1.009, 1.0131, 1.0172])
+    assert list(outcome.steps.seconds) == pytest.approx([0.009, 0.0041, 0.0041, 0.0041])
+    assert list(outcome.steps.num_prefill_tokens) == [100, 0, 0, 0]
+    assert list(outcome.steps.num_decodes) == [0, 1, 1, 1]
+    assert outcome.num_scheduled_tokens == 103
 
 
 def test_a_turn_begins_after_the_pause_and_finds_the_conversation_cached() -> None:
@@ -54,14 +54,14 @@ def test_a_turn_begins_after_the_pause_and_finds_the_conversation_cached() -> No
         WorkloadRequest(0.0, (first,), 33),
         WorkloadRequest(5.0, (first, Piece(2, 33, reply_of=0), Piece(3, 20)), 4, follows=0),
     )
-    record = simulate(config(), workload(*turns))
-    opening, turn = record.requests
+    outcome = simulate(config(), workload(*turns))
+    opening, turn = outcome.requests
     assert turn.arrival == pytest.approx(opening.end + 5.0)
     assert turn.num_cached_tokens > 160  # the reply was found, too, not the first prompt alone
 
 
 def test_deadlines_end_requests_and_refusals_are_noted() -> None:
-    record = simulate(
+    outcome = simulate(
         config(max_num_seqs=1, max_waiting_requests=1),
         workload(
             request(0.0, 10, 500, timeout=0.5),
@@ -69,7 +69,7 @@ def test_deadlines_end_requests_and_refusals_are_noted() -> None:
             request(0.2, 12, 5),
         ),
     )
-    late, served, refused = record.requests
+    late, served, refused = outcome.requests
     assert late.finish_reason == "timeout"
     assert late.end == pytest.approx(0.5, abs=0.01)
     assert late.token_times[-1] <= late.end
@@ -80,9 +80,9 @@ def test_deadlines_end_requests_and_refusals_are_noted() -> None:
 
 def test_preemptions_are_counted_by_request() -> None:
     requests = [request(0.001 * i, 60, 100, text=i) for i in range(6)]
-    record = simulate(config("chunked_prefill", num_kv_blocks=24), workload(*requests))
-    assert record.num_preemptions == sum(r.num_preemptions for r in record.requests) > 0
-    assert all(len(r.token_times) == 100 for r in record.requests)
+    outcome = simulate(config("chunked_prefill", num_kv_blocks=24), workload(*requests))
+    assert outcome.num_preemptions == sum(r.num_preemptions for r in outcome.requests) > 0
+    assert all(len(r.token_times) == 100 for r in outcome.requests)
 
 
 def test_states_are_sampled_over_the_run() -> None:
@@ -98,7 +98,7 @@ def test_states_are_sampled_over_the_run() -> None:
 def test_two_runs_are_equal_to_the_last_bit(pipeline_depth: int) -> None:
     requests = [request(0.01 * i, 50 + 7 * i % 300, 20) for i in range(60)]
 
-    def run() -> RunRecord:
+    def run() -> RunOutcome:
         return simulate(
             config("chunked_prefill", 64, pipeline_depth=pipeline_depth), workload(*requests)
         )
@@ -134,11 +134,11 @@ def test_what_can_never_run_is_refused_before_the_run() -> None:
 def test_the_real_engine_serves_the_same_requests_in_real_time() -> None:
     requests = [request(0.05 * i, 20, 5) for i in range(4)]
     real = EngineConfig(cache=CacheConfig(num_kv_blocks=64))
-    record = run_live(real, workload(*requests))
-    assert [len(r.token_times) for r in record.requests] == [5] * 4
-    assert all(r.arrival >= 0.05 * i for i, r in enumerate(record.requests))
-    assert all(r.token_times[0] > r.arrival for r in record.requests)
-    assert record.end > 0.15
+    outcome = run_live(real, workload(*requests))
+    assert [len(r.token_times) for r in outcome.requests] == [5] * 4
+    assert all(r.arrival >= 0.05 * i for i, r in enumerate(outcome.requests))
+    assert all(r.token_times[0] > r.arrival for r in outcome.requests)
+    assert outcome.end > 0.15
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -156,15 +156,15 @@ def test_a_clock_that_jumps_changes_nothing_but_the_cost(
     for jumps in (True, False):
         if not jumps:
             monkeypatch.setattr(VirtualClockEventLoop, "jump_to", lambda self, when: False)
-        record = simulate(settings, workload(*requests))
-        assert record.num_preemptions > 0
-        assert {r.finish_reason for r in record.requests} == {"length", "timeout"}
+        outcome = simulate(settings, workload(*requests))
+        assert outcome.num_preemptions > 0
+        assert {r.finish_reason for r in outcome.requests} == {"length", "timeout"}
         times.append(
             (
-                [(list(r.token_times), r.end, r.num_cached_tokens) for r in record.requests],
-                list(record.steps.start),
-                list(record.steps.seconds),
-                list(record.states.kv_usage),
+                [(list(r.token_times), r.end, r.num_cached_tokens) for r in outcome.requests],
+                list(outcome.steps.start),
+                list(outcome.steps.seconds),
+                list(outcome.states.kv_usage),
             )
         )
     assert times[0] == times[1]
