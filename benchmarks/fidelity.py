@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from aioserve.config import EngineConfig
 from aioserve.lab.calibration.measurement import Measurements, calibrate, measure, write_profile
-from aioserve.lab.comparison.document import Candidate, Document, compare, load_candidates
+from aioserve.lab.comparison.candidates import Candidate, load_candidates
+from aioserve.lab.comparison.document import Document, compare
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 

@@ -15,7 +15,7 @@ import time
 
 import msgspec
 
-from aioserve.lab.comparison.document import load_candidates, prepare
+from aioserve.lab.comparison.candidates import load_candidates, prepare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import Parser, count, mapping, natural, output_file, positive
+from aioserve.arguments import Parser, count, mapping, natural, positive
 from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output, add_slo, add_time_scale
 from aioserve.lab.bench.load import Load, Target
 from aioserve.lab.bench.summary import render, summarize
-from aioserve.lab.comparison.measures import Slo
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.synthetic import (
@@ -122,20 +122,14 @@ def _parser() -> Parser:
         metavar="N",
         help="default: 4 for each client, at least 10; 100 with --rate; all with --workload",
     )
-    load.add_argument(
-        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
-    )
+    add_time_scale(load)
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and arrivals")
     load.add_argument(
         "--warmup", type=natural, default=1, metavar="N", help="requests before those that count"
     )
     load.add_argument("--max-seconds", type=positive, metavar="S", help="cut the run short")
-    parser.add_argument(
-        "--slo", type=Slo.parse, metavar="LIMITS", help="for goodput: ttft=0.5,tpot=0.05,e2e=10"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", type=output_file, help="write the JSON there"
-    )
+    add_slo(parser)
+    add_output(parser, "-o", "--output", help="write the JSON there")
     return parser
 
 

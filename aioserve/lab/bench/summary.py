@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from aioserve.lab.bench.load import Exchange, Load
-from aioserve.lab.comparison.measures import PER_REQUEST, Slo, quantile
+from aioserve.lab.comparison.measures import PER_REQUEST, quantile
 from aioserve.lab.comparison.service import Floats
+from aioserve.lab.slo import Slo
 
 Document = dict[str, Any]
 

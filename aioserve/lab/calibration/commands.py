@@ -10,9 +10,10 @@ from contextlib import ExitStack
 
 import msgspec
 
-from aioserve.arguments import Parser, assignment, output_file
+from aioserve.arguments import Parser
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output, add_settings
 from aioserve.lab.calibration.measurement import calibrate, measure, write_profile
 from aioserve.lab.terminal import progress
 
@@ -27,12 +28,8 @@ def run_calibrate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config", metavar="FILE", help="settings, as for serve")
     parser.add_argument("--model", help="as for serve (default: the embedded model)")
-    parser.add_argument(
-        "--set", metavar="SECTION.NAME=VALUE", action="append", default=[], type=assignment
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE.yaml", type=output_file, help="where to write the profile"
-    )
+    add_settings(parser)
+    add_output(parser, "-o", "--output", help="where to write the profile", metavar="FILE.yaml")
     parser.add_argument(
         "--quick", action="store_true", help="a third of the loads, for a rougher profile"
     )

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import Parser, assignment, count, output_file, positive
+from aioserve.arguments import Parser, count, positive
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.document import Candidate, Document, compare, encode, load_candidates
+from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
+from aioserve.lab.comparison.candidates import Candidate, load_candidates
+from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.knee import Knee, Probe, search
-from aioserve.lab.comparison.measures import Slo
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
 from aioserve.lab.simulation.parallel import choose_num_jobs
@@ -32,7 +33,7 @@ DEFAULT_SEEDS = 5
 
 def run_compare(words: Sequence[str]) -> int:
     """`aioserve compare`; returns the exit code. Raises `AioserveError`."""
-    parser = _parser("compare", "Run several configurations on the same requests.")
+    parser = Parser("compare", description="Run several configurations on the same requests.")
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser).add_argument(
         "--replay",
@@ -41,7 +42,7 @@ def run_compare(words: Sequence[str]) -> int:
     )
     _add_common(parser)
     _add_jobs(parser)
-    _add_html(parser)
+    add_output(parser, "--html", help="write a report with plots")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
     )
@@ -70,7 +71,9 @@ def run_compare(words: Sequence[str]) -> int:
 
 def run_search(words: Sequence[str]) -> int:
     """`aioserve search`; returns the exit code. Raises `AioserveError`."""
-    parser = _parser("search", "Find the highest rate at which a configuration meets its SLO.")
+    parser = Parser(
+        "search", description="Find the highest rate at which a configuration meets its SLO."
+    )
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser)
     _add_common(parser, seeds=1)
@@ -122,7 +125,7 @@ def _knee_in_words(candidate: Candidate, knee: Knee) -> str:
 
 def run_sweep(words: Sequence[str]) -> int:
     """`aioserve sweep`; returns the exit code. Raises `AioserveError`."""
-    parser = _parser("sweep", "Run a configuration with several values of one setting.")
+    parser = Parser("sweep", description="Run a configuration with several values of one setting.")
     parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _add_workload(parser)
     _add_common(
@@ -131,7 +134,7 @@ def run_sweep(words: Sequence[str]) -> int:
         "scheduler.options.chunk_size=64,128,256; more --set with one value each hold for all",
     )
     _add_jobs(parser)
-    _add_html(parser)
+    add_output(parser, "--html", help="write a report with plots")
     arguments = parser.parse_args(words)
     swept = [(name, value) for name, value in arguments.set if _is_list(value)]
     if len(swept) != 1:
@@ -173,10 +176,6 @@ def _is_list(value: str) -> bool:
     return "," in value and value[0] not in "[{"
 
 
-def _parser(command: str, description: str) -> Parser:
-    return Parser(command, description=description)
-
-
 def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Returns the group in which exactly one says where requests come from."""
     group = parser.add_argument_group("workload")
@@ -187,9 +186,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiv
         help=".yaml, or the name of a shipped one: a description; .csv: an Azure trace; "
         ".jsonl: a Mooncake trace or request log",
     )
-    group.add_argument(
-        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
-    )
+    add_time_scale(group)
     group.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds")
     group.add_argument(
         "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
@@ -213,28 +210,10 @@ def _add_common(
         metavar="N",
         help=f"repetitions with other requests (default: {seeds}; 1 for a trace)",
     )
-    parser.add_argument(
-        "--slo",
-        type=Slo.parse,
-        metavar="LIMITS",
-        help="for goodput, in seconds: ttft=0.5,tpot=0.05,e2e=10",
-    )
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.NAME=VALUE",
-        action="append",
-        default=[],
-        type=assignment,
-        help=set_help,
-    )
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write all numbers")
+    add_slo(parser)
+    add_settings(parser, set_help)
+    add_output(parser, "--json", help="write all numbers")
     parser.set_defaults(live=False)
-
-
-def _add_html(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--html", metavar="FILE", type=output_file, help="write a report with plots"
-    )
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:

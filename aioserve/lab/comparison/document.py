@@ -4,14 +4,11 @@ Runs every configuration on every seed, in rounds, and puts all numbers into one
 data. Knows nothing about how it is shown.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from aioserve.config import EngineConfig
 from aioserve.lab.comparison.bootstrap import (
     Difference,
     Sampling,
@@ -20,133 +17,27 @@ from aioserve.lab.comparison.bootstrap import (
     compare_totals,
     sample,
 )
+from aioserve.lab.comparison.candidates import (
+    Candidate,
+    other_differences,
+    prepare,
+    stated_weights,
+)
 from aioserve.lab.comparison.groups import (
     compare_groups,
     group_requests,
     list_groups,
     summarize_groups,
 )
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, Slo, statistics_of, tidy
+from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, statistics_of, tidy
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.parallel import simulate_all
-from aioserve.lab.simulation.run import Progress, check_fits, run_live, simulated
+from aioserve.lab.simulation.run import Progress, run_live
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Workload
-from aioserve.model_info import ModelInfo
-from aioserve.scheduler import available_policies
-from aioserve.shipped import config_names
 
 NUM_VICTIMS = 5
-# They change who is served and where, and what is noted, not how requests are scheduled.
-IGNORED_SECTIONS = ("server", "shadow")
-IGNORED_SETTINGS = ("scheduler.policy", "scheduler.decision_log", "scheduler.request_log")
-# Options of policies that say what clients are due: a number each.
-WEIGHT_OPTIONS = ("weights", "tickets")
-
 Document = dict[str, Any]
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A configuration that takes part, under a short name."""
-
-    name: str
-    config: EngineConfig
-
-
-def load_candidates(
-    paths: Sequence[str], overrides: Sequence[tuple[str, Any]] = ()
-) -> list[Candidate]:
-    """Named after their files; `overrides` are laid over all. Raises `ConfigError`.
-
-    A policy stands for the default settings with it: `file.py`, `file.py:Class`, `module:Class`, or
-    the name of one that was installed and has no configuration of its own.
-    """
-    stems = [path.rpartition(":")[2] if ":" in path else Path(path).stem for path in paths]
-    names = stems if len(set(stems)) == len(stems) else list(paths)
-    names = [
-        name if names.index(name) == i else f"{name} ({names[: i + 1].count(name)})"
-        for i, name in enumerate(names)
-    ]
-    return [
-        Candidate(name, _load(path, overrides)) for name, path in zip(names, paths, strict=True)
-    ]
-
-
-def _load(path: str, overrides: Sequence[tuple[str, Any]]) -> EngineConfig:
-    is_policy = ":" in path or path.endswith(".py")
-    if is_policy or (path in available_policies() and path not in config_names()):
-        return EngineConfig.load(None, [("scheduler.policy", path), *overrides])
-    return EngineConfig.load(path, overrides)
-
-
-def other_differences(first: EngineConfig, second: EngineConfig) -> list[str]:
-    """Settings in which two configurations differ besides the policy and its options."""
-    a, b = _flat(msgspec.to_builtins(first)), _flat(msgspec.to_builtins(second))
-    return [
-        f"{name} ({a.get(name)} against {b.get(name)})"
-        for name in sorted(a | b)
-        if a.get(name) != b.get(name)
-        and name.split(".")[0] not in IGNORED_SECTIONS
-        and name not in IGNORED_SETTINGS
-        and not name.startswith("scheduler.options")
-    ]
-
-
-def prepare(
-    candidates: list[Candidate], workloads: list[Workload], *, is_live: bool, clip: bool
-) -> tuple[list[Candidate], list[Workload], list[str]]:
-    """Candidates and workloads that fit each other, and what had to be done for that.
-
-    Raises `ConfigError` if a request can never run under some candidate.
-    """
-    notes = []
-    if clip:
-        limit = min(ModelInfo(c.config.model).max_model_len for c in candidates)
-        clipped = [workload.clipped(limit) for workload in workloads]
-        workloads = [workload for workload, _ in clipped]
-        if num := sum(count for _, count in clipped):
-            notes.append(f"{num} requests were shortened to {limit} tokens.")
-    if not is_live:
-        longest = max(workload.longest for workload in workloads)
-        raised = [Candidate(c.name, simulated(c.config, longest)) for c in candidates]
-        if raised != [Candidate(c.name, simulated(c.config)) for c in candidates]:
-            notes.append(
-                f"max_model_len is {longest}, the longest request: the configurations leave it "
-                "open, and what is simulated has no positions."
-            )
-        candidates = raised
-        for candidate in candidates:
-            for workload in workloads:
-                check_fits(candidate.config, workload)
-    return candidates, workloads, notes
-
-
-def stated_weights(
-    candidates: Sequence[Candidate], workload: Workload
-) -> tuple[list[dict[str, float]], str]:
-    """What clients are due under each candidate, and who says so ("" if nobody does).
-
-    The workload has the first word. Otherwise what one configuration states holds for those that
-    state nothing, unless several state different things: then each is measured by its own.
-    """
-    if workload.weights:
-        return [workload.weights] * len(candidates), "the workload"
-    own = []
-    for candidate in candidates:
-        options = candidate.config.scheduler.options
-        stated = [options[name] for name in WEIGHT_OPTIONS if isinstance(options.get(name), dict)]
-        own.append(
-            {
-                str(client): float(weight)
-                for weights in stated
-                for client, weight in weights.items()
-                if isinstance(weight, int | float) and weight > 0
-            }
-        )
-    different = [weights for i, weights in enumerate(own) if weights and weights not in own[:i]]
-    if len(different) == 1:
-        owner = candidates[own.index(different[0])].name
-        return different * len(candidates), f"configuration {owner}"
-    return own, "each configuration" if different else ""
 
 
 def compare(
@@ -324,16 +215,6 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
         "prompt_tokens": sum(r.num_prompt_tokens for r in first.requests),
         "output_tokens": sum(r.max_tokens for r in first.requests),
     }
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
 
 
 def encode(document: Document) -> bytes:

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.document import Candidate, prepare
-from aioserve.lab.comparison.measures import RunMeasures, Slo, tidy
+from aioserve.lab.comparison.candidates import Candidate, prepare
+from aioserve.lab.comparison.measures import RunMeasures, tidy
 from aioserve.lab.simulation.run import Progress, simulate
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Workload
 
 MAX_DOUBLINGS = 12  # away from the workload's own rate, before giving up

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aioserve.errors import ConfigError
 from aioserve.lab.comparison.service import Floats, jain_index, service_by_client
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Workload
 
 Ints = npt.NDArray[np.int64]
@@ -25,28 +24,6 @@ MAX_BLOCKS = 50  # of consecutive requests, for the bootstrap
 REQUESTS_PER_BLOCK = 20
 
 PER_REQUEST = ("ttft", "tpot", "e2e")
-
-
-class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request must not exceed to count as good, in seconds; None: any."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2e: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Slo":
-        """From `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
-        try:
-            pairs = dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
-            slo = msgspec.convert(pairs, cls, strict=False)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise ConfigError(
-                f"an SLO looks like ttft=0.5,tpot=0.05,e2e=10 (seconds), got {text!r}: {error}"
-            ) from error
-        if not any(limit is not None and limit > 0 for limit in msgspec.structs.astuple(slo)):
-            raise ConfigError(f"the SLO {text!r} sets no limit above 0")
-        return slo
 
 
 class RunMeasures:

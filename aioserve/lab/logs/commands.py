@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import Parser, assignment, output_file
+from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output, add_settings
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import WhatIf, what_if
 from aioserve.watch.reader import DecisionLog
@@ -36,13 +37,8 @@ def run_replay(argv: Sequence[str]) -> int:
     )
     parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
     parser.add_argument("--policy", help="another policy, as for serve")
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.NAME=VALUE",
-        action="append",
-        default=[],
-        type=assignment,
-        help="another scheduler or cache setting, or scheduler.options.NAME; repeatable",
+    add_settings(
+        parser, "another scheduler or cache setting, or scheduler.options.NAME; repeatable"
     )
     args = parser.parse_args(argv)
     log = DecisionLog(args.log)
@@ -58,9 +54,7 @@ def run_trace(argv: Sequence[str]) -> int:
         description="Turn a decision log into a trace for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", type=output_file, help="where to (default: FILE.json)"
-    )
+    add_output(parser, "-o", "--output", help="where to (default: FILE.json)")
     parser.add_argument(
         "--no-reasons",
         action="store_true",

@@ -22,7 +22,7 @@ from aioserve.cli import main
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab.bench.load import Load, Target
 from aioserve.lab.bench.summary import render, summarize
-from aioserve.lab.comparison.measures import Slo
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.server.app import listening

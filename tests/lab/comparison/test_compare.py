@@ -9,11 +9,12 @@ import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.document import Candidate, Document, compare, encode, other_differences
-from aioserve.lab.comparison.measures import Slo
+from aioserve.lab.comparison.candidates import Candidate, other_differences
+from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.rows import NOISE
 from aioserve.lab.comparison.words import headline, remarks, render_table
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.synthetic import ClosedLoop, WorkloadSpec, generate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.lab.comparison.document import Candidate, Document, compare
+from aioserve.lab.comparison.candidates import Candidate
+from aioserve.lab.comparison.document import Document, compare
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate, read_spec
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest

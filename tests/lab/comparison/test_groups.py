@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.lab.comparison.document import Candidate, Document, compare
+from aioserve.lab.comparison.candidates import Candidate
+from aioserve.lab.comparison.document import Document, compare
 from aioserve.lab.comparison.group_words import group_tables, render_groups
 from aioserve.lab.comparison.groups import MAX_LISTED, group_requests
 from aioserve.lab.comparison.report import render_html

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from aioserve.errors import ConfigError
-from aioserve.lab.comparison.measures import RunMeasures, Slo, block_numbers, jain_index, quantile
+from aioserve.lab.comparison.measures import RunMeasures, block_numbers, jain_index, quantile
 from aioserve.lab.simulation.outcome import RequestOutcome, RunOutcome
+from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 
 WORKLOAD = Workload(

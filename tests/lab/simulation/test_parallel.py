@@ -4,7 +4,8 @@ import pytest
 
 from aioserve.cli import main as command
 from aioserve.config import EngineConfig
-from aioserve.lab.comparison.document import Candidate, compare, encode
+from aioserve.lab.comparison.candidates import Candidate
+from aioserve.lab.comparison.document import compare, encode
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.workloads.source import WorkloadSource
 

@@ -1,0 +1,47 @@
+"""Arguments that several commands of the lab have: declared once, so that they mean the same.
+
+Knows argparse and what the arguments are for. Knows no command.
+"""
+
+import argparse
+
+from aioserve.arguments import assignment, output_file, positive
+from aioserve.lab.slo import Slo
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, help: str = "a setting, as for serve; repeatable"
+) -> None:
+    """`--set`, as a list of (dotted name, value)."""
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.NAME=VALUE",
+        action="append",
+        default=[],
+        type=assignment,
+        help=help,
+    )
+
+
+def add_slo(parser: argparse.ArgumentParser) -> None:
+    """`--slo`, as an `Slo`."""
+    parser.add_argument(
+        "--slo",
+        type=Slo.parse,
+        metavar="LIMITS",
+        help="for goodput, in seconds: ttft=0.5,tpot=0.05,e2e=10",
+    )
+
+
+def add_time_scale(group: argparse._ArgumentGroup) -> None:
+    """`--time-scale`, above 0."""
+    group.add_argument(
+        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
+    )
+
+
+def add_output(
+    parser: argparse.ArgumentParser, *flags: str, help: str, metavar: str = "FILE"
+) -> None:
+    """A file that the command writes when its work is done."""
+    parser.add_argument(*flags, metavar=metavar, type=output_file, help=help)

@@ -1,0 +1,30 @@
+"""What a request must not exceed to count as good: the limits behind goodput.
+
+Knows how they are written. Measures nothing.
+"""
+
+import msgspec
+
+from aioserve.errors import ConfigError
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request must not exceed to count as good, in seconds; None: any."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """From `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
+        try:
+            pairs = dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
+            slo = msgspec.convert(pairs, cls, strict=False)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"an SLO looks like ttft=0.5,tpot=0.05,e2e=10 (seconds), got {text!r}: {error}"
+            ) from error
+        if not any(limit is not None and limit > 0 for limit in msgspec.structs.astuple(slo)):
+            raise ConfigError(f"the SLO {text!r} sets no limit above 0")
+        return slo
