@@ -7,15 +7,15 @@ about aioserve's own server.
 import asyncio
 import io
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from aioserve.errors import AioserveError
+from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.outcome import RequestOutcome
-from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt, replied_to
+from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt
 
 # Common words, a token each for most tokenizers: prompts for servers that take no token ids.
 _TEXT = (
@@ -25,8 +25,6 @@ _TEXT = (
 )
 WORDS = _TEXT.split()
 LARGE_BODY = 1 << 20  # aiohttp warns of bytes longer than this: it writes them at once
-
-Clock = Callable[[], float]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,29 +110,20 @@ _decode_models = msgspec.json.Decoder(_Models).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Load:
+class Load(Clients):
     """A workload on its way to a server; `exchanges` and totals can be read at any time."""
 
     def __init__(
-        self, target: Target, workload: Workload, progress: Callable[[int], None] = lambda _: None
+        self, target: Target, workload: Workload, progress: Progress = lambda count: None
     ) -> None:
+        super().__init__(workload, time.perf_counter, progress)
         self.target = target
-        self.workload = workload
         self.exchanges = [Exchange() for _ in workload.requests]
         self.model = target.model
         self.sends_ids = target.endpoint == "completions" and target.prompts != "text"
         self.seconds = 0.0  # from the first request to the last answer
         self.cpu_seconds = 0.0  # of this process meanwhile
         self.is_cut = False
-        self._progress = progress
-        self._clock: Clock = time.perf_counter
-        self._start = 0.0
-        self._replies: dict[int, list[int]] = {}
-        self._is_replied_to = replied_to(workload.requests)
-        self._followers: dict[int, list[int]] = {}
-        for i, request in enumerate(workload.requests):
-            if request.follows >= 0:
-                self._followers.setdefault(request.follows, []).append(i)
 
     async def run(
         self, *, warmup: tuple[WorkloadRequest, ...] = (), max_seconds: float | None = None
@@ -152,14 +141,14 @@ class Load:
         ) as session:
             self._session = session
             await self._meet(warmup)
-            self._start, cpu = self._clock(), time.process_time()
+            self.start, cpu = self.clock(), time.process_time()
             try:
                 async with asyncio.timeout(max_seconds):
-                    await self._play()
+                    await self.come()
             except TimeoutError:
                 self.is_cut = True
             finally:  # also when interrupted
-                self.seconds = self._clock() - self._start
+                self.seconds = self.clock() - self.start
                 self.cpu_seconds = time.process_time() - cpu
 
     async def _meet(self, warmup: tuple[WorkloadRequest, ...]) -> None:
@@ -186,42 +175,21 @@ class Load:
             return_exceptions=True,
         )
 
-    async def _play(self) -> None:
-        requests = self.workload.requests
-        openers = [i for i, request in enumerate(requests) if request.follows < 0]
-        openers.sort(key=lambda i: requests[i].arrival)
-        async with asyncio.TaskGroup() as tasks:
-            for i in openers:
-                due = self._start + requests[i].arrival
-                if due > self._clock():
-                    await asyncio.sleep(due - self._clock())
-                tasks.create_task(self._serve(i, due, tasks))
-
-    async def _serve(self, i: int, due: float, tasks: asyncio.TaskGroup) -> None:
-        """One request to its end, then those that follow it."""
+    async def ask(self, i: int, due: float) -> list[int]:
         request, exchange = self.workload.requests[i], self.exchanges[i]
-        prompt = build_prompt(request, self.target.vocab_size, self._replies)
+        prompt = build_prompt(request, self.target.vocab_size, self.replies)
         exchange.is_sent = True
-        exchange.arrival = self._clock() - self._start
-        exchange.lateness = exchange.arrival + self._start - due
+        exchange.arrival = self.clock() - self.start
+        exchange.lateness = exchange.arrival + self.start - due
+        reply: list[int] = []
         try:
-            reply = await self._send(request, prompt, exchange, i in self._is_replied_to)
-            if i in self._is_replied_to:
-                self._replies[i] = reply
+            reply = await self._send(request, prompt, exchange, i in self.is_replied_to)
         except ServerError as error:
             exchange.error = error.kind, str(error)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
             exchange.error = _kind(error), str(error) or type(error).__name__
-        exchange.end = self._clock() - self._start
-        self._progress(1)
-        for follower in self._followers.get(i, ()):
-            tasks.create_task(self._follow(follower, tasks))
-
-    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
-        due = self._clock() + self.workload.requests[i].arrival
-        if self.workload.requests[i].arrival > 0:
-            await asyncio.sleep(self.workload.requests[i].arrival)
-        await self._serve(i, due, tasks)
+        exchange.end = self.clock() - self.start
+        return reply
 
     async def _send(
         self,
@@ -272,7 +240,7 @@ class Load:
         token_ids: list[int] = []
         rest = b""
         async for received in content.iter_any():
-            now = self._clock() - self._start
+            now = self.clock() - self.start
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 if not line.startswith(b"data:") or line.startswith((b"data: [D", b"data:[D")):

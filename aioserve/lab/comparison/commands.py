@@ -20,8 +20,8 @@ from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.knee import Knee, Probe, search
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
+from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.parallel import choose_num_jobs
-from aioserve.lab.simulation.run import Progress
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload

@@ -31,8 +31,9 @@ from aioserve.lab.comparison.groups import (
 )
 from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, statistics_of, tidy
 from aioserve.lab.comparison.timeline import distributions, timelines
+from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.parallel import simulate_all
-from aioserve.lab.simulation.run import Progress, run_live
+from aioserve.lab.simulation.run import run_live
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Workload
 

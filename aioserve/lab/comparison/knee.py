@@ -11,7 +11,8 @@ import numpy as np
 from aioserve.errors import ConfigError
 from aioserve.lab.comparison.candidates import Candidate, prepare
 from aioserve.lab.comparison.measures import RunMeasures, tidy
-from aioserve.lab.simulation.run import Progress, simulate
+from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.run import simulate
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.workload import Workload
 

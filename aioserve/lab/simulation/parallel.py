@@ -12,8 +12,9 @@ from multiprocessing import active_children, get_context, parent_process, resour
 from threading import Thread, current_thread, main_thread
 
 from aioserve.config import EngineConfig
+from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.outcome import RunOutcome
-from aioserve.lab.simulation.run import Progress, simulate
+from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Workload
 
 # A process has to import everything anew, about two seconds: what so many requests take.

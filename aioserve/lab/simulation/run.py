@@ -6,7 +6,7 @@ Knows nothing about measures or other configurations.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -16,13 +16,13 @@ from aioserve.engine import AsyncEngine
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
+from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.outcome import ObservedRunner, RequestOutcome, RunObserver, RunOutcome
 from aioserve.lab.workloads.workload import (
     Workload,
     WorkloadRequest,
     build_prompt,
-    replied_to,
     text_tokens,
 )
 from aioserve.model_info import ModelInfo
@@ -30,8 +30,6 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 
 NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
-
-Progress = Callable[[int], None]  # told how many more requests have ended
 
 
 def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:
@@ -100,7 +98,7 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
     assert isinstance(loop, VirtualClockEventLoop)
     runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
     async with AsyncEngine(config, runner=runner) as engine:
-        clients = _Clients(engine, workload, progress, is_live=False)
+        clients = _EngineClients(engine, workload, progress, is_live=False)
         runner.on_step = clients.observer.note
         return await clients.run()
 
@@ -109,7 +107,7 @@ async def _run_live(config: EngineConfig, workload: Workload, progress: Progress
     runner = ObservedRunner(make_runner(config, ModelInfo(config.model)))
     async with AsyncEngine(config, runner=runner) as engine:
         await _warm_up(engine)
-        clients = _Clients(engine, workload, progress, is_live=True)
+        clients = _EngineClients(engine, workload, progress, is_live=True)
         runner.observer = clients.observer
         return await clients.run()
 
@@ -121,31 +119,22 @@ async def _warm_up(engine: AsyncEngine) -> None:
         pass
 
 
-class _Clients:
-    """Everybody who asks: they arrive when the workload says, and wait for the end."""
+class _EngineClients(Clients):
+    """They ask an engine in this process."""
 
     def __init__(
         self, engine: AsyncEngine, workload: Workload, progress: Progress, *, is_live: bool
     ) -> None:
         """The run begins now. Raises `ConfigError` if a request is too long for the engine."""
         workload.check_fits(engine.max_model_len)
+        super().__init__(workload, clock_of(asyncio.get_running_loop()), progress)
         self._engine = engine
-        self._requests = workload.requests
-        self._progress = progress
         self._is_live = is_live
         self._vocab_size = engine.model_info.vocab_size
-        self._followers: dict[int, list[int]] = {}
-        for i, request in enumerate(workload.requests):
-            if request.follows >= 0:
-                self._followers.setdefault(request.follows, []).append(i)
-        self._is_replied_to = replied_to(workload.requests)
-        self._replies: dict[int, list[int]] = {}
-        self._clock = clock_of(asyncio.get_running_loop())
-        self._start = self._clock()
         self._outcome = RunOutcome(len(workload.requests))
         self.observer = RunObserver(
             self._outcome,
-            start=self._start,
+            start=self.start,
             interval=max(workload.duration, 1.0) / NUM_STATES,
             get_stats=engine.get_stats,
             notes_tokens=not is_live,
@@ -153,44 +142,29 @@ class _Clients:
 
     async def run(self) -> RunOutcome:
         """Until the last request has ended."""
-        openers = [i for i, r in enumerate(self._requests) if r.follows < 0]
-        openers.sort(key=lambda i: self._requests[i].arrival)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for i in openers:
-                    await self._sleep_until(self._start + self._requests[i].arrival)
-                    tasks.create_task(self._serve(i, tasks))
+            await self.come()
         except ExceptionGroup as group:
             failed = group.subgroup(AioserveError)
             if failed is None:
                 raise
             raise _as_one(failed) from group
         self.observer.close()
-        self._outcome.end = self._clock() - self._start
+        self._outcome.end = self.clock() - self.start
         return self._outcome
 
-    async def _sleep_until(self, time: float) -> None:
-        if time > self._clock():
-            await asyncio.sleep(time - self._clock())
-
-    async def _serve(self, i: int, tasks: asyncio.TaskGroup) -> None:
-        """One request to its end, then those that follow it."""
+    async def ask(self, i: int, due: float) -> list[int]:
         outcome = self._outcome.requests[i]
-        outcome.arrival = self._clock() - self._start
+        outcome.arrival = self.clock() - self.start
+        token_ids: list[int] = []
         try:
-            await self._send(i, self._requests[i], outcome)
+            token_ids = await self._send(i, self.workload.requests[i], outcome)
         except EngineOverloadedError:
             outcome.finish_reason = "refused"
-        outcome.end = self._clock() - self._start
-        self._progress(1)
-        for follower in self._followers.get(i, ()):
-            tasks.create_task(self._follow(follower, tasks))
+        outcome.end = self.clock() - self.start
+        return token_ids
 
-    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
-        await asyncio.sleep(self._requests[i].arrival)
-        await self._serve(i, tasks)
-
-    async def _send(self, i: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+    async def _send(self, i: int, request: WorkloadRequest, outcome: RequestOutcome) -> list[int]:
         params = SamplingParams(
             max_tokens=request.max_tokens,
             ignore_eos=True,
@@ -199,7 +173,7 @@ class _Clients:
             output_kind="delta" if self._is_live else "final_only",
         )
         stream = await self._engine.add_request(
-            build_prompt(request, self._vocab_size, self._replies),
+            build_prompt(request, self._vocab_size, self.replies),
             params,
             request_id=str(i),
             priority=request.priority,
@@ -212,13 +186,12 @@ class _Clients:
                 token_ids += output.token_ids
                 outcome.num_cached_tokens = output.num_cached_tokens
                 if self._is_live:
-                    now = self._clock() - self._start
+                    now = self.clock() - self.start
                     outcome.token_times.extend([now] * len(output.token_ids))
                 if output.finish_reason is not None:
                     outcome.finish_reason = output.finish_reason
         outcome.num_output_tokens = len(token_ids)
-        if i in self._is_replied_to:
-            self._replies[i] = token_ids
+        return token_ids
 
 
 def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:

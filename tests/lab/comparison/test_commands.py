@@ -226,10 +226,10 @@ SAYS_WHEN_IT_RUNS = """
 import sys
 from aioserve.cli import main
 from aioserve.lab.simulation import parallel, run
-def say(*arguments, make=run._Clients.__init__, **options):
+def say(*arguments, make=run._EngineClients.__init__, **options):
     print("running", flush=True)
     make(*arguments, **options)
-run._Clients.__init__ = say
+run._EngineClients.__init__ = say
 submit = parallel.ProcessPoolExecutor.submit
 parallel.ProcessPoolExecutor.submit = lambda *words: print("running", flush=True) or submit(*words)
 if __name__ == "__main__":

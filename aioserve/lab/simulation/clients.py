@@ -1,0 +1,59 @@
+"""Clients who ask when a workload says: at a time, or after the end of what they follow.
+
+Knows arrivals and turns. Whom they ask, and what is kept of the answer, a derived class says.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from aioserve.lab.workloads.workload import Workload, replied_to
+
+Progress = Callable[[int], None]  # told how many more requests have ended
+
+
+class Clients(ABC):
+    """Everybody who asks. Times are those of `clock`, in seconds; `start` is the run's second 0."""
+
+    def __init__(self, workload: Workload, clock: Callable[[], float], progress: Progress) -> None:
+        self.workload = workload
+        self.clock = clock
+        self.start = clock()
+        self.replies: dict[int, list[int]] = {}  # token ids, of those that later prompts hold
+        self.is_replied_to = replied_to(workload.requests)
+        self._progress = progress
+        self._followers: dict[int, list[int]] = {}
+        for i, request in enumerate(workload.requests):
+            if request.follows >= 0:
+                self._followers.setdefault(request.follows, []).append(i)
+
+    @abstractmethod
+    async def ask(self, i: int, due: float) -> list[int]:
+        """Send request number `i`, which is `due` now; the token ids of its whole reply."""
+
+    async def come(self) -> None:
+        """Until the last request has ended."""
+        requests = self.workload.requests
+        openers = [i for i, request in enumerate(requests) if request.follows < 0]
+        openers.sort(key=lambda i: requests[i].arrival)
+        async with asyncio.TaskGroup() as tasks:
+            for i in openers:
+                due = self.start + requests[i].arrival
+                if due > self.clock():
+                    await asyncio.sleep(due - self.clock())
+                tasks.create_task(self._serve(i, due, tasks))
+
+    async def _serve(self, i: int, due: float, tasks: asyncio.TaskGroup) -> None:
+        """One request to its end, then those that follow it."""
+        reply = await self.ask(i, due)
+        if i in self.is_replied_to:
+            self.replies[i] = reply
+        self._progress(1)
+        for follower in self._followers.get(i, ()):
+            tasks.create_task(self._follow(follower, tasks))
+
+    async def _follow(self, i: int, tasks: asyncio.TaskGroup) -> None:
+        pause = self.workload.requests[i].arrival
+        due = self.clock() + pause
+        await asyncio.sleep(pause)
+        await self._serve(i, due, tasks)
