@@ -129,13 +129,15 @@ def test_a_policy_that_says_so_knows_what_its_steps_took() -> None:
     class Timed(FCFSScheduler):
         uses_step_time = True
 
-    harnesses = [SchedulerHarness(policy, step_seconds=0.25) for policy in (Timed, FCFSScheduler)]
-    for harness in harnesses:
-        harness.add_request("a", [1, 2, 3], max_tokens=4)
-        harness.run_until_idle()
-    timed, untimed = (harness.scheduler for harness in harnesses)
-    assert isinstance(timed, BaseScheduler)
+    timed, untimed = SchedulerHarness(Timed), SchedulerHarness(FCFSScheduler).scheduler
+    timed.add_request("a", [1, 2, 3], max_tokens=2)
+    for seconds in (0.5, 0.25):
+        timed.schedule()
+        timed.wait(seconds)
+        timed.receive()
+    assert isinstance(timed.scheduler, BaseScheduler)
     assert isinstance(untimed, BaseScheduler)
-    assert (timed.step_time.num_steps, timed.step_time.last_seconds) == (4, 0.25)
+    step_time = timed.scheduler.step_time
+    assert (step_time.num_steps, step_time.last_seconds) == (2, 0.25)
     with pytest.raises(PolicyError, match=r"FCFSScheduler .* without uses_step_time = True"):
         _ = untimed.step_time
