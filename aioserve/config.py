@@ -19,6 +19,7 @@ from aioserve.shipped import find_config
 from aioserve.yaml_file import read_yaml
 
 EMBEDDED_MODEL = "embedded"
+DEFAULT_STEP_BUDGET = 2048
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
@@ -124,7 +125,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 256
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
-        Meta(description="most tokens in one step (default: 2048, or max_model_len if larger)"),
+        Meta(
+            description=f"most tokens in one step (default: {DEFAULT_STEP_BUDGET}, "
+            "or max_model_len if larger)"
+        ),
     ] = None
     long_prefill_token_threshold: Annotated[
         PositiveInt | None, Meta(description="most tokens of one prompt in one step (default: any)")
@@ -172,6 +176,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         str | None,
         Meta(description="file to note arrival and lengths of every request in (default: none)"),
     ] = None
+
+    def step_budget(self, max_model_len: int) -> int:
+        """Most tokens in one step: as set, else enough for one whole request."""
+        return self.max_num_batched_tokens or max(DEFAULT_STEP_BUDGET, max_model_len)
 
     @property
     def depth(self) -> int:

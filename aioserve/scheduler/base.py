@@ -27,8 +27,6 @@ from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.succession import Switchable
 from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-
 
 class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
@@ -192,9 +190,7 @@ class BaseScheduler(Switchable):
                         f"policy {cls.__name__} runs whole prompts, so {name} ({limit}) must be at "
                         f"least max_model_len ({max_model_len})"
                     )
-        if config.max_num_batched_tokens is None:
-            return max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
-        return config.max_num_batched_tokens
+        return config.step_budget(max_model_len)
 
     # SchedulerInterface.
 

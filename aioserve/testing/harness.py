@@ -33,8 +33,6 @@ from aioserve.testing.violation import ContractViolation, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-
 
 @dataclass(slots=True)
 class _StepInFlight:
@@ -108,7 +106,7 @@ class SchedulerHarness:
             drafter=drafter,
         )
         self.ledger = Ledger()
-        budget = max_num_batched_tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
+        budget = self.config.step_budget(max_model_len)
         self.planned = PlannedBatch(self.config, self.ledger, num_blocks, block_size, budget)
         self.steps: list[SchedulerOutput] = []
         self.requests: dict[str, Request] = {}  # the latest of each name

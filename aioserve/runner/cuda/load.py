@@ -37,7 +37,6 @@ from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048  # as the scheduler's, or one whole request if that is longer
 INSTALL_LINE = "pip install 'aioserve[gpu]'"
 
 
@@ -70,9 +69,7 @@ def make_executor(
     query_dtype, max_model_len = model.kv_cache_spec.dtype, info.max_model_len
     spec = with_kv_dtype(model.kv_cache_spec, config)
     num_rows = config.scheduler.max_num_seqs
-    num_tokens = config.scheduler.max_num_batched_tokens or max(
-        DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len
-    )
+    num_tokens = config.scheduler.step_budget(max_model_len)
     choose_token = choose_draw(device)
     flashinfer = find_flashinfer(model, spec, query_dtype)
     sizes: tuple[int, ...] = ()
