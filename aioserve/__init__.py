@@ -6,14 +6,14 @@ Importing this package loads no torch; the names below are imported when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from aioserve.version import __version__
+
 if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, RequestStream
     from aioserve.outputs import FinishReason, RequestOutput
     from aioserve.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncClient": "aioserve.client",

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from aioserve import __version__
 from aioserve.arguments import EXIT_USAGE, Parser, assignment
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.nearest import did_you_mean
+from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from aioserve import __version__
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.errors import UnknownModelError
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ModelCard, ModelList
+from aioserve.version import __version__
 
 _encoder = msgspec.json.Encoder()
 _STARTED = int(time.time())

@@ -11,12 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
+from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, EngineOverloadedError, PolicyError, RequestError
-
-if TYPE_CHECKING:
-    from aioserve.testing.harness import SchedulerHarness
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -36,12 +34,28 @@ class Call:
     refusal: str = ""  # the error that the scheduler's door raised
 
 
+class Harness(Protocol):
+    """What this module needs of a harness."""
+
+    policy: type[Any]
+    setup: dict[str, Any]  # what it was made with, besides the policy
+    config: SchedulerConfig
+    calls: list[Call]
+    is_in_call: bool
+    steps: list[Any]  # that were planned
+    tolerates_errors: bool
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are planned and not received."""
+
+
 def recorded(method: Method) -> Method:
     """A method of the harness whose calls from outside are kept in `calls`."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def call(self: "SchedulerHarness", /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Harness, /, *args: Any, **kwargs: Any) -> Any:
         if self.is_in_call:
             return method(self, *args, **kwargs)
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
@@ -62,12 +76,12 @@ def recorded(method: Method) -> Method:
     return cast(Method, call)
 
 
-def refusals(harness: "SchedulerHarness") -> tuple[type[Exception], ...]:
+def refusals(harness: Harness) -> tuple[type[Exception], ...]:
     """What a call of this harness may raise that breaks no rule."""
     return (*REFUSALS, PolicyError) if harness.tolerates_errors else REFUSALS
 
 
-def make_calls(harness: "SchedulerHarness", calls: Iterable[Call]) -> None:
+def make_calls(harness: Harness, calls: Iterable[Call]) -> None:
     """Make the calls on a new harness, but for those that nobody could make as things stand."""
     for call in calls:
         if _is_possible(harness, call.method):
@@ -75,7 +89,7 @@ def make_calls(harness: "SchedulerHarness", calls: Iterable[Call]) -> None:
                 getattr(harness, call.method)(**call.arguments)
 
 
-def _is_possible(harness: "SchedulerHarness", method: str) -> bool:
+def _is_possible(harness: Harness, method: str) -> bool:
     if method in ("receive", "fail_steps"):
         return harness.num_in_flight > 0
     if method in ("plan", "schedule", "discard_step"):
@@ -83,7 +97,7 @@ def _is_possible(harness: "SchedulerHarness", method: str) -> bool:
     return True
 
 
-def write_program(harness: "SchedulerHarness") -> str:
+def write_program(harness: Harness) -> str:
     """The calls of a harness as a program that anybody can run."""
     policy, used = harness.policy, {"from aioserve.testing import SchedulerHarness"}
     begin = [""]

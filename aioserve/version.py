@@ -1,0 +1,3 @@
+"""The version of this package, which its modules, its commands and its files name."""
+
+__version__ = "0.1.0"
