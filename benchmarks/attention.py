@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.runner.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.attention.compiled import CompiledAttention
-from aioserve.runner.attention.torch_paged import TorchPagedAttention
+from aioserve.runner.attention.torch_paged import AttentionBackend, TorchPagedAttention
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 9, 3, 64, 16
 CACHE_BYTES = 200 << 20  # of all layers: more than the last level of cache

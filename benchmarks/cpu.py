@@ -26,7 +26,8 @@ from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
-from aioserve.runner.loader import resolve_dtype
+from aioserve.runner.cpu.load import with_dtype
+from aioserve.runner.loader import named_dtype
 
 PARTS = ("floors", "steps", "breakdown", "engine")
 FLOOR_ROWS = (1, 4, 16, 64, 512, 2048)
@@ -123,7 +124,7 @@ def main() -> None:
     machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
     path = model_path(args.model)
     info = ModelInfo(ModelConfig(model=str(path)))
-    dtype = resolve_dtype(args.dtype)
+    dtype = named_dtype(with_dtype(ModelConfig(dtype=args.dtype)).dtype)
     shapes = Shapes.of(info.hf_config, dtype)
     names = args.cases and {name.strip() for name in args.cases.split(",")}
     if names and (unknown := names - {case.name for case in CASES}):

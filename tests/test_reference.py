@@ -56,10 +56,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model_path: Path) -> list[Any]:
     """What `transformers` generates for each prompt alone."""
-    from aioserve.runner.loader import resolve_dtype
+    from aioserve.runner.loader import named_dtype
     from tests.greedy import GreedyReference
 
-    model = GreedyReference(model_path, resolve_dtype(DTYPE))
+    model = GreedyReference(model_path, named_dtype(DTYPE))
     return [model.tokens(prompt, MAX_TOKENS) for prompt in make_prompts()]
 
 

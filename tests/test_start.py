@@ -36,7 +36,7 @@ main(["--policy", "fcfs"])
 def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = importlib.import_module("aioserve.runner.loader")
+    loading = importlib.import_module("aioserve.runner.cpu.load")
     monkeypatch.setitem(BAR, "delay", 0.0)  # the embedded model is loaded sooner
     reader, writer = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:
@@ -44,7 +44,7 @@ def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
     with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
         monkeypatch.setattr(sys, "stderr", stderr)
         config = ModelConfig()
-        loader.load_model(config, ModelInfo(config))
+        loading.load_model_on_cpu(config, ModelInfo(config))
         monkeypatch.undo()
         stderr.write("end")
         stderr.flush()

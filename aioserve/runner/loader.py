@@ -3,7 +3,6 @@
 Knows `transformers` and file formats; knows nothing about blocks, batches or requests.
 """
 
-import gc
 import inspect
 import json
 import logging
@@ -23,9 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner import machine
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -35,7 +32,7 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
-from aioserve.runner.fused import CPU, NotFusedError, Place, fuse
+from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
@@ -70,25 +67,16 @@ class AnyModel(ServedModel):
         return logits if self._takes_logits_to_keep else logits[keep]
 
 
-def load_model(config: ModelConfig, info: ModelInfo, place: Place = CPU) -> ServedModel:
+def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
     """Load the weights of `info.path`, for the fast tier if `config` and the model allow it.
 
-    Raises `ConfigError` in one line if a file is missing or damaged, or if the architecture needs
-    more than causal attention over tokens.
+    What dtype "auto" means is known to the side that `place` is on, which has put it in. Raises
+    `ConfigError` in one line if a file is missing or damaged, or if the architecture needs more
+    than causal attention over tokens.
     """
     check_architecture(info)
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
-    dtype = resolve_dtype(config.dtype)
-    model = prepare_model(_from_pretrained(config, info, dtype, place.device), config, info, place)
-    if config.dtype != "auto" or model.is_compiled or machine.has_native_bf16():
-        return model
-    if dtype == torch.float32:
-        return model
-    logger.info("%s is loaded again, as float32: the CPU has no bfloat16 of its own", model.name)
-    del model
-    gc.collect()  # modules know each other
-    module = _from_pretrained(config, info, torch.float32, place.device)
-    return prepare_model(module, config, info, place)
+    return prepare_model(_from_pretrained(config, info, place.device), config, info, place)
 
 
 def prepare_model(
@@ -120,22 +108,16 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo) -> int:
     num_elements = sum(_num_elements(file) for file in _weight_files(info.path))
     if config.fused and getattr(info.hf_config, "tie_word_embeddings", False):
         num_elements += info.vocab_size * info.hf_config.hidden_size
-    return num_elements * resolve_dtype(config.dtype).itemsize
+    return num_elements * named_dtype(config.dtype).itemsize
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """The compute type for a `--dtype` setting; "auto" is right if our kernels serve the model."""
-    if name != "auto":
-        return {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }[name]
-    try:
-        is_fast = machine.has_native_bf16() or load_kernels().is_fast
-    except KernelsUnavailableError:
-        is_fast = False
-    return torch.bfloat16 if is_fast else torch.float32
+def named_dtype(name: str) -> torch.dtype:
+    """The compute type of a `--dtype` setting, once "auto" is resolved."""
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -164,16 +146,14 @@ def _num_elements(file: Path) -> int:
         raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
 
 
-def _from_pretrained(
-    config: ModelConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _from_pretrained(config: ModelConfig, info: ModelInfo, device: torch.device) -> nn.Module:
     # With accelerate, files are read straight to a device; without, through the host's memory.
     is_direct = device.type != "cpu" and find_spec("accelerate") is not None
     try:
         with _quiet_transformers():
             module, report = AutoModelForCausalLM.from_pretrained(
                 info.path,
-                dtype=dtype,
+                dtype=named_dtype(config.dtype),
                 attn_implementation=ATTN_IMPLEMENTATION,
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,

@@ -14,17 +14,18 @@ from aioserve.kernels import compute_thread_ids
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner import machine
-from aioserve.runner.attention import StepInputs, create_attention_backend
-from aioserve.runner.attention.backend import ModelInputs
+from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.compiled import create_attention_backend
 from aioserve.runner.compute_threads import ComputeThreads
-from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.kv_pool import (
+from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
+from aioserve.runner.cpu.memory import (
     MIB,
     check_memory,
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
-from aioserve.runner.loader import load_model, num_weight_bytes, resolve_dtype
+from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.loader import named_dtype, num_weight_bytes
 from aioserve.runner.sampler import SampledTokens, sample
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -48,7 +49,7 @@ class ModelRunner:
         self._threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
         machine.keep_freed_memory()
         self._check_memory()
-        loaded = load_model(config.model, self._model_info)
+        loaded = load_model_on_cpu(config.model, self._model_info)
         machine.give_back_freed_memory()
         spec = loaded.kv_cache_spec
         self.num_kv_blocks = choose_num_kv_blocks(
@@ -85,9 +86,9 @@ class ModelRunner:
 
     def _check_memory(self) -> None:
         config, info = self._config, self._model_info
-        itemsize = resolve_dtype(config.model.dtype).itemsize
-        per_token = expected_bytes_per_token(info.hf_config, itemsize)
-        weights = num_weight_bytes(config.model, info)
+        model = with_dtype(config.model)
+        per_token = expected_bytes_per_token(info.hf_config, named_dtype(model.dtype).itemsize)
+        weights = num_weight_bytes(model, info)
         check_memory(config, weights, per_token, info.max_model_len)
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ from driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner.loader import resolve_dtype
+from aioserve.runner.loader import named_dtype
 from aioserve.runner.model_runner import ModelRunner
 from tests.greedy import GreedyReference
 from tests.models import make_model
@@ -56,7 +56,7 @@ def generate_reference(model_path: Callable[..., Path]) -> Callable[..., Any]:
 
     def generate(kind: str, prompt: list[int], num_tokens: int, dtype: str = DTYPE) -> Any:
         if (kind, dtype) not in references:
-            references[kind, dtype] = GreedyReference(model_path(kind), resolve_dtype(dtype))
+            references[kind, dtype] = GreedyReference(model_path(kind), named_dtype(dtype))
         return references[kind, dtype].tokens(prompt, num_tokens)
 
     return generate

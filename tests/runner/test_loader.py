@@ -11,13 +11,15 @@ import pytest
 import torch
 from driver import make_config
 
+from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner import machine
-from aioserve.runner.attention import StepInputs, create_attention_backend
-from aioserve.runner.attention.backend import ModelInputs
-from aioserve.runner.loader import AnyModel, load_model, resolve_dtype
+from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.compiled import create_attention_backend
+from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
+from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 
@@ -38,7 +40,7 @@ STEP = StepInputs(
 
 def load(path: Path, **model: Any) -> ServedModel:
     config = make_config(path, **model).model
-    return load_model(config, ModelInfo(config))
+    return load_model_on_cpu(config, ModelInfo(config))
 
 
 def refusal(path: Path, **model: Any) -> str:
@@ -213,18 +215,18 @@ def choose_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        ("off", torch.float32),
-        ("baseline", torch.float32 if IS_X86 else torch.bfloat16),
-        ("avx2", torch.bfloat16),
-        ("avx512", torch.bfloat16),
+        ("off", "float32"),
+        ("baseline", "float32" if IS_X86 else "bfloat16"),
+        ("avx2", "bfloat16"),
+        ("avx512", "bfloat16"),
     ],
 )
 def test_auto_is_bfloat16_where_our_kernels_make_it_fast(
-    variant: str, dtype: torch.dtype, choose_kernels: Callable[[str], None]
+    variant: str, dtype: str, choose_kernels: Callable[[str], None]
 ) -> None:
     choose_kernels(variant)
-    assert resolve_dtype("auto") == dtype
-    assert resolve_dtype("float16") == torch.float16
+    assert with_dtype(ModelConfig(dtype="auto")).dtype == dtype
+    assert with_dtype(ModelConfig(dtype="float16")).dtype == "float16"
 
 
 def test_auto_is_bfloat16_where_the_cpu_has_it(
@@ -232,7 +234,7 @@ def test_auto_is_bfloat16_where_the_cpu_has_it(
 ) -> None:
     choose_kernels("off")
     monkeypatch.setattr(machine, "has_native_bf16", lambda: True)
-    assert resolve_dtype("auto") == torch.bfloat16
+    assert with_dtype(ModelConfig(dtype="auto")).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("phi", torch.float32)])

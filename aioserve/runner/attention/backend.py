@@ -1,16 +1,13 @@
-"""What every attention backend is given and must do. No implementation here."""
+"""What attention is given and must do, wherever it computes. No implementation here."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from aioserve.runner.attention.kv_memory import KVMemory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -95,17 +92,3 @@ class LayerAttention(ABC):
         the w - 1 before it. `softcap` = c: scores become c * tanh(score / c) (Gemma 2). `sinks`
         [Hq]: a logit per head that takes part in the softmax and carries no value (gpt-oss).
         """
-
-
-class AttentionBackend(LayerAttention):
-    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
-
-    description = ""  # for the log: what computes, and why nothing faster does
-
-    def __init__(self, memory: "KVMemory") -> None:
-        self.memory = memory  # `prepare` trusts that the blocks of its step are committed
-        self.key_caches, self.value_caches = memory.key_caches, memory.value_caches
-
-    @abstractmethod
-    def prepare(self, step: StepInputs) -> None:
-        """Derive what all layers of this step share."""

@@ -1,4 +1,4 @@
-"""Paged attention by the compiled kernels: the cache, and one call per layer.
+"""Paged attention by the compiled kernels, one call per layer; and the choice of a backend.
 
 Knows which shapes the kernels serve; knows nothing about requests or models.
 """
@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioserve.kernels import Kernels
-from aioserve.runner.attention.backend import AttentionBackend, KVCacheSpec, StepInputs
+from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
+from aioserve.runner.attention.backend import KVCacheSpec, StepInputs
 from aioserve.runner.attention.kv_memory import KVMemory
+from aioserve.runner.attention.torch_paged import AttentionBackend, TorchPagedAttention
 
 MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
 
@@ -93,6 +94,27 @@ class CompiledAttention(AttentionBackend):
             sinks=None if sinks is None else sinks.float(),
         )
         return out
+
+
+def create_attention_backend(
+    spec: KVCacheSpec, num_kv_blocks: int, block_size: int
+) -> AttentionBackend:
+    """Allocate the KV cache behind the fastest backend that this machine can run.
+
+    Its `description` says which that is, and why not a faster one.
+    """
+    try:
+        kernels = load_kernels()
+        obstacle = CompiledAttention.why_not(spec)
+    except KernelsUnavailableError as error:
+        obstacle = str(error)
+    if obstacle is None:
+        backend: AttentionBackend = CompiledAttention(kernels, spec, num_kv_blocks, block_size)
+        backend.description = f"compiled kernels, {kernels.variant}"
+    else:
+        backend = TorchPagedAttention(spec, num_kv_blocks, block_size)
+        backend.description = f"plain torch, without the compiled kernels: {obstacle}"
+    return backend
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Paged attention in plain torch operations: the fallback that runs wherever torch runs.
+"""Paged attention on the CPU: the seam, and the fallback in plain torch operations.
 
-One code path for decodes and prompt chunks: the queries of a step are cut into items of at most
-`QUERY_BLOCK` tokens of one row; items of like shape form a group; a group gathers its KV blocks
-once per layer and is two batched matrix products. Knows nothing about requests or models.
+The fallback has one code path for decodes and prompt chunks: the queries of a step are cut into
+items of at most `QUERY_BLOCK` tokens of one row; items of like shape form a group; a group gathers
+its KV blocks once per layer and is two batched products. Knows nothing about requests or models.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import AttentionBackend, IntArray, KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import IntArray, KVCacheSpec, LayerAttention, StepInputs
 from aioserve.runner.attention.kv_memory import KVMemory
 
 # Not `scaled_dot_product_attention`: on one core it took 7 times as long for 48 decodes at 512
@@ -21,6 +22,20 @@ from aioserve.runner.attention.kv_memory import KVMemory
 QUERY_BLOCK = 128  # longer ones waste causally masked work, shorter ones gather KV more often
 GROUP_ELEMENTS = 1 << 21  # gathered keys, or scores, of one pass: what should stay in the caches
 MAX_PADDING = 0.25  # share of a group's longest context that shorter ones may waste
+
+
+class AttentionBackend(LayerAttention):
+    """Owns the KV cache; used from one thread: `prepare`, then `forward` once per layer."""
+
+    description = ""  # for the log: what computes, and why nothing faster does
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.memory = memory  # `prepare` trusts that the blocks of its step are committed
+        self.key_caches, self.value_caches = memory.key_caches, memory.value_caches
+
+    @abstractmethod
+    def prepare(self, step: StepInputs) -> None:
+        """Derive what all layers of this step share."""
 
 
 class TorchPagedAttention(AttentionBackend):

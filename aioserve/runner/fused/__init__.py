@@ -13,19 +13,17 @@ from tqdm import tqdm
 from aioserve.errors import ConfigError
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
-from aioserve.runner.fused.compiled import CompiledOps
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
-from aioserve.runner.fused.place import CPU, Place
+from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
-from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CPU", "FusedModel", "NotFusedError", "Place", "fuse"]
+__all__ = ["FusedModel", "NotFusedError", "Place", "fuse"]
 
 
 class FusedModel(ServedModel):
@@ -71,8 +69,8 @@ def fuse(
         for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
             linear._parameters.clear()  # what is left of them is one fused copy
     decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
-    if WholeDecoder.serves(layers, head):
-        whole = WholeDecoder(embedding, layers, parts.norm, head, ops)
+    whole = place.create_whole_decoder(embedding, layers, parts.norm, head, ops)
+    if whole is not None:
         difference = proof.difference(whole, decoder)
         if difference is None:
             decoder = whole
@@ -80,7 +78,7 @@ def fuse(
             logger.warning(
                 "%s: the compiled loop over layers is not used: %s", original.name, difference
             )
-    return FusedModel(original, decoder, isinstance(ops, CompiledOps))
+    return FusedModel(original, decoder, ops.is_compiled)
 
 
 def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]:

@@ -1,13 +1,17 @@
-"""A fused decoder's operations by the compiled kernels of this CPU.
+"""A fused decoder's operations on the CPU: by our compiled kernels, or by torch on packed weights.
 
-Knows which sizes they serve; knows nothing about model classes.
+Knows the seams of `runner.fused`, and which sizes the kernels serve; knows nothing about model
+classes.
 """
 
+import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
-from aioserve.runner.attention.compiled import CompiledAttention
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.compiled import CompiledAttention, create_attention_backend
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
+from aioserve.runner.fused.linear import pack_linear
 from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,
@@ -17,12 +21,23 @@ from aioserve.runner.fused.ops import (
     TorchOps,
 )
 from aioserve.runner.fused.panels import PanelLinear
+from aioserve.runner.fused.place import Place
+from aioserve.runner.fused.whole import WholeDecoder
 
 _MULTIPLE = 16  # numbers in a row
 
 
-class CompiledOps(TorchOps):
+class PackedOps(TorchOps):
+    """Plain torch, on weights that are laid out once."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return pack_linear(weight, bias)
+
+
+class CompiledOps(PackedOps):
     """Kernels, also for the products if there are some; one call per operation, nothing checked."""
+
+    is_compiled = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -77,11 +92,34 @@ class CompiledOps(TorchOps):
         return attended.view(len(qkv), -1)
 
 
-def create_ops(spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
-    """The fastest operations here, for rows of these sizes and the attention of `spec`."""
-    if CompiledAttention.why_not(spec) or any(size % _MULTIPLE for size in row_sizes):
-        return TorchOps()
-    try:
-        return CompiledOps(load_kernels())
-    except KernelsUnavailableError:
-        return TorchOps()
+class CpuPlace(Place):
+    """This machine, with or without compiled kernels."""
+
+    device = torch.device("cpu")
+
+    def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
+        if CompiledAttention.why_not(spec) or any(size % _MULTIPLE for size in row_sizes):
+            return PackedOps()
+        try:
+            return CompiledOps(load_kernels())
+        except KernelsUnavailableError:
+            return PackedOps()
+
+    def begin_alone(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
+    ) -> tuple[ModelInputs, LayerAttention]:
+        backend = create_attention_backend(spec, num_blocks, block_size)
+        backend.prepare(step)
+        return ModelInputs.of(step), backend
+
+    def create_whole_decoder(
+        self,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
+    ) -> FusedDecoder | None:
+        if not WholeDecoder.serves(layers, head):
+            return None
+        return WholeDecoder(embedding, layers, norm, head, ops)

@@ -7,8 +7,9 @@ import functools
 import logging
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from aioserve.runner.fused.ops import PlainLinear
 
 logger = logging.getLogger(__name__)
 
@@ -18,18 +19,8 @@ logger = logging.getLogger(__name__)
 _ROWS_HINT = 16  # the layout for this number of rows serves all numbers as well as their own
 
 
-class PlainLinear:
-    """x @ weight.T + bias on the weight as it is."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-
 class PackedLinear:
-    """The same on a copy of the weight in oneDNN's own layout."""
+    """x @ weight.T + bias on a copy of the weight in oneDNN's own layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
@@ -42,9 +33,9 @@ class PackedLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear | PackedLinear:
-    """The faster of the two for this machine and type."""
-    can_pack = weight.device.type == "cpu" and _can_pack(weight.dtype)
-    return PackedLinear(weight, bias) if can_pack else PlainLinear(weight, bias)
+    """The faster layout for this machine and type."""
+    kind = PackedLinear if _can_pack(weight.dtype) else PlainLinear
+    return kind(weight, bias)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.fused.linear import pack_linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
@@ -47,6 +46,8 @@ class AttentionLayer:
 class Ops(ABC):
     """One thread, one step at a time: `begin`, then the operations of all layers in order."""
 
+    is_compiled = False  # whether our own kernels do all of them
+
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made."""
@@ -75,11 +76,21 @@ class Ops(ABC):
         """
 
 
+class PlainLinear:
+    """x @ weight.T + bias on the weight as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
 class TorchOps(Ops):
     """Plain torch operations, in the arithmetic of `transformers`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return pack_linear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         self._attention = attention

@@ -1,16 +1,16 @@
 """Where a model computes, as far as fusing it has to know: its device, operations, attention.
 
-`CPU` is one; `cuda.fused` has the other. Knows nothing about model classes.
+`cpu.fused` has one and `cuda.fused` the other. Knows nothing about model classes.
 """
 
 from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
 
-from aioserve.runner.attention import StepInputs, create_attention_backend
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
-from aioserve.runner.fused.compiled import create_ops
-from aioserve.runner.fused.ops import Ops
+from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
+from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
 
 
 class Place(ABC):
@@ -28,19 +28,13 @@ class Place(ABC):
     ) -> tuple[ModelInputs, LayerAttention]:
         """One step on a KV cache of its own, made for it."""
 
-
-class _CPU(Place):
-    device = torch.device("cpu")
-
-    def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
-        return create_ops(spec, row_sizes)
-
-    def begin_alone(
-        self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
-    ) -> tuple[ModelInputs, LayerAttention]:
-        backend = create_attention_backend(spec, num_blocks, block_size)
-        backend.prepare(step)
-        return ModelInputs.of(step), backend
-
-
-CPU: Place = _CPU()
+    def create_whole_decoder(
+        self,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
+    ) -> FusedDecoder | None:
+        """A decoder that takes less than one operation after the other, where there is one."""
+        return None

@@ -16,7 +16,7 @@ from aioserve.kernels import Kernels
 from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs, torch_paged
 from aioserve.runner.attention.compiled import CompiledAttention
 from aioserve.runner.attention.torch_paged import TorchPagedAttention
-from aioserve.runner.loader import resolve_dtype
+from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPE, VARIANTS
 
 BLOCK_SIZE = 4
@@ -83,7 +83,7 @@ class PagedSequences:
         key_dim, value_dim = dims
         self.keys, self.values = (
             [
-                torch.randn(n, num_kv_heads, dim, generator=generator).to(resolve_dtype(dtype))
+                torch.randn(n, num_kv_heads, dim, generator=generator).to(named_dtype(dtype))
                 for n in lengths
             ]
             for dim in dims
@@ -94,7 +94,7 @@ class PagedSequences:
         random.Random(0).shuffle(blocks)
         self.block_table = np.array(blocks, dtype=np.int32).reshape(len(lengths), width)
         layer = LayerSpec(num_kv_heads, key_dim, value_dim)
-        spec = KVCacheSpec((layer,), resolve_dtype(dtype))
+        spec = KVCacheSpec((layer,), named_dtype(dtype))
         self.backend = make_backend(spec, len(blocks), BLOCK_SIZE)
         # what was never written, and what others left behind, must not matter
         for cache in (*self.backend.key_caches, *self.backend.value_caches):

@@ -20,11 +20,11 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
 from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import load as loading
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import why_not
 from aioserve.runner.cuda.graphs import capture_sizes
-from aioserve.runner.loader import load_model
 from aioserve.scheduler.output import SchedulerOutput
 
 
@@ -41,7 +41,7 @@ def settings(path: Path, **runner: Any) -> EngineConfig:
 @torch.inference_mode()
 def build(config: EngineConfig, device: FakeDevice) -> StepExecutor:
     info = ModelInfo(config.model)
-    model = load_model(config.model, info)
+    model = load_model_on_cpu(config.model, info)
     return loading.make_executor(config, info, model, device, device.card())
 
 

@@ -24,12 +24,12 @@ from aioserve.errors import (
 )
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
+from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.loader import load_model
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.models import VOCAB_SIZE
@@ -71,7 +71,7 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
 
     def build() -> StepExecutor:
         info = ModelInfo(config.model)
-        loaded = load_model(config.model, info)
+        loaded = load_model_on_cpu(config.model, info)
         limits = Limits(
             num_rows=config.scheduler.max_num_seqs,
             num_tokens=64,

@@ -17,6 +17,7 @@ from fake_device import FakeDevice
 
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
@@ -82,7 +83,7 @@ def check_kind(kind: str, path: str) -> None:
     assert isinstance(fused, FusedModel)
     assert isinstance(fused.decoder._ops, TritonOps)
     plain_config = make_config(directory, fused=False).model
-    plain = load_model(plain_config, ModelInfo(plain_config))
+    plain = load_model_on_cpu(plain_config, ModelInfo(plain_config))
     assert generate(fused, 4) == generate(plain, 4)
 
 

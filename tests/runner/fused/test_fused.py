@@ -13,14 +13,15 @@ from torch import Tensor
 from aioserve import kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
-from aioserve.runner.attention import StepInputs, create_attention_backend
-from aioserve.runner.attention.backend import ModelInputs
+from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.compiled import create_attention_backend
+from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.fused import FusedModel, NotFusedError
 from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops
 from aioserve.runner.fused.recognize import _rms_norm
 from aioserve.runner.fused.whole import WholeDecoder
-from aioserve.runner.loader import AnyModel, load_model
+from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 from tests.variants import DTYPE
@@ -34,7 +35,7 @@ Fields = dict[str, Any]
 
 def load(path: Path, **model: Any) -> ServedModel:
     config = make_config(path, **model).model
-    return load_model(config, ModelInfo(config))
+    return load_model_on_cpu(config, ModelInfo(config))
 
 
 def one_prompt(length: int, sampling: list[int]) -> StepInputs:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from aioserve.runner.fused import linear
-from aioserve.runner.fused.linear import PackedLinear, PlainLinear, pack_linear
-from aioserve.runner.loader import resolve_dtype
+from aioserve.runner.fused.linear import PackedLinear, pack_linear
+from aioserve.runner.fused.ops import PlainLinear
+from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPES
 
 
@@ -21,7 +22,7 @@ def _fresh_probe() -> Iterator[None]:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_float64_packed_or_not(name: str, has_bias: bool) -> None:
-    dtype, generator = resolve_dtype(name), torch.Generator().manual_seed(0)
+    dtype, generator = named_dtype(name), torch.Generator().manual_seed(0)
     weight, x, bias = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, 60), (5, 60), (70,))
     )
@@ -54,7 +55,7 @@ def test_a_cpu_that_onednn_refuses_gets_plain_products(
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
     caplog.set_level("INFO")
-    assert isinstance(pack_linear(torch.eye(16, dtype=resolve_dtype(name)), None), PlainLinear)
+    assert isinstance(pack_linear(torch.eye(16, dtype=named_dtype(name)), None), PlainLinear)
     assert "avx_ne_convert" in caplog.text
 
 

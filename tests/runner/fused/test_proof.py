@@ -15,9 +15,11 @@ from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from aioserve.runner.fused import CPU, FusedModel
+from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.fused import FusedModel
+from aioserve.runner.fused.compiled import CpuPlace
 from aioserve.runner.fused.whole import WholeDecoder
-from aioserve.runner.loader import AnyModel, load_model, prepare_model, resolve_dtype
+from aioserve.runner.loader import AnyModel, named_dtype, prepare_model
 from aioserve.runner.model_runner import ModelRunner
 from aioserve.runner.served_model import ServedModel
 from tests.models import make_model
@@ -39,7 +41,7 @@ def edited(path: Path, edit: Callable[[dict[str, Tensor]], object], **fields: An
 
 def load(path: Path, **model: Any) -> ServedModel:
     config = make_config(path, **model).model
-    return load_model(config, ModelInfo(config))
+    return load_model_on_cpu(config, ModelInfo(config))
 
 
 def nothing_added(weights: dict[str, Tensor]) -> None:
@@ -125,7 +127,7 @@ def test_a_module_that_raises_is_served_unfused_and_the_log_says_why(
 ) -> None:
     config = make_config(make_model("llama", tmp_path)).model
     module = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation=ATTN_IMPLEMENTATION, dtype=resolve_dtype(DTYPE)
+        tmp_path, attn_implementation=ATTN_IMPLEMENTATION, dtype=named_dtype(DTYPE)
     ).eval()
 
     def fail_on_long_input(_: nn.Module, args: Any) -> None:
@@ -139,7 +141,7 @@ def test_a_module_that_raises_is_served_unfused_and_the_log_says_why(
         activation = module.model.layers[1].mlp.act_fn = Moody()
         activation.dimensions = 1
     caplog.set_level("INFO")
-    model = prepare_model(module, config, ModelInfo(config), CPU)
+    model = prepare_model(module, config, ModelInfo(config), CpuPlace())
     assert isinstance(model, AnyModel)
     assert "not fused: ValueError: not today" in caplog.text
     if hook is not None:

@@ -1,0 +1,79 @@
+"""How this machine's memory is shared out: how many KV blocks to allocate, and whether they fit.
+
+Knows settings and sizes, no tensors.
+"""
+
+from typing import Any
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.runner import machine
+from aioserve.runner.kv_pool import max_useful_blocks
+
+DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded
+DEFAULT_MEMORY_LIMIT = 4 << 30  # bytes
+MIB = 1 << 20
+
+
+def check_memory(
+    config: EngineConfig, weight_bytes: int, bytes_per_token: int | None, max_model_len: int
+) -> None:
+    """Raise `ConfigError` if weights and the pool that the settings ask for do not fit together.
+
+    For use before anything is loaded: a system without memory ends the process without a word.
+    """
+    pool_bytes = 0
+    sized = config.cache.num_kv_blocks is not None or config.cache.kv_cache_gib is not None
+    if sized and bytes_per_token is not None:
+        num_blocks = choose_num_kv_blocks(config, bytes_per_token, max_model_len)
+        pool_bytes = num_blocks * config.cache.block_size * bytes_per_token
+    available = machine.available_memory()
+    if weight_bytes + pool_bytes > available:
+        pool = f" and {pool_bytes / MIB:,.0f} MiB for the KV pool" if pool_bytes else ""
+        raise ConfigError(
+            f"too little memory: {weight_bytes / MIB:,.0f} MiB for the weights{pool} are needed, "
+            f"{available / MIB:,.0f} MiB are available (cache.kv_cache_gib, cache.num_kv_blocks, "
+            "model.dtype)"
+        )
+
+
+def expected_bytes_per_token(hf_config: Any, itemsize: int) -> int | None:
+    """K and V of all layers as a configuration states them, if it uses the common fields."""
+    num_layers, num_heads, num_kv_heads, head_dim, hidden_size = (
+        getattr(hf_config, name, None)
+        for name in (
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_size",
+        )
+    )
+    if not (num_layers and num_heads and (head_dim or hidden_size)):
+        return None
+    head_dim = head_dim or hidden_size // num_heads
+    return int(2 * num_layers * (num_kv_heads or num_heads) * head_dim * itemsize)
+
+
+def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
+    """Blocks of the KV pool: the setting, else what fits into the memory meant for it.
+
+    Never more than `max_useful_blocks`, unless set. Raises `ConfigError` if not even one fits.
+    """
+    cache = config.cache
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks
+    if cache.kv_cache_gib is not None:
+        budget = int(cache.kv_cache_gib * (1 << 30))
+    else:
+        budget = min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)
+    bytes_per_block = bytes_per_token * cache.block_size
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"not one KV block fits: {cache.block_size} tokens need {bytes_per_block / MIB:.1f} "
+            f"MiB, the pool has {budget / MIB:.1f} MiB (cache.kv_cache_gib, cache.block_size)"
+        )
+    if cache.kv_cache_gib is not None:
+        return num_blocks
+    return min(num_blocks, max_useful_blocks(config, max_model_len))
