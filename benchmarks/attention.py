@@ -20,8 +20,8 @@ import torch
 
 from aioserve.kernels import Kernels, usable_variants
 from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs
-from aioserve.runner.attention.compiled import CompiledAttention
-from aioserve.runner.attention.torch_paged import AttentionBackend, TorchPagedAttention
+from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
+from aioserve.runner.cpu.compiled_attention import CompiledAttention
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 9, 3, 64, 16
 CACHE_BYTES = 200 << 20  # of all layers: more than the last level of cache

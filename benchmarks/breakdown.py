@@ -13,21 +13,22 @@ from functools import partial
 
 from steps import Case, StepBench
 
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import FusedDecoder
-from aioserve.runner.fused.whole import WholeDecoder
 
 Function = tuple[str, int, str]  # file ("~" for C code), line, name
 
 # The first that matches file:name of a function, or of the nearest caller of C code, decides.
 RULES = [
-    ("linear", r"~:.*(linear|addmm|\bmm\b)|fused/(linear|panels)\.py|kernels/__init__\.py:linear"),
-    ("attention", r"kernels/__init__\.py:(paged_attention|store_kv)|attention/.*\.py:(?!prepare)"),
+    ("linear", r"~:.*(linear|addmm|\bmm\b)|cpu/(linear|panels)\.py|kernels/__init__\.py:linear"),
+    ("attention", r"kernels/__init__\.py:(paged_attention|store_kv)"),
+    ("attention", r"attention(/\w+)?\.py:(?!prepare)"),
     ("attention", r"~:.*scaled_dot_product"),
-    ("sampling", r"runner/(sampler|logits_edits|noise|sampling_columns)\.py"),
-    ("input preparation", r"input_batch\.py|attention/.*\.py:prepare|ops.*\.py:begin"),
+    ("sampling", r"runner/(cpu/sampler|logits_edits|noise|sampling_columns)\.py"),
+    ("input preparation", r"input_batch\.py|attention\.py:prepare|ops\.py:begin"),
     (
         "norm, rotary, activation",
-        r"kernels/__init__\.py:(rms_norm|add_rms_norm|rope_store|\w+_and_mul)|fused/.*\.py"
+        r"kernels/__init__\.py:(rms_norm|add_rms_norm|rope_store|\w+_and_mul)|fused(/\w+)?\.py"
         r"|transformers/.*\.py|~:.*(silu|gelu|embedding)",
     ),
 ]

@@ -25,7 +25,7 @@ from steps import CASES, Case, StepBench, floor
 from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner import machine
+from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.load import with_dtype
 from aioserve.runner.loader import named_dtype
 

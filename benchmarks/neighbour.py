@@ -27,7 +27,7 @@ from typing import Any
 from peers import COLUMNS, Shape, run
 
 from aioserve.lab.bench.summary import Document
-from aioserve.runner.machine import default_num_threads
+from aioserve.runner.cpu.machine import default_num_threads
 
 CHOOSES = "chooses"
 ALONE, BESIDE = "alone", "beside neighbours"

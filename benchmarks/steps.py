@@ -15,7 +15,7 @@ from floors import Floors, Time, samples, summary
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_info import ModelInfo
-from aioserve.runner.model_runner import ModelRunner
+from aioserve.runner.cpu.executor import ModelRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 

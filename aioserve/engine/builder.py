@@ -260,6 +260,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
         from aioserve.runner.cuda.runner import OverlappedRunner
 
         return OverlappedRunner.on_cuda(config, model_info)
-    from aioserve.runner.threaded import ThreadedRunner
+    from aioserve.runner.cpu.runner import ThreadedRunner
 
     return ThreadedRunner(config, model_info)

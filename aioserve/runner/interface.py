@@ -1,6 +1,6 @@
 """What the engine needs from whatever computes tokens. Free of torch.
 
-Three implementations: `threaded.ThreadedRunner` (the model on the CPU, on a thread of its own),
+Three implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
 `cuda.runner.OverlappedRunner` (the model on a device that computes behind our back) and
 `simulated.SimulatedRunner` (a step-time model on the loop's clock).
 """

@@ -2,7 +2,7 @@
 
 In bfloat16 the weights of the keys and the result are each rounded to 8 bits, by at most 2^-8: no
 output may be further off than 2^-7 of the weighted mean of |V|. In float16 the result is, to 11.
-The options are tested where backends are: tests/runner/attention.
+The options are tested where backends are: tests/runner/cpu/test_attention.py.
 """
 
 from typing import Any, NamedTuple

@@ -9,8 +9,8 @@ from driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.cpu.executor import ModelRunner
 from aioserve.runner.loader import named_dtype
-from aioserve.runner.model_runner import ModelRunner
 from tests.greedy import GreedyReference
 from tests.models import make_model
 from tests.variants import DTYPE, VARIANTS

@@ -7,7 +7,7 @@ from typing import Any
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.runner.model_runner import ModelRunner
+from aioserve.runner.cpu.executor import ModelRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.variants import DTYPE

@@ -15,9 +15,9 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
-from aioserve.runner import machine
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
-from aioserve.runner.attention.compiled import create_attention_backend
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel

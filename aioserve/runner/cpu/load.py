@@ -11,8 +11,8 @@ import msgspec
 from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner import machine
-from aioserve.runner.fused.compiled import CpuPlace
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.runner import machine
+from aioserve.runner.cpu import machine
 from aioserve.runner.kv_pool import max_useful_blocks
 
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded

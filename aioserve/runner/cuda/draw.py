@@ -24,7 +24,7 @@ class DrawColumns(NamedTuple):
 
 
 def draw(logits: Tensor, columns: DrawColumns) -> Tensor:
-    """Token ids int64 [S] from `logits` [S, V] of any floating type: `sampler.sample` says how."""
+    """Token ids int64 [S] from `logits` [S, V] of any floating type, as `cpu.sampler.sample`."""
     heat = columns.temperature[:, None]
     scaled = logits.float() - logits.amax(dim=-1, keepdim=True).float()
     scaled = scaled / torch.where(heat > 0, heat, 1.0)

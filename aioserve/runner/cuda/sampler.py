@@ -1,7 +1,7 @@
 """Chooses the tokens of a step on the device, penalties and logprobs included.
 
 The host says beforehand what the rows ask for; nothing is read back before the step's one copy.
-The operations and their order are those of `runner.sampler`.
+The operations and their order are those of `runner.cpu.sampler`.
 """
 
 import itertools

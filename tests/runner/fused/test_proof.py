@@ -15,12 +15,12 @@ from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.cpu.executor import ModelRunner
+from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel
-from aioserve.runner.fused.compiled import CpuPlace
-from aioserve.runner.fused.whole import WholeDecoder
 from aioserve.runner.loader import AnyModel, named_dtype, prepare_model
-from aioserve.runner.model_runner import ModelRunner
 from aioserve.runner.served_model import ServedModel
 from tests.models import make_model
 from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config

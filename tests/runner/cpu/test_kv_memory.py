@@ -8,8 +8,9 @@ import torch
 from resident import address_space, is_resident, resident_bytes
 
 from aioserve.errors import ConfigError
-from aioserve.runner.attention import KVCacheSpec, LayerSpec, kv_memory
-from aioserve.runner.attention.kv_memory import AHEAD_TOKENS, KVMemory
+from aioserve.runner.attention import KVCacheSpec, LayerSpec
+from aioserve.runner.cpu import kv_memory
+from aioserve.runner.cpu.kv_memory import AHEAD_TOKENS, KVMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pool is zeros")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.runner.attention.backend import KVCacheSpec, StepInputs
-from aioserve.runner.attention.kv_memory import KVMemory
-from aioserve.runner.attention.torch_paged import AttentionBackend, TorchPagedAttention
+from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
+from aioserve.runner.cpu.kv_memory import KVMemory
 
 MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
 

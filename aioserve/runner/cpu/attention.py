@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.runner.attention.backend import IntArray, KVCacheSpec, LayerAttention, StepInputs
-from aioserve.runner.attention.kv_memory import KVMemory
+from aioserve.runner.cpu.kv_memory import KVMemory
 
 # Not `scaled_dot_product_attention`: on one core it took 7 times as long for 48 decodes at 512
 # tokens and, in bfloat16, 3 times as long for a chunk of 128 at 2,048.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aioserve.runner.fused import linear
-from aioserve.runner.fused.linear import PackedLinear, pack_linear
+from aioserve.runner.cpu import linear
+from aioserve.runner.cpu.linear import PackedLinear, pack_linear
 from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPES

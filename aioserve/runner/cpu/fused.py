@@ -9,9 +9,11 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
-from aioserve.runner.attention.compiled import CompiledAttention, create_attention_backend
+from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
+from aioserve.runner.cpu.linear import pack_linear
+from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.linear import pack_linear
 from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,
@@ -20,9 +22,7 @@ from aioserve.runner.fused.ops import (
     RMSNorm,
     TorchOps,
 )
-from aioserve.runner.fused.panels import PanelLinear
 from aioserve.runner.fused.place import Place
-from aioserve.runner.fused.whole import WholeDecoder
 
 _MULTIPLE = 16  # numbers in a row
 

@@ -15,11 +15,10 @@ from resident import is_resident, resident_bytes
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.runner import machine, model_runner
-from aioserve.runner.attention import kv_memory
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.cpu import executor, kv_memory, machine
+from aioserve.runner.cpu.executor import ModelRunner
 from aioserve.runner.cpu.memory import choose_num_kv_blocks
-from aioserve.runner.model_runner import ModelRunner
 from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
 from tests.variants import DTYPE
@@ -344,7 +343,7 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
     # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
     config = make_config(tmp_path, dtype="float32")
     monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
-    monkeypatch.setattr(model_runner, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(executor, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError) as caught:
         ModelRunner(config, ModelInfo(config.model)).load()
     assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
@@ -395,7 +394,7 @@ def test_load_says_in_one_line_what_it_chose(
     config = make_config(model_path("llama"))
     runner = ModelRunner(config, ModelInfo(config.model))
     runner.load()
-    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.model_runner"]
+    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.cpu.executor"]
     assert f"LlamaForCausalLM, fused: {DTYPE}" in record.message
     assert re.search("attention: (compiled kernels|plain torch)", record.message)
     assert "128 blocks, 1024 tokens" in record.message

@@ -12,10 +12,10 @@ from torch import Tensor
 from aioserve.kernels import load_kernels
 from aioserve.kernels.structs import DecoderStruct, LayerStruct, PackedWeight, StepStruct
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.attention.compiled import CompiledAttention
+from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
-from aioserve.runner.fused.panels import PanelLinear
 
 
 class WholeDecoder(FusedDecoder):

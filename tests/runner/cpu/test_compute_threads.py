@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aioserve.kernels import compute_thread_ids
-from aioserve.runner import compute_threads
-from aioserve.runner.compute_threads import (
+from aioserve.runner.cpu import compute_threads
+from aioserve.runner.cpu.compute_threads import (
     ENOUGH,
     MAX_PAUSE,
     MIN_PAUSE,

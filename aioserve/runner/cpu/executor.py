@@ -13,10 +13,10 @@ from aioserve.config import EngineConfig
 from aioserve.kernels import compute_thread_ids
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.runner import machine
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
-from aioserve.runner.attention.compiled import create_attention_backend
-from aioserve.runner.compute_threads import ComputeThreads
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.compiled_attention import create_attention_backend
+from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
 from aioserve.runner.cpu.memory import (
     MIB,
@@ -24,9 +24,9 @@ from aioserve.runner.cpu.memory import (
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
+from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.loader import named_dtype, num_weight_bytes
-from aioserve.runner.sampler import SampledTokens, sample
 from aioserve.scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from driver import NUM_BLOCKS, make_config
 
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.threaded import ThreadedRunner
+from aioserve.runner.cpu.runner import ThreadedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests import processes
@@ -64,7 +64,8 @@ def test_load_passes_on_config_errors_and_close_still_works(tmp_path: Path) -> N
 
 def test_importing_the_runner_loads_no_torch() -> None:
     code = (
-        "import sys, aioserve.runner.threaded; print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys, aioserve.runner.cpu.runner\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
     )
     result = processes.run(sys.executable, "-c", code, check=True)
     assert result.stdout.strip() == "set()"

@@ -16,7 +16,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.model_runner import ModelRunner
+    from aioserve.runner.cpu.executor import ModelRunner
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class ThreadedRunner(RunnerInterface):
     # What follows runs on the runner's thread.
 
     def _load(self) -> None:
-        from aioserve.runner.model_runner import ModelRunner
+        from aioserve.runner.cpu.executor import ModelRunner
 
         runner = ModelRunner(self._config, self._model_info)
         runner.load()

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels
-from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs, torch_paged
-from aioserve.runner.attention.compiled import CompiledAttention
-from aioserve.runner.attention.torch_paged import TorchPagedAttention
+from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.cpu import attention
+from aioserve.runner.cpu.attention import TorchPagedAttention
+from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.loader import named_dtype
 from tests.variants import DTYPE, VARIANTS
 
@@ -179,8 +180,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def small_groups(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sizes that make tiny inputs take every turn of the grouping."""
     with patch.context() as p:
-        p.setattr(torch_paged, "QUERY_BLOCK", 8)
-        p.setattr(torch_paged, "GROUP_ELEMENTS", 500)
+        p.setattr(attention, "QUERY_BLOCK", 8)
+        p.setattr(attention, "GROUP_ELEMENTS", 500)
         yield
 
 
@@ -260,8 +261,8 @@ def test_padding_of_a_group_is_bounded() -> None:
         sampling=np.arange(8),
         logits_indices=np.arange(8),
     )
-    plan = torch_paged._StepPlan(inputs, BLOCK_SIZE)
-    groups = plan.groups(torch_paged._LayerShape(None, 4, 2, 16))
+    plan = attention._StepPlan(inputs, BLOCK_SIZE)
+    groups = plan.groups(attention._LayerShape(None, 4, 2, 16))
     assert [(group.size, group.hidden.shape[-1]) for group in groups] == [
         (2, 400),
         (2, 100),
