@@ -15,7 +15,7 @@ from floors import Floors, Time, samples, summary
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.executor import ModelRunner
+from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -71,8 +71,7 @@ class StepBench:
             runner=RunnerConfig(threads=threads),
         )
         self._info = ModelInfo(config.model)
-        self.runner = ModelRunner(config, self._info)
-        self.runner.load()
+        self.runner = load_on_cpu(config, self._info)
         self.runner._backend.memory.commit(self.runner.num_kv_blocks)
         if _resident_bytes() < self.runner.num_kv_blocks * BLOCK_SIZE * kv_bytes_per_token:
             # All its pages would be one page of zeros, which never leaves the cache.

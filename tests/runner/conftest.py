@@ -9,7 +9,7 @@ from driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu.executor import ModelRunner
+from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
 from tests.models import make_model
@@ -36,8 +36,7 @@ def make_driver(model_path: Callable[..., Path]) -> Iterator[Callable[..., Drive
 
     def make(kind: str = "llama", **model: Any) -> Driver:
         config = make_config(model_path(kind), **model)
-        runner = ModelRunner(config, ModelInfo(config.model))
-        runner.load()
+        runner = load_on_cpu(config, ModelInfo(config.model))
         runners.append(runner)
         return Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
 

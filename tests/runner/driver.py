@@ -7,7 +7,7 @@ from typing import Any
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.runner.cpu.executor import ModelRunner
+from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.variants import DTYPE
@@ -52,7 +52,7 @@ class Sequence:
 class Driver:
     """Drives a runner step by step: `schedule({"a": 3, "b": 1})`, then `execute` in order."""
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, block_size: int) -> None:
+    def __init__(self, runner: StepExecutor, num_blocks: int, block_size: int) -> None:
         self.runner = runner
         self.block_size = block_size
         self.free_blocks = list(range(num_blocks))

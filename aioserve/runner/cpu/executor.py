@@ -1,95 +1,49 @@
-"""The model on this machine: weights, KV cache, persistent batch, one forward pass per step.
+"""One step after another on the CPU: batch, forward pass, sample.
 
-Built, used and closed on one thread. Knows nothing about requests that are not in its batch, nor
-about text.
+Used on one thread. Knows nothing about requests that are not in its batch, about text, or about how
+a model is loaded.
 """
 
 import itertools
-import logging
 
 import torch
 
-from aioserve.config import EngineConfig
-from aioserve.kernels import compute_thread_ids
-from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
-from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.compiled_attention import create_attention_backend
+from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
-from aioserve.runner.cpu.memory import (
-    MIB,
-    check_memory,
-    choose_num_kv_blocks,
-    expected_bytes_per_token,
-)
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.loader import named_dtype, num_weight_bytes
+from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
-logger = logging.getLogger(__name__)
 
+class StepExecutor:
+    """Owns weights, KV cache and batch; computes steps in the order of the calls."""
 
-class ModelRunner:
-    """Computes steps in the order of the calls."""
-
-    def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
-        self._config = config
-        self._model_info = model_info
-        self.num_kv_blocks = 0  # known after `load`
-
-    @torch.inference_mode()
-    def load(self) -> None:
-        """Load the weights and allocate the KV cache. Raises `ConfigError`."""
-        config, cache = self._config, self._config.cache
-        num_threads = config.runner.threads or machine.default_num_threads()
-        is_fixed = config.runner.threads is not None or num_threads == 1
-        self._threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
-        machine.keep_freed_memory()
-        self._check_memory()
-        loaded = load_model_on_cpu(config.model, self._model_info)
-        machine.give_back_freed_memory()
-        spec = loaded.kv_cache_spec
-        self.num_kv_blocks = choose_num_kv_blocks(
-            config, spec.bytes_per_token, self._model_info.max_model_len
-        )
-        self._backend = create_attention_backend(spec, self.num_kv_blocks, cache.block_size)
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: AttentionBackend,
+        threads: ComputeThreads,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._backend = backend
         self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
-        self._model = loaded
-        self._batch = InputBatch(
-            config.scheduler.max_num_seqs,
-            self._model_info.max_model_len,
-            cache.block_size,
-            self._model_info.vocab_size,
-        )
-        num_tokens = self.num_kv_blocks * cache.block_size
-        logger.info(
-            "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, up to %.0f "
-            "MiB as it fills; %d threads%s",
-            loaded.name,
-            str(spec.dtype).removeprefix("torch."),
-            loaded.num_parameters / 1e6,
-            self._backend.description,
-            self.num_kv_blocks,
-            num_tokens,
-            num_tokens * spec.bytes_per_token / MIB,
-            num_threads,
-            "" if is_fixed else ", fewer while steps wait for a core",
-        )
+        self._threads = threads
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size, vocab_size)
+        self._block_size = block_size
+        self.num_kv_blocks = backend.memory.num_blocks
 
     @property
     def num_compute_threads(self) -> int:
-        """For the next step; known after `load`."""
+        """For the next step."""
         return self._threads.count
-
-    def _check_memory(self) -> None:
-        config, info = self._config, self._model_info
-        model = with_dtype(config.model)
-        per_token = expected_bytes_per_token(info.hf_config, named_dtype(model.dtype).itemsize)
-        weights = num_weight_bytes(model, info)
-        check_memory(config, weights, per_token, info.max_model_len)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -102,7 +56,7 @@ class ModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
-        num_written = int(inputs.slot_mapping.max()) // self._config.cache.block_size + 1
+        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._threads.begin_step()
         self._backend.prepare(inputs)
@@ -113,23 +67,12 @@ class ModelRunner:
         return _make_output(inputs, sampled)
 
     def close(self) -> None:
-        """Give back weights and KV cache. Idempotent."""
+        """Give back weights, KV cache and threads. Idempotent."""
         if hasattr(self, "_backend"):
             self._backend.memory.close()
-        if hasattr(self, "_threads"):
-            self._threads.close()
+        self._threads.close()
         for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
-
-
-def _start_threads(count: int) -> list[int]:
-    torch.set_num_threads(count)
-    return compute_thread_ids(count)
-
-
-def _fix_threads(count: int) -> tuple[int, ...]:
-    torch.set_num_threads(count)
-    return ()
 
 
 def _highest_new_block(step: SchedulerOutput) -> int:

@@ -1,22 +1,76 @@
-"""From settings to a model on this CPU: which type, and what is tried again in another.
+"""From settings to a `StepExecutor` on this CPU: what fits, in which type, on how many threads.
 
-Knows what this CPU is good at; how weights are read and checked is known elsewhere.
+Runs on the thread that computes. The choices are made, and told, here; how weights are read and how
+a step is done is known elsewhere.
 """
 
 import gc
 import logging
+from contextlib import ExitStack
 
 import msgspec
+import torch
 
-from aioserve.config import ModelConfig
-from aioserve.kernels import KernelsUnavailableError, load_kernels
+from aioserve.config import EngineConfig, ModelConfig
+from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.compiled_attention import create_attention_backend
+from aioserve.runner.cpu.compute_threads import ComputeThreads
+from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import CpuPlace
-from aioserve.runner.loader import load_model
+from aioserve.runner.cpu.memory import (
+    MIB,
+    check_memory,
+    choose_num_kv_blocks,
+    expected_bytes_per_token,
+)
+from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def load_on_cpu(config: EngineConfig, info: ModelInfo) -> StepExecutor:
+    """Load the weights and allocate the KV cache. Raises `ConfigError`."""
+    num_threads = config.runner.threads or machine.default_num_threads()
+    is_fixed = config.runner.threads is not None or num_threads == 1
+    with ExitStack() as undo:
+        threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
+        undo.callback(threads.close)
+        machine.keep_freed_memory()
+        _check_memory(config, info)
+        model = load_model_on_cpu(config.model, info)
+        machine.give_back_freed_memory()
+        spec, block_size = model.kv_cache_spec, config.cache.block_size
+        num_blocks = choose_num_kv_blocks(config, spec.bytes_per_token, info.max_model_len)
+        backend = create_attention_backend(spec, num_blocks, block_size)
+        undo.pop_all()
+    executor = StepExecutor(
+        model,
+        backend,
+        threads,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=info.max_model_len,
+        block_size=block_size,
+        vocab_size=info.vocab_size,
+    )
+    num_tokens = num_blocks * block_size
+    logger.info(
+        "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, up to %.0f MiB "
+        "as it fills; %d threads%s",
+        model.name,
+        str(spec.dtype).removeprefix("torch."),
+        model.num_parameters / 1e6,
+        backend.description,
+        num_blocks,
+        num_tokens,
+        num_tokens * spec.bytes_per_token / MIB,
+        num_threads,
+        "" if is_fixed else ", fewer while steps wait for a core",
+    )
+    return executor
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:
@@ -41,3 +95,19 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     except KernelsUnavailableError:
         is_fast = False
     return msgspec.structs.replace(config, dtype="bfloat16" if is_fast else "float32")
+
+
+def _check_memory(config: EngineConfig, info: ModelInfo) -> None:
+    model = with_dtype(config.model)
+    per_token = expected_bytes_per_token(info.hf_config, named_dtype(model.dtype).itemsize)
+    check_memory(config, num_weight_bytes(model, info), per_token, info.max_model_len)
+
+
+def _start_threads(count: int) -> list[int]:
+    torch.set_num_threads(count)
+    return compute_thread_ids(count)
+
+
+def _fix_threads(count: int) -> tuple[int, ...]:
+    torch.set_num_threads(count)
+    return ()

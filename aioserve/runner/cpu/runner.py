@@ -1,4 +1,4 @@
-"""The model runner on a thread of its own: built, used and closed there, in order.
+"""The model on a thread of its own: loaded, used and given back there, in order.
 
 Free of torch until `load`, which imports it on that thread. Knows nothing about models.
 """
@@ -16,13 +16,13 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.cpu.executor import ModelRunner
+    from aioserve.runner.cpu.executor import StepExecutor
 
 T = TypeVar("T")
 
 
 class ThreadedRunner(RunnerInterface):
-    """Runs `ModelRunner` on one thread; steps queue up there in the order of the calls."""
+    """Runs a `StepExecutor` on one thread; steps queue up there in the order of the calls."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         """Raises `ConfigError` if the model cannot be as long as the settings ask."""
@@ -30,22 +30,22 @@ class ThreadedRunner(RunnerInterface):
         self._config = config
         self._model_info = model_info
         # inference mode and the number of compute threads are properties of a thread in torch
-        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="aioserve-runner"
         )
-        self._runner: ModelRunner | None = None
+        self._executor: StepExecutor | None = None
 
     async def load(self) -> None:
         await self._submit(self._load)
 
     @property
     def num_kv_blocks(self) -> int:
-        assert self._runner is not None, "load() first"
-        return self._runner.num_kv_blocks
+        assert self._executor is not None, "load() first"
+        return self._executor.num_kv_blocks
 
     @property
     def num_compute_threads(self) -> int | None:
-        return None if self._runner is None else self._runner.num_compute_threads
+        return None if self._executor is None else self._executor.num_compute_threads
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -53,38 +53,36 @@ class ThreadedRunner(RunnerInterface):
         return self._submit(lambda: self._execute(scheduler_output))
 
     async def close(self) -> None:
-        if self._executor is None:
+        if self._thread is None:
             return
         closed = self._submit(self._close)
-        executor, self._executor = self._executor, None
+        thread, self._thread = self._thread, None
         try:
             await closed
         finally:
-            executor.shutdown()  # the thread is idle: this only joins it
+            thread.shutdown()  # it is idle: this only joins it
 
     def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         loop = asyncio.get_running_loop()
-        if self._executor is None:
+        if self._thread is None:
             dead: asyncio.Future[T] = loop.create_future()
             dead.set_exception(RunnerDeadError("the model runner is closed"))
             return dead
-        return loop.run_in_executor(self._executor, function)
+        return loop.run_in_executor(self._thread, function)
 
     # What follows runs on the runner's thread.
 
     def _load(self) -> None:
-        from aioserve.runner.cpu.executor import ModelRunner
+        from aioserve.runner.cpu.load import load_on_cpu
 
-        runner = ModelRunner(self._config, self._model_info)
-        runner.load()
-        self._runner = runner
+        self._executor = load_on_cpu(self._config, self._model_info)
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if self._runner is None:
+        if self._executor is None:
             raise RunnerDeadError("the model runner was not loaded")
-        return self._runner.execute_model(scheduler_output)
+        return self._executor.execute_model(scheduler_output)
 
     def _close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None

@@ -16,8 +16,8 @@ from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerCo
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.cpu import executor, kv_memory, machine
-from aioserve.runner.cpu.executor import ModelRunner
+from aioserve.runner.cpu import kv_memory, load, machine
+from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.memory import choose_num_kv_blocks
 from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
@@ -287,9 +287,8 @@ def test_kv_pool_that_is_set_is_taken_as_it_is(cache: dict[str, Any]) -> None:
 def test_a_large_pool_takes_no_memory_at_load(model_path: Callable[..., Path]) -> None:
     model = make_config(model_path("llama")).model
     config = EngineConfig(model=model, cache=CacheConfig(kv_cache_gib=1))
-    runner = ModelRunner(config, ModelInfo(model))
     before = resident_bytes()
-    runner.load()
+    runner = load_on_cpu(config, ModelInfo(model))
     assert resident_bytes() - before < 256 << 20
     runner.close()
 
@@ -343,9 +342,9 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
     # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
     config = make_config(tmp_path, dtype="float32")
     monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
-    monkeypatch.setattr(executor, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(load, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError) as caught:
-        ModelRunner(config, ModelInfo(config.model)).load()
+        load_on_cpu(config, ModelInfo(config.model))
     assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
     assert "5 MiB are available (cache.kv_cache_gib" in str(caught.value)
 
@@ -377,8 +376,7 @@ def test_a_number_of_threads_that_is_set_is_fixed(
     monkeypatch.setattr(machine, "default_num_threads", lambda: 2)
     base = make_config(model_path("llama"))
     config = EngineConfig(model=base.model, cache=base.cache, runner=RunnerConfig(threads=setting))
-    runner = ModelRunner(config, ModelInfo(config.model))
-    runner.load()
+    runner = load_on_cpu(config, ModelInfo(config.model))
     assert torch.get_num_threads() == runner.num_compute_threads == 2
     assert ("2 threads, fewer while" in caplog.text) is not is_fixed
     watched = [os.readlink(f"/proc/self/fd/{file}") for file in runner._threads._files]
@@ -392,9 +390,8 @@ def test_load_says_in_one_line_what_it_chose(
 ) -> None:
     caplog.set_level("INFO")
     config = make_config(model_path("llama"))
-    runner = ModelRunner(config, ModelInfo(config.model))
-    runner.load()
-    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.cpu.executor"]
+    runner = load_on_cpu(config, ModelInfo(config.model))
+    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.cpu.load"]
     assert f"LlamaForCausalLM, fused: {DTYPE}" in record.message
     assert re.search("attention: (compiled kernels|plain torch)", record.message)
     assert "128 blocks, 1024 tokens" in record.message

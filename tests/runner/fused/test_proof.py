@@ -15,9 +15,8 @@ from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
-from aioserve.runner.cpu.executor import ModelRunner
 from aioserve.runner.cpu.fused import CpuPlace
-from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.loader import AnyModel, named_dtype, prepare_model
@@ -100,8 +99,7 @@ def test_weights_that_are_not_numbers_are_served_unfused_and_the_log_says_why(
     path = edited(tmp_path, lambda weights: weights[name].fill_(value))
     caplog.set_level("INFO")
     config = make_config(path)
-    runner = ModelRunner(config, ModelInfo(config.model))
-    runner.load()
+    runner = load_on_cpu(config, ModelInfo(config.model))
     (line,) = [r.message for r in caplog.records if r.name == "aioserve.runner.loader"]
     assert line.startswith("LlamaForCausalLM runs as transformers wrote it, not fused: ")
     driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
