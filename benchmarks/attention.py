@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
 
@@ -94,9 +94,10 @@ def measure(
     backend.prepare(step_inputs(rows, tokens, context))
     query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
     key, value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
+    options = AttentionOptions(DIM**-0.5)
     with torch.inference_mode():
         taken = median_seconds(
-            lambda turn: backend.forward(turn % num_layers, query, key, value, scaling=DIM**-0.5),
+            lambda turn: backend.forward(turn % num_layers, query, key, value, options),
             seconds,
         )
     seen = rows * (tokens * context - tokens * (tokens - 1) // 2)  # pairs of query and key

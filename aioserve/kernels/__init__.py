@@ -204,7 +204,7 @@ class Kernels:
         `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
         [num_blocks, Hkv, block_size, D], finite where a row has tokens and never read elsewhere.
         `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
-        float32 [Hq]. The options are those of `AttentionBackend.forward`, `scaling` > 0. A token's
+        float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0. A token's
         result does not depend on the other rows or on the number of threads.
         """
         _, num_heads, key_dim = query.shape

@@ -193,7 +193,8 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
         )
     if not all(map(_same, probe.queries, default.queries)):
         raise UnsupportedModelError("its positions do not count from 0")
-    if not any(call.sliding_window for call in probe.calls) and _masks_a_window(module, info):
+    has_window = any(call.options.sliding_window for call in probe.calls)
+    if not has_window and _masks_a_window(module, info):
         raise UnsupportedModelError(
             "its sliding window is only in its mask: serve it with max_model_len of at most "
             f"{info.hf_config.sliding_window}"

@@ -69,6 +69,16 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer weighs what its tokens see."""
+
+    scaling: float  # of scores
+    sliding_window: int | None = None  # w: a token sees itself and the w - 1 before it
+    softcap: float | None = None  # c: scores become c * tanh(score / c) (Gemma 2)
+    # [Hq], a logit per head that takes part in the softmax and carries no value (gpt-oss)
+    sinks: Tensor | None = None
+
+
 class LayerAttention(ABC):
     """Attention as the layers of a model call it."""
 
@@ -79,16 +89,10 @@ class LayerAttention(ABC):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Store K and V of all T tokens, then let every token attend to its own past and itself.
 
         `query` is [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv]; returns [T, Hq, Dv].
-        Query head h reads KV head h // (Hq // Hkv). `sliding_window` = w: a token sees itself and
-        the w - 1 before it. `softcap` = c: scores become c * tanh(score / c) (Gemma 2). `sinks`
-        [Hq]: a logit per head that takes part in the softmax and carries no value (gpt-oss).
+        Query head h reads KV head h // (Hq // Hkv).
         """

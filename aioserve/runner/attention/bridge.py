@@ -5,7 +5,7 @@ Knows module conventions of `transformers`; knows nothing about blocks or schedu
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, LayerSpec
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    KVCacheSpec,
+    LayerAttention,
+    LayerSpec,
+)
 
 ATTN_IMPLEMENTATION = "aioserve"
 
@@ -73,38 +78,34 @@ class PagedAttentionHandler:
         self._backend = backend
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> Tensor:
         attended = self._backend.forward(
             self._layers[module],
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
+            _options(query, kwargs),
         )
         return attended[None]
 
 
+def _options(query: Tensor, arguments: Mapping[str, Any]) -> AttentionOptions:
+    """In our words what `transformers` passes to its attention functions."""
+    scaling = arguments.get("scaling")
+    return AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=arguments.get("sliding_window"),
+        softcap=arguments.get("softcap"),
+        sinks=arguments.get("s_aux"),
+    )
+
+
 class AttentionCall(NamedTuple):
-    """How one layer calls for attention; the words are those of `AttentionBackend.forward`."""
+    """How one layer calls for attention."""
 
     num_heads: int
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    options: AttentionOptions
 
 
 class AttentionProbe:
@@ -142,15 +143,7 @@ class AttentionProbe:
             raise UnsupportedModelError("its attention looks at something other than the tokens")
         self.modules.append(module)
         self.queries.append(query)
-        scaling = kwargs.get("scaling")
-        call = AttentionCall(
-            query.shape[1],
-            query.shape[3] ** -0.5 if scaling is None else scaling,
-            kwargs.get("sliding_window"),
-            kwargs.get("softcap"),
-            kwargs.get("s_aux"),
-        )
-        self.calls.append(call)
+        self.calls.append(AttentionCall(query.shape[1], _options(query, kwargs)))
         self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3]))
         attended = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return attended.transpose(1, 2).contiguous()

@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import IntArray, KVCacheSpec, LayerAttention, StepInputs
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    IntArray,
+    KVCacheSpec,
+    LayerAttention,
+    StepInputs,
+)
 from aioserve.runner.cpu.kv_memory import KVMemory
 
 # Not `scaled_dot_product_attention`: on one core it took 7 times as long for 48 decodes at 512
@@ -55,11 +61,7 @@ class TorchPagedAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         assert self._plan is not None, "prepare() first"
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
@@ -67,10 +69,10 @@ class TorchPagedAttention(AttentionBackend):
         _store(key_cache, slots, key)
         _store(value_cache, slots, value)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        shape = _LayerShape(sliding_window, query.shape[1], key.shape[1], key.shape[2])
+        shape = _LayerShape(options.sliding_window, query.shape[1], key.shape[1], key.shape[2])
         for group in self._plan.groups(shape):
             for heads in group.passes:
-                _attend(group, heads, query, key_cache, value_cache, out, scaling, softcap, sinks)
+                _attend(group, heads, query, key_cache, value_cache, out, options)
         return out
 
 
@@ -209,9 +211,7 @@ def _attend(
     key_cache: Tensor,
     value_cache: Tensor,
     out: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> None:
     """Attention of one group over some of its KV heads, written into `out` [T, Hq, Dv]."""
     kv_rows = group.kv_rows[:, heads]
@@ -225,16 +225,16 @@ def _attend(
     q = q.view(size, -1, num_kv_heads, queries_per_kv, q.shape[-1]).permute(0, 2, 3, 1, 4)
     q = q.reshape(size * num_kv_heads, -1, q.shape[-1])
     scores = q.new_empty(q.shape[0], q.shape[1], key.shape[1])
-    torch.baddbmm(scores, q, key.transpose(1, 2), beta=0, alpha=scaling, out=scores)
+    torch.baddbmm(scores, q, key.transpose(1, 2), beta=0, alpha=options.scaling, out=scores)
     by_head = scores.view(size, num_kv_heads, queries_per_kv, -1, key.shape[1])
-    if softcap is not None:
-        torch.tanh_(by_head.div_(softcap)).mul_(softcap)
+    if options.softcap is not None:
+        torch.tanh_(by_head.div_(options.softcap)).mul_(options.softcap)
     # filled, not added: scores with what others left may be infinite in float16
     by_head.masked_fill_(group.hidden, float("-inf"))
-    if sinks is None:
+    if options.sinks is None:
         probs = torch.softmax(scores, dim=-1)  # computes in float32 for bfloat16 input
     else:
-        sink = sinks[query_heads].view(1, num_kv_heads, queries_per_kv, 1, 1)
+        sink = options.sinks[query_heads].view(1, num_kv_heads, queries_per_kv, 1, 1)
         probs = _softmax_with_sinks(by_head, sink).view_as(scores)
     attended = torch.bmm(probs, value)
     attended = attended.view(size, num_kv_heads, queries_per_kv, -1, value.shape[-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
-from aioserve.runner.attention.backend import KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
 from aioserve.runner.cpu.kv_memory import KVMemory
 
@@ -47,33 +47,13 @@ class CompiledAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         self._kernels.store_kv(_dense(key), self._slot_mapping, self.key_caches[layer])
         self._kernels.store_kv(_dense(value), self._slot_mapping, self.value_caches[layer])
-        return self.attend(
-            layer,
-            _dense(query),
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        return self.attend(layer, _dense(query), options)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """`forward` once K and V of all T tokens are in the cache, where `rope_store` puts them.
 
         The numbers of a head of `query` are contiguous, its tokens and heads need not be.
@@ -88,10 +68,10 @@ class CompiledAttention(AttentionBackend):
             self.query_start_loc,
             self.seq_lens,
             out,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks.float(),
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=None if options.sinks is None else options.sinks.float(),
         )
         return out
 

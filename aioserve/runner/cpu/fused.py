@@ -82,13 +82,7 @@ class CompiledOps(PackedOps):
             0.0 if query_norm is None else query_norm.eps,
         )
         heads = qkv.view(len(qkv), -1, layer.head_dim)
-        attended = backend.attend(
-            index,
-            heads[:, : layer.num_heads],
-            scaling=layer.scaling,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
-        )
+        attended = backend.attend(index, heads[:, : layer.num_heads], layer.options)
         return attended.view(len(qkv), -1)
 
 

@@ -103,7 +103,7 @@ def _packed(linear: Linear) -> PackedWeight:
 
 
 def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:
-    attention = layer.attention
+    attention, options = layer.attention, layer.attention.options
     query_norm, key_norm = attention.head_norms or (None, None)
     key_cache = caches.key_caches[attention.index]
     return LayerStruct(
@@ -122,11 +122,11 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
         kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         block_size=key_cache.shape[2],
-        window=attention.sliding_window or 0,
+        window=options.sliding_window or 0,
         is_gelu=layer.activation == "gelu_tanh",
         input_eps=layer.input_norm.eps,
         post_eps=layer.post_norm.eps,
         head_eps=0.0 if query_norm is None else query_norm.eps,
-        scaling=attention.scaling,
-        softcap=attention.softcap or 0.0,
+        scaling=options.scaling,
+        softcap=options.softcap or 0.0,
     )

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerAttention
 from aioserve.runner.cuda.plan import Limits, Sections, StepPlan
 
 GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 128 MiB in bfloat16, a guess
@@ -32,14 +32,10 @@ class DeviceStep(LayerAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         self.store(layer, key, value)
-        return self.attend(layer, query, scaling, sliding_window, softcap, sinks)
+        return self.attend(layer, query, options)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write K and V of the step, [T, Hkv, D], into the cache."""
@@ -48,15 +44,7 @@ class DeviceStep(LayerAttention):
         self.cache.store(layer, self._slots, key, value)
 
     @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """`forward`, once K and V of the step are stored."""
 
 
@@ -117,15 +105,7 @@ class _GatheredStep(DeviceStep):
         self._seq_lens: list[int] = plan.host.seq_lens[:rows].tolist()
         self._num_decodes = rows if plan.is_decode else plan.num_decodes
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         caches = self.cache.keys[layer], self.cache.values[layer]
         out = query.new_empty(*query.shape[:2], caches[1].shape[3])
         kv_width = caches[0].shape[2] * caches[0].shape[3]
@@ -136,10 +116,10 @@ class _GatheredStep(DeviceStep):
             )
             key_position = torch.arange(keys.shape[1], device=query.device)
             hidden = key_position > position
-            if sliding_window is not None:
-                hidden |= key_position <= position - sliding_window
+            if options.sliding_window is not None:
+                hidden |= key_position <= position - options.sliding_window
             states = query[tokens].view(rows, -1, *query.shape[1:])
-            attended = multiply(states, keys, values, hidden, scaling, softcap, sinks)
+            attended = multiply(states, keys, values, hidden, options)
             out[tokens] = attended.reshape(-1, *out.shape[1:])
         return out
 
@@ -184,20 +164,18 @@ def multiply(
     key: Tensor,
     value: Tensor,
     hidden: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """[N, Q, Hq, D] on [N, L, Hkv, D] where not `hidden` [N, Q, L]: [N, Q, Hq, Dv]."""
     size, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     grouped = query.view(size, num_queries, num_kv_heads, -1, head_dim)
-    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped, key).float() * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped, key).float() * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
-    if sinks is not None:  # one more logit, whose share is dropped
-        sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    if options.sinks is not None:  # one more logit, whose share is dropped
+        sink = options.sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], dim=-1)
     probs = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype)
     attended = torch.einsum("nhgql,nlhd->nqhgd", probs, value)

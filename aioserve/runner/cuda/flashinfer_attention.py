@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aioserve.runner.attention.backend import KVCacheSpec
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda.attention import DeviceAttention, DeviceStep, PagedCache
 from aioserve.runner.cuda.device import Device, Event
@@ -45,7 +45,7 @@ def why_not(
         if layer.key_head_dim not in HEAD_DIMS or layer.value_head_dim != layer.key_head_dim:
             dims = f"{layer.key_head_dim} and {layer.value_head_dim}"
             return f"head sizes {dims} of keys and values (it has {HEAD_DIMS})"
-        if call.sinks is not None:
+        if call.options.sinks is not None:
             return "attention sinks"
     if query_dtype not in (torch.bfloat16, torch.float16):
         return f"{str(query_dtype).removeprefix('torch.')} queries"
@@ -54,7 +54,7 @@ def why_not(
 
 def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
     """Device memory of the wrappers for so many captured sizes."""
-    num_kinds = len({call[:4] for call in calls})
+    num_kinds = len({(call.num_heads, call.options[:3]) for call in calls})
     return WORKSPACE_BYTES + num_kinds * (num_sizes + 2) * INT_WORKSPACE_BYTES
 
 
@@ -191,15 +191,7 @@ class _PlannedStep(DeviceStep):
         self._kinds = owner._kinds
         self._num_decodes = num_decodes
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """As planned; the arguments were known then."""
         size, kind = self._num_decodes, self._kinds[layer]
         cache = self.cache.keys[layer], self.cache.values[layer]
@@ -213,9 +205,10 @@ class _PlannedStep(DeviceStep):
 
 
 def _kind(call: AttentionCall, num_kv_heads: int, head_dim: int, max_model_len: int) -> LayerKind:
-    window = call.sliding_window
+    options = call.options
+    window = options.sliding_window
     if window is None or window >= max_model_len:
         window = 0  # nobody can feel it
     return LayerKind(
-        call.num_heads, num_kv_heads, head_dim, call.scaling, window - 1, call.softcap or 0.0
+        call.num_heads, num_kv_heads, head_dim, options.scaling, window - 1, options.softcap or 0.0
     )

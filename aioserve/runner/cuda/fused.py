@@ -54,10 +54,7 @@ class TritonOps(TorchOps):
             0.0 if norms is None else norms[0].eps,
         )
         query = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_heads]
-        attended = step.attend(
-            layer.index, query, layer.scaling, layer.sliding_window, layer.softcap, None
-        )
-        return attended.view(len(qkv), -1)
+        return step.attend(layer.index, query, layer.options).view(len(qkv), -1)
 
 
 class CudaPlace(Place):

@@ -15,7 +15,7 @@ from torch import Tensor
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.attention.backend import KVCacheSpec, ModelInputs
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
@@ -168,15 +168,7 @@ class NoAttention(DeviceStep):
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         pass
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         return query.new_zeros(*query.shape[:2], self.cache.values[layer].shape[3])
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
@@ -38,9 +38,7 @@ class AttentionLayer:
     # sines, any scaling included; element i of a head turns with element i + head_dim / 2
     cos_sin: Tensor
     head_norms: tuple[RMSNorm, RMSNorm] | None  # of queries and of keys, before the turn; one eps
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
+    options: AttentionOptions
 
 
 class Ops(ABC):
@@ -125,9 +123,7 @@ class TorchOps(Ops):
             _rotate(query, cos, sin),
             _rotate(key, cos, sin),
             heads[:, first_value:],
-            scaling=layer.scaling,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
+            layer.options,
         )
         return attended.view(len(qkv), -1)
 

@@ -97,7 +97,7 @@ def _layer_parts(layer: Any, index: int, probe: AttentionProbe, cos_sin: Tensor)
     num_heads = (call.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     if [part.out_features for part in qkv] != [count * head_dim for count in num_heads]:
         raise NotFusedError("its queries, keys and values are not what their projections give")
-    if call.sinks is not None:
+    if call.options.sinks is not None:
         raise NotFusedError("its attention has sinks")
     if cos_sin.shape[1] != head_dim:
         raise NotFusedError("its rotary embedding turns a part of each head")
@@ -117,9 +117,7 @@ def _layer_parts(layer: Any, index: int, probe: AttentionProbe, cos_sin: Tensor)
             head_dim=head_dim,
             cos_sin=cos_sin,
             head_norms=_head_norms(attention, head_dim),
-            scaling=call.scaling,
-            sliding_window=call.sliding_window,
-            softcap=call.softcap,
+            options=call.options,
         ),
     )
 

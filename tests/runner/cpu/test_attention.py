@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels
-from aioserve.runner.attention import KVCacheSpec, LayerSpec, StepInputs
+from aioserve.runner.attention import AttentionOptions, KVCacheSpec, LayerSpec, StepInputs
 from aioserve.runner.cpu import attention
 from aioserve.runner.cpu.attention import TorchPagedAttention
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
@@ -149,7 +149,11 @@ class PagedSequences:
 
         self.backend.prepare(inputs)
         out = self.backend.forward(
-            0, torch.cat(queries), packed(self.keys), packed(self.values), **options
+            0,
+            torch.cat(queries),
+            packed(self.keys),
+            packed(self.values),
+            AttentionOptions(**options),
         )
         expected = [
             naive_attention(

@@ -10,6 +10,7 @@ import torch
 from fake_device import FakeDevice
 from torch import Tensor
 
+from aioserve.runner.attention import AttentionOptions
 from aioserve.runner.cuda.attention import multiply
 
 
@@ -75,9 +76,10 @@ class _Wrapper:
             if state["window_left"] >= 0:
                 hidden |= torch.arange(length) < position - state["window_left"]
             cap = state["logits_soft_cap"] or None
-            out[tokens] = multiply(
-                q[None, tokens], key[None], value[None], hidden[None], state["sm_scale"], cap, None
-            )[0]
+            options = AttentionOptions(state["sm_scale"], softcap=cap)
+            out[tokens] = multiply(q[None, tokens], key[None], value[None], hidden[None], options)[
+                0
+            ]
         return out
 
 

@@ -18,7 +18,7 @@ from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerCo
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.attention.backend import KVCacheSpec, LayerSpec
+from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerSpec
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import load as loading
@@ -136,7 +136,7 @@ def test_a_torch_without_cuda_is_refused_with_what_to_do(model_path: Callable[..
 def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
     def ask(key: int, value: int, dtype: torch.dtype, sinks: Any = None) -> str | None:
         spec = KVCacheSpec((LayerSpec(2, key, value),), dtype)
-        return why_not(spec, [AttentionCall(4, 0.1, None, None, sinks)], dtype)
+        return why_not(spec, [AttentionCall(4, AttentionOptions(0.1, sinks=sinks))], dtype)
 
     for head_dim in (64, 128, 256):
         assert ask(head_dim, head_dim, torch.bfloat16) is None

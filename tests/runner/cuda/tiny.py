@@ -8,6 +8,7 @@ from fake_flashinfer import FakeFlashInfer
 from torch import Tensor
 
 from aioserve.runner.attention.backend import (
+    AttentionOptions,
     KVCacheSpec,
     LayerAttention,
     LayerSpec,
@@ -26,8 +27,8 @@ SPEC = KVCacheSpec(
     (LayerSpec(1, HEAD_DIM, HEAD_DIM), LayerSpec(1, HEAD_DIM, HEAD_DIM)), torch.float32
 )
 CALLS = (
-    AttentionCall(NUM_HEADS, 0.3, None, None, None),
-    AttentionCall(NUM_HEADS, 0.5, 6, 4.0, None),
+    AttentionCall(NUM_HEADS, AttentionOptions(0.3)),
+    AttentionCall(NUM_HEADS, AttentionOptions(0.5, sliding_window=6, softcap=4.0)),
 )
 
 
@@ -46,12 +47,10 @@ class TinyModel(ServedModel):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         x = self.embedding[inputs.input_ids] + self.places[inputs.positions]
-        for layer, (_, scaling, window, softcap, _) in enumerate(CALLS):
+        for layer, call in enumerate(CALLS):
             qkv = (x @ self.qkv[layer]).view(len(x), -1, HEAD_DIM)
             query, key, value = qkv.split((NUM_HEADS, 1, 1), dim=1)
-            attended = attention.forward(
-                layer, query, key, value, scaling=scaling, sliding_window=window, softcap=softcap
-            )
+            attended = attention.forward(layer, query, key, value, call.options)
             x = x + attended.flatten(1)
         return x[inputs.logits_rows] @ self.head
 
