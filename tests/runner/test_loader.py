@@ -1,8 +1,6 @@
 """A model directory that cannot be served is refused in one line that says what and where."""
 
 import json
-import platform
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +9,15 @@ import pytest
 import torch
 from driver import make_config
 
-from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
-from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
-from aioserve.runner.cpu.load import load_model_on_cpu, with_dtype
+from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
 STEP = StepInputs(
     req_ids=["a"],
     rows=np.arange(1),
@@ -195,77 +189,6 @@ def test_window_that_is_only_in_the_mask_is_refused_where_it_matters(tmp_path: P
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert "max_model_len of at most 32" in refusal(tmp_path)
     assert load(tmp_path, max_model_len=32)
-
-
-@pytest.fixture
-def choose_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """On a CPU without bfloat16 of its own, with this variant of the kernels, or "off"."""
-    monkeypatch.setattr(machine, "has_native_bf16", lambda: False)
-
-    def choose(variant: str) -> None:
-        if variant != "off" and variant not in usable_variants():
-            pytest.skip(f"{variant} does not run here")
-        monkeypatch.setenv("AIOSERVE_KERNELS", variant)
-        load_kernels.cache_clear()
-
-    yield choose
-    load_kernels.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("variant", "dtype"),
-    [
-        ("off", "float32"),
-        ("baseline", "float32" if IS_X86 else "bfloat16"),
-        ("avx2", "bfloat16"),
-        ("avx512", "bfloat16"),
-    ],
-)
-def test_auto_is_bfloat16_where_our_kernels_make_it_fast(
-    variant: str, dtype: str, choose_kernels: Callable[[str], None]
-) -> None:
-    choose_kernels(variant)
-    assert with_dtype(ModelConfig(dtype="auto")).dtype == dtype
-    assert with_dtype(ModelConfig(dtype="float16")).dtype == "float16"
-
-
-def test_auto_is_bfloat16_where_the_cpu_has_it(
-    choose_kernels: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose_kernels("off")
-    monkeypatch.setattr(machine, "has_native_bf16", lambda: True)
-    assert with_dtype(ModelConfig(dtype="auto")).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("phi", torch.float32)])
-def test_auto_is_float32_for_a_model_that_our_kernels_do_not_serve(
-    kind: str, dtype: torch.dtype, choose_kernels: Callable[[str], None], tmp_path: Path
-) -> None:
-    choose_kernels("avx2")
-    make_model(kind, tmp_path)
-    model = load(tmp_path, dtype="auto")
-    assert model.kv_cache_spec.dtype == dtype
-    assert load(tmp_path, dtype="bfloat16").kv_cache_spec.dtype == torch.bfloat16
-
-
-def test_machine_answers_are_sane() -> None:
-    assert 1 <= machine.default_num_threads() <= 4096
-    assert machine.available_memory() > 1 << 20
-    assert isinstance(machine.has_native_bf16(), bool)
-
-
-def test_container_limits_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    for name, text in {
-        "cpu.max": "150000 100000",
-        "memory.max": "5000",
-        "memory.current": "3000",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert machine.default_num_threads() == 1
-    assert machine.available_memory() == 2000
-    (tmp_path / "memory.max").write_text("max")
-    assert machine.available_memory() > 2000
 
 
 def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None:

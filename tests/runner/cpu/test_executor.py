@@ -1,27 +1,17 @@
 """The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
 
-import os
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from driver import BLOCK_SIZE, Driver, make_config
-from resident import is_resident, resident_bytes
+from driver import BLOCK_SIZE, Driver
+from resident import is_resident
 
-from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.cpu import kv_memory, load, machine
-from aioserve.runner.cpu.load import load_on_cpu
-from aioserve.runner.cpu.memory import choose_num_kv_blocks
+from aioserve.runner.cpu import kv_memory
 from aioserve.sampling_params import SamplingParams
-from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
-from tests.variants import DTYPE
+from tests.models import MODEL_KINDS, VOCAB_SIZE
 
 MakeDriver = Callable[..., Driver]
 Generate = Callable[..., list[int]]
@@ -257,42 +247,6 @@ def test_seeded_sampling_does_not_depend_on_schedule_row_or_neighbours(
     assert driver.sequences["again"].output[:10] == alone
 
 
-@pytest.mark.parametrize(("caches_prefixes", "expected"), [(True, 4 * 7 + 7), (False, 4 * 7)])
-def test_kv_pool_is_bounded_by_what_the_batch_can_use_and_a_share_for_prefixes(
-    caches_prefixes: bool, expected: int
-) -> None:
-    config = EngineConfig(
-        cache=CacheConfig(enable_prefix_caching=caches_prefixes),
-        scheduler=SchedulerConfig(max_num_seqs=4),
-    )
-    assert choose_num_kv_blocks(config, bytes_per_token=16, max_model_len=100) == expected
-
-
-def test_kv_pool_by_default_takes_a_quarter_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 4 << 30)
-    number = choose_num_kv_blocks(EngineConfig(), bytes_per_token=1 << 20, max_model_len=4096)
-    assert number == 64
-
-
-@pytest.mark.parametrize("cache", [{"num_kv_blocks": 5000}, {"kv_cache_gib": 5000 / 1024 / 4}])
-def test_kv_pool_that_is_set_is_taken_as_it_is(cache: dict[str, Any]) -> None:
-    config = EngineConfig(
-        cache=CacheConfig(block_size=16, **cache), scheduler=SchedulerConfig(max_num_seqs=4)
-    )
-    assert choose_num_kv_blocks(config, bytes_per_token=1 << 14, max_model_len=100) == 5000
-
-
-def test_a_large_pool_takes_no_memory_at_load(model_path: Callable[..., Path]) -> None:
-    model = make_config(model_path("llama")).model
-    config = EngineConfig(model=model, cache=CacheConfig(kv_cache_gib=1))
-    before = resident_bytes()
-    runner = load_on_cpu(config, ModelInfo(model))
-    assert resident_bytes() - before < 256 << 20
-    runner.close()
-
-
 def test_blocks_are_in_memory_before_a_step_writes_to_them(
     make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,26 +283,6 @@ def test_a_prompt_in_chunks_has_all_its_blocks_soon(
     assert memory.num_committed_blocks >= len(driver.sequences["a"].block_ids) == 38
 
 
-def test_kv_pool_that_holds_no_block_is_refused_with_numbers() -> None:
-    config = EngineConfig(cache=CacheConfig(kv_cache_gib=0.001))
-    with pytest.raises(ConfigError, match=r"16 tokens need 16.0 MiB.* 1.0 MiB"):
-        choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096)
-
-
-def test_too_little_memory_is_said_with_numbers_before_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_model("llama", tmp_path, hidden_size=512)
-    # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
-    config = make_config(tmp_path, dtype="float32")
-    monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
-    monkeypatch.setattr(load, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(ConfigError) as caught:
-        load_on_cpu(config, ModelInfo(config.model))
-    assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
-    assert "5 MiB are available (cache.kv_cache_gib" in str(caught.value)
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as is"])
 def test_tokens_do_not_depend_on_the_number_of_threads(
     fused: bool, make_driver: MakeDriver, generate_reference: Generate
@@ -362,38 +296,3 @@ def test_tokens_do_not_depend_on_the_number_of_threads(
         driver.step()
     torch.set_num_threads(1)
     assert_all_match(driver, "llama", generate_reference)
-
-
-@pytest.mark.parametrize(("setting", "is_fixed"), [(2, True), (None, False)])
-def test_a_number_of_threads_that_is_set_is_fixed(
-    setting: int | None,
-    is_fixed: bool,
-    model_path: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(machine, "default_num_threads", lambda: 2)
-    base = make_config(model_path("llama"))
-    config = EngineConfig(model=base.model, cache=base.cache, runner=RunnerConfig(threads=setting))
-    runner = load_on_cpu(config, ModelInfo(config.model))
-    assert torch.get_num_threads() == runner.num_compute_threads == 2
-    assert ("2 threads, fewer while" in caplog.text) is not is_fixed
-    watched = [os.readlink(f"/proc/self/fd/{file}") for file in runner._threads._files]
-    assert len(set(watched)) == (0 if is_fixed else 2)
-    runner.close()
-    torch.set_num_threads(1)
-
-
-def test_load_says_in_one_line_what_it_chose(
-    model_path: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    config = make_config(model_path("llama"))
-    runner = load_on_cpu(config, ModelInfo(config.model))
-    (record,) = [r for r in caplog.records if r.name == "aioserve.runner.cpu.load"]
-    assert f"LlamaForCausalLM, fused: {DTYPE}" in record.message
-    assert re.search("attention: (compiled kernels|plain torch)", record.message)
-    assert "128 blocks, 1024 tokens" in record.message
-    runner.close()
-    runner.close()
