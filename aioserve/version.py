@@ -1,3 +1,3 @@
-"""The version of this package, which its modules, its commands and its files name."""
+"""The version of this package. Here, so that its modules need not import the package for it."""
 
 __version__ = "0.1.0"

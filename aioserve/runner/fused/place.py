@@ -36,5 +36,5 @@ class Place(ABC):
         head: Linear,
         ops: Ops,
     ) -> FusedDecoder | None:
-        """A decoder that takes less than one operation after the other, where there is one."""
+        """A decoder that does the same in one call; None if there is none here for these layers."""
         return None
