@@ -14,7 +14,7 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 # Divided by n threads: the share of a step in which one of them may wait. At 1 / n, n - 1 threads
-# are as fast (see below). Bursts of clients on two cores were seen at 0.38, neighbours from 0.42 on.
+# are as fast (see below). Bursts of clients on two cores were seen at 0.38, neighbours from 0.42.
 TOLERATED = 0.9
 ENOUGH = 0.5  # seconds of steps to look at before a decision
 SAMPLE_EVERY = 0.001  # seconds, for each thread: to look at one takes 4 us of a step
