@@ -10,7 +10,10 @@ import pytest
 from aioserve.cli import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab.logs.what_if import make_config, percentile, what_if
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.watch.reader import DecisionLog
+from tests.lab import traffic
 from tests.lab.traffic import record
 
 # Refused requests are left out, and one preemption more or less makes the longest gap.
@@ -56,6 +59,29 @@ def test_switches_of_the_policy_are_simulated_and_named(
     assert other.same == result.same != other.other
     assert command(["replay", str(path), "--set", "scheduler.options.chunk_size=32"]) == 2
     assert "FCFSScheduler" in capsys.readouterr().err  # it has no such option
+
+
+def test_compare_says_the_same_where_nobody_leaves_and_no_reply_is_asked_back(
+    tmp_path: Path,
+) -> None:
+    log, result = tmp_path / "log", tmp_path / "result.json"
+    requests = [
+        WorkloadRequest(0.01 * i, (Piece(i, 10 + 7 * i % 50),), 5 + i % 35, priority=i % 3)
+        for i in range(80)
+    ]
+    simulate(traffic.make_config(log, policy="fcfs"), Workload("plain", tuple(requests)))
+    other = what_if(DecisionLog(log), "priority", []).other
+    words = ["--set", "scheduler.max_num_seqs=6", "--json", str(result)]
+    assert command(["compare", "priority", "--replay", str(log), *words]) == 0
+    durations = json.loads(result.read_bytes())["results"][0]["durations"]
+    for name, measure, statistic in (
+        ("TTFT mean ms", "ttft", "mean"),
+        ("TTFT p99 ms", "ttft", "p99"),
+        ("gap max ms", "gap", "max"),
+        ("e2e p99 ms", "e2e", "p99"),
+    ):
+        assert 1e3 * durations[measure][statistic] == pytest.approx(other[name], rel=1e-4), name
+    assert other["preemptions"] > 0
 
 
 def test_real_time_is_simulated_roughly(tmp_path: Path) -> None:
