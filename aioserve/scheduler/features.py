@@ -23,24 +23,34 @@ class StepFeatures(NamedTuple):
         cls, num_decodes: int, num_context_tokens: int, prefills: Sequence[tuple[int, int]]
     ) -> "StepFeatures":
         """`prefills`: of each row with more than one token, how many, and its length with them."""
+        num_prefill_tokens = num_query_context = 0
+        for num_tokens, end in prefills:
+            num_prefill_tokens += num_tokens
+            num_query_context += num_tokens * (2 * end - num_tokens + 1) // 2
         return cls(
-            sum(num_tokens for num_tokens, _ in prefills),
-            num_decodes,
-            num_context_tokens,
-            sum(num_tokens * (2 * end - num_tokens + 1) // 2 for num_tokens, end in prefills),
-            len(prefills),
+            num_prefill_tokens, num_decodes, num_context_tokens, num_query_context, len(prefills)
         )
+
+
+def count_tokens(output: SchedulerOutput) -> tuple[int, int, int]:
+    """Prefill tokens, decodes and context tokens of a planned step: what is quick to count."""
+    cached, total = output.scheduled_cached_reqs, output.total_num_scheduled_tokens
+    num_context = sum(cached.num_computed_tokens) + total
+    if total == len(cached.req_ids):  # nothing but decodes: most steps are
+        return 0, total, num_context
+    num_context += sum([data.num_computed_tokens for data in output.scheduled_new_reqs])
+    num_decodes = list(output.num_scheduled_tokens.values()).count(1)
+    return total - num_decodes, num_decodes, num_context
 
 
 def step_features(output: SchedulerOutput) -> StepFeatures:
     """The features of a planned step."""
-    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-    num_context = sum(cached.num_computed_tokens) + output.total_num_scheduled_tokens
-    num_decodes = len(cached.req_ids)
-    if output.total_num_scheduled_tokens == num_decodes:  # nothing but decodes: most steps are
+    num_prefill_tokens, num_decodes, num_context = count_tokens(output)
+    if not num_prefill_tokens:
         return StepFeatures(0, num_decodes, num_context, 0)
-    num_context += sum(data.num_computed_tokens for data in new)
+    cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed.update((data.request_id, data.num_computed_tokens) for data in new)
+    for data in output.scheduled_new_reqs:
+        computed[data.request_id] = data.num_computed_tokens
     prefills = [(n, computed[r] + n) for r, n in output.num_scheduled_tokens.items() if n > 1]
-    return StepFeatures.of(len(computed) - len(prefills), num_context, prefills)
+    return StepFeatures.of(num_decodes, num_context, prefills)

@@ -7,7 +7,7 @@ microseconds a step. Errors are taken relative to the step, so one slow outlier 
 
 from collections import deque
 
-from aioserve.scheduler.features import step_features
+from aioserve.scheduler.features import count_tokens
 from aioserve.scheduler.output import SchedulerOutput
 
 # A step, 1,000 prefill tokens, 100 decodes, 100,000 tokens of context: units in which the four
@@ -119,7 +119,7 @@ def _most_variance(coefficient: float, guess: float) -> float:
 
 
 def _features(output: SchedulerOutput) -> Vector:
-    return _scale(*step_features(output)[:3])
+    return _scale(*count_tokens(output))
 
 
 def _scale(num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> Vector:
