@@ -11,13 +11,11 @@ import msgspec
 import numpy as np
 
 from aioserve.lab.bench.load import Exchange, Load
-from aioserve.lab.comparison.measures import PER_REQUEST, quantile
-from aioserve.lab.comparison.service import Floats
+from aioserve.lab.comparison.measures import STATISTICS, statistics_of
 from aioserve.lab.slo import Slo
 
 Document = dict[str, Any]
 
-STATISTICS = ("mean", "p50", "p90", "p99", "max")
 BUSY_SHARE = 0.5  # of a core: from here on the client may be what is measured. A guess.
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "gap", "e2e": "end to end"}
 
@@ -27,7 +25,7 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
     sent = [exchange for exchange in load.exchanges if exchange.is_sent]
     finished = [exchange for exchange in sent if exchange.error is None and exchange.is_finished]
     durations = {
-        "ttft": np.array([_first(e) for e in finished]),
+        "ttft": np.array([e.ttft for e in finished]),
         "tpot": np.array([_per_token(e) for e in finished]),
         "e2e": np.array([e.end - e.arrival for e in finished]),
     }
@@ -35,7 +33,6 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
     seconds = max(load.seconds, 1e-9)
     tokens = _count_tokens(load, finished)
     tokens["output"] = sum(map(_num_output, sent))  # also of requests that did not finish
-    is_good = _meets(durations, slo)
     totals = {
         "seconds": load.seconds,
         "output_tokens_per_second": tokens["output"] / seconds,
@@ -43,8 +40,9 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
         "requests_per_second": len(finished) / seconds,
     }
     if slo is not None:
-        totals["goodput_per_second"] = float(np.sum(is_good)) / seconds
-        totals["good_share"] = float(np.sum(is_good)) / max(len(sent), 1)
+        num_good = int(np.sum(slo.is_met(durations)))
+        totals["goodput_per_second"] = num_good / seconds
+        totals["good_share"] = num_good / max(len(sent), 1)
     document: Document = {
         "target": {
             "url": load.target.url,
@@ -65,8 +63,8 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
             "unfinished": sum(e.error is None and not e.end for e in sent),
         },
         "durations": {
-            **{name: _statistics(values) for name, values in durations.items()},
-            "gap": _statistics(np.concatenate(gaps) if gaps else np.empty(0)),
+            **{name: statistics_of(values) for name, values in durations.items()},
+            "gap": statistics_of(np.concatenate(gaps) if gaps else np.empty(0)),
         },
         "totals": totals,
         "tokens": tokens,
@@ -79,11 +77,6 @@ def summarize(load: Load, slo: Slo | None = None) -> Document:
     }
     document["notes"] = _notes(document, load)
     return document
-
-
-def _first(exchange: Exchange) -> float:
-    times = exchange.token_times
-    return times[0] - exchange.arrival if times else math.nan
 
 
 def _per_token(exchange: Exchange) -> float:
@@ -111,28 +104,6 @@ def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
         "output_of_finished": sum(map(_num_output, finished)),
         "chunks": sum(len(exchange.token_times) for exchange in finished),
         "without_usage": sum(not exchange.num_output_tokens for exchange in finished),
-    }
-
-
-def _meets(durations: dict[str, Floats], slo: Slo | None) -> Floats:
-    good = np.ones(len(durations["e2e"]))
-    for name in PER_REQUEST:
-        limit = None if slo is None else getattr(slo, name)
-        if limit is not None:
-            good[durations[name] > limit] = 0  # what is undefined misses no limit
-    return good
-
-
-def _statistics(values: Floats) -> dict[str, float]:
-    known = values[~np.isnan(values)]
-    if not len(known):
-        return dict.fromkeys(STATISTICS, math.nan)
-    return {
-        "mean": float(np.mean(known)),
-        "p50": quantile(known, 0.5),
-        "p90": quantile(known, 0.9),
-        "p99": quantile(known, 0.99),
-        "max": float(np.max(known)),
     }
 
 

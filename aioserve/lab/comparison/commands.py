@@ -53,17 +53,7 @@ def run_compare(words: Sequence[str]) -> int:
     else:
         workloads = _workloads(arguments)
     candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
-    total = len(candidates) * sum(len(workload.requests) for workload in workloads)
-    with _running(total) as report:
-        document = compare(
-            candidates,
-            workloads,
-            slo=arguments.slo,
-            is_live=arguments.live,
-            clip=arguments.clip,
-            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
-            progress=report,
-        )
+    document = _compare(arguments, candidates, workloads)
     print(paint(render_table(document)))
     _write_reports(arguments, document)
     return 0
@@ -149,27 +139,30 @@ def run_sweep(words: Sequence[str]) -> int:
         Candidate(value, EngineConfig.load(arguments.config, [*others, (setting, value)]))
         for value in values
     ]
-    workloads = _workloads(arguments)
-    with _running(len(candidates) * sum(len(w.requests) for w in workloads)) as report:
-        document = compare(
-            candidates,
-            workloads,
-            slo=arguments.slo,
-            clip=arguments.clip,
-            num_jobs=_num_jobs(arguments, workloads, len(candidates)),
-            progress=report,
-        )
+    document = _compare(arguments, candidates, _workloads(arguments))
     document["sweep"] = {"setting": setting, "values": values}
     print(paint(render_sweep(document)))
     _write_reports(arguments, document)
     return 0
 
 
-def _num_jobs(arguments: argparse.Namespace, workloads: list[Workload], num_configs: int) -> int:
+def _compare(
+    arguments: argparse.Namespace, candidates: list[Candidate], workloads: list[Workload]
+) -> Document:
     jobs: int | None = arguments.jobs
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
-    return jobs or choose_num_jobs(workloads, num_configs)
+    total = len(candidates) * sum(len(workload.requests) for workload in workloads)
+    with _running(total) as report:
+        return compare(
+            candidates,
+            workloads,
+            slo=arguments.slo,
+            is_live=arguments.live,
+            clip=arguments.clip,
+            num_jobs=jobs or choose_num_jobs(workloads, len(candidates)),
+            progress=report,
+        )
 
 
 def _is_list(value: str) -> bool:

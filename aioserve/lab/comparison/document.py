@@ -29,7 +29,7 @@ from aioserve.lab.comparison.groups import (
     list_groups,
     summarize_groups,
 )
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, statistics_of, tidy
+from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.parallel import simulate_all
@@ -111,8 +111,8 @@ def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
     statistics: dict[str, dict[str, float]] = {}
     for name in PER_REQUEST:
         values = np.concatenate([getattr(run, name) for run in runs])
-        statistics[name] = statistics_of(values)
-    statistics["gap"] = statistics_of(np.concatenate([run.gaps for run in runs]).astype(float))
+        statistics[name] = tidy_statistics(values)
+    statistics["gap"] = tidy_statistics(np.concatenate([run.gaps for run in runs]).astype(float))
     totals = {name: [run.totals[name] for run in runs] for name in runs[0].totals}
     reasons = sorted({reason for run in runs for reason in run.finish_reasons})
     return {

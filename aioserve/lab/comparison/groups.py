@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioserve.lab.comparison.bootstrap import Difference, Sampling, compare_requests
-from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, statistics_of, tidy
+from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
 from aioserve.lab.comparison.service import Floats
 from aioserve.lab.workloads.workload import Workload
 
@@ -63,7 +63,7 @@ def summarize_groups(groups: Groups, runs: list[RunMeasures]) -> dict[str, Any]:
             found[kind][name] = {
                 "requests": sum(map(len, places)),
                 "unfinished": int(np.isnan(durations["e2e"]).sum()),
-                "durations": {m: statistics_of(values) for m, values in durations.items()},
+                "durations": {m: tidy_statistics(values) for m, values in durations.items()},
             }
     for name, group in found.get("client", {}).items():
         group["service"] = _service(name, runs)

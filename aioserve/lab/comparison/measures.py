@@ -24,6 +24,7 @@ MAX_BLOCKS = 50  # of consecutive requests, for the bootstrap
 REQUESTS_PER_BLOCK = 20
 
 PER_REQUEST = ("ttft", "tpot", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 class RunMeasures:
@@ -42,12 +43,13 @@ class RunMeasures:
         requests = outcome.requests
         self.weights = weights or {}
         self.service = service_by_client(outcome, workload, self.weights)
-        self.ttft = np.array([_first_token(r) for r in requests])
+        self.ttft = np.array([r.ttft for r in requests])
         self.tpot = np.array([_per_output_token(r) for r in requests])
         self.e2e = np.array([r.end - r.arrival if r.is_finished else np.nan for r in requests])
         self.is_good = np.full(len(requests), np.nan)
         if slo is not None:
-            self.is_good = self._meets(slo).astype(float)
+            is_met = slo.is_met({name: getattr(self, name) for name in PER_REQUEST})
+            self.is_good = (is_met & ~np.isnan(self.e2e)).astype(float)
         self.block = block_numbers(len(requests))
         self._count_gaps(requests)
         self.totals = _totals(outcome, workload, self.is_good)
@@ -57,15 +59,6 @@ class RunMeasures:
             due = np.array([weights.get(client, 1.0) for client in self.service])
             self.totals["fairness_by_weight"] = jain_index(rates / due)
         self.finish_reasons = dict(sorted(Counter(r.finish_reason for r in requests).items()))
-
-    def _meets(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        good: npt.NDArray[np.bool_] = ~np.isnan(self.e2e)
-        for name in PER_REQUEST:
-            limit = getattr(slo, name)
-            if limit is not None:
-                # A reply of one token has no time per output token, and misses none.
-                good &= ~(getattr(self, name) > limit)
-        return good
 
     def _count_gaps(self, requests: list[RequestOutcome]) -> None:
         """Gaps between deliveries: exact quantiles, and counts by block for the bootstrap."""
@@ -101,16 +94,18 @@ def tidy(value: float) -> float:
 
 
 def statistics_of(values: Floats) -> dict[str, float]:
-    """Mean, quantiles and maximum of those that are known."""
+    """Mean, quantiles and maximum of those that are known; NaN of none."""
     known = values[~np.isnan(values)]
     if not len(known):
-        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"), float("nan"))
-    quantiles = {f"p{round(100 * q)}": tidy(quantile(known, q)) for q in (0.5, 0.9, 0.99)}
-    return {"mean": tidy(float(np.mean(known))), **quantiles, "max": tidy(float(np.max(known)))}
+        return dict.fromkeys(STATISTICS, float("nan"))
+    quantiles = (quantile(known, q) for q in (0.5, 0.9, 0.99))
+    found = float(np.mean(known)), *quantiles, float(np.max(known))
+    return dict(zip(STATISTICS, found, strict=True))
 
 
-def _first_token(request: RequestOutcome) -> float:
-    return request.token_times[0] - request.arrival if request.token_times else np.nan
+def tidy_statistics(values: Floats) -> dict[str, float]:
+    """The same in as many digits as a document has."""
+    return {name: tidy(value) for name, value in statistics_of(values).items()}
 
 
 def _per_output_token(request: RequestOutcome) -> float:

@@ -5,6 +5,7 @@ the numbers mean.
 """
 
 import asyncio
+import math
 from array import array
 from collections.abc import Callable
 
@@ -39,6 +40,11 @@ class RequestOutcome:
         self.num_output_tokens = 0
         self.num_preemptions = 0
         self.token_times = array("d")
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from its arrival to its first token; NaN without one."""
+        return self.token_times[0] - self.arrival if self.token_times else math.nan
 
     @property
     def is_finished(self) -> bool:
