@@ -14,6 +14,7 @@ from typing import Any
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.engine.builder import make_runner
+from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
@@ -22,21 +23,15 @@ from aioserve.scheduler import SchedulerOutput
 PROBE_SECONDS = 0.002  # between two looks at the event loop
 
 
-class StepTimes(RunnerInterface):
+class StepTimes(DelegatingRunner):
     """Passes steps on and notes those that hold nothing but a decode of each of `streams`."""
 
     def __init__(self, runner: RunnerInterface, streams: int) -> None:
+        super().__init__(runner)
         self.compute: list[float] = []  # from hand-over to the result on the loop
         self.handover: list[float] = []  # from there to the next hand-over: update and schedule
-        self._runner, self._streams = runner, streams
+        self._streams = streams
         self._ended = 0.0
-
-    async def load(self) -> None:
-        await self._runner.load()
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self._runner.num_kv_blocks
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -54,12 +49,9 @@ class StepTimes(RunnerInterface):
             if is_steady:
                 self.compute.append(self._ended - began)
 
-        future = self._runner.execute_model(scheduler_output)
+        future = super().execute_model(scheduler_output)
         future.add_done_callback(note)
         return future
-
-    async def close(self) -> None:
-        await self._runner.close()
 
 
 class LoopLag:

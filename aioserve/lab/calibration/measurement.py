@@ -19,6 +19,7 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError
+from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
@@ -42,21 +43,14 @@ class TimedStep(NamedTuple):
     seconds: float  # from its hand-over to the next one's
 
 
-class StepTimer(RunnerInterface):
+class StepTimer(DelegatingRunner):
     """A runner that notes what each step of another one held and how long it took."""
 
     def __init__(self, runner: RunnerInterface) -> None:
+        super().__init__(runner)
         self.steps: list[TimedStep] = []
-        self._runner = runner
         self._features: StepFeatures | None = None  # of the last step
         self._began = self._ended = 0.0
-
-    async def load(self) -> None:
-        await self._runner.load()
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self._runner.num_kv_blocks
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -68,15 +62,12 @@ class StepTimer(RunnerInterface):
         self._features = None
         if scheduler_output.total_num_scheduled_tokens:
             self._features, self._began = step_features(scheduler_output), now
-        future = self._runner.execute_model(scheduler_output)
+        future = super().execute_model(scheduler_output)
         future.add_done_callback(lambda _: self._note_end(clock()))
         return future
 
     def _note_end(self, now: float) -> None:
         self._ended = now
-
-    async def close(self) -> None:
-        await self._runner.close()
 
 
 class Crowd(NamedTuple):

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 
 from aioserve.engine.clock import clock_of
+from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -194,19 +195,12 @@ class RunObserver:
         self._req_ids, self._ends = [], array("d")
 
 
-class ObservedRunner(RunnerInterface):
+class ObservedRunner(DelegatingRunner):
     """Passes steps on to a real runner and has them noted when they are back."""
 
     def __init__(self, runner: RunnerInterface) -> None:
+        super().__init__(runner)
         self.observer: RunObserver | None = None  # None: nothing is noted yet
-        self._runner = runner
-
-    async def load(self) -> None:
-        await self._runner.load()
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self._runner.num_kv_blocks
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -214,16 +208,13 @@ class ObservedRunner(RunnerInterface):
         observer, clock = self.observer, clock_of(asyncio.get_running_loop())
         began = clock()
         if observer is None:
-            return self._runner.execute_model(scheduler_output)
+            return super().execute_model(scheduler_output)
         observer.note_start(scheduler_output, began)
 
         def note(future: "asyncio.Future[ModelRunnerOutput]") -> None:
             if not future.cancelled() and future.exception() is None:
                 observer.note_step(scheduler_output, future.result(), began, clock())
 
-        future = self._runner.execute_model(scheduler_output)
+        future = super().execute_model(scheduler_output)
         future.add_done_callback(note)
         return future
-
-    async def close(self) -> None:
-        await self._runner.close()

@@ -7,9 +7,11 @@ import pytest
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
-from aioserve.lab.simulation.outcome import RunOutcome
+from aioserve.lab.simulation.outcome import ObservedRunner, RunOutcome
 from aioserve.lab.simulation.run import check_fits, run_live, simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
 
 # 4 ms a step, 50 us a prompt token, 100 us a decode: no other cost, so that times can be computed.
 EXACT = RunnerConfig(runner="simulated", step_context_token_us=0.0)
@@ -139,6 +141,15 @@ def test_the_real_engine_serves_the_same_requests_in_real_time() -> None:
     assert all(r.arrival >= 0.05 * i for i, r in enumerate(outcome.requests))
     assert all(r.token_times[0] > r.arrival for r in outcome.requests)
     assert outcome.end > 0.15
+
+
+def test_a_live_run_has_as_many_steps_in_flight_as_its_runner_asks_for() -> None:
+    class Deep(SimulatedRunner):
+        pipeline_depth = 2
+        num_compute_threads = 3
+
+    observed = ObservedRunner(Deep(config(), ModelInfo(config().model)))
+    assert (observed.pipeline_depth, observed.num_compute_threads) == (2, 3)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
