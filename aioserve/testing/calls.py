@@ -50,7 +50,7 @@ class Harness(Protocol):
         """Steps that are planned and not received."""
 
 
-def recorded(method: Method) -> Method:
+def kept(method: Method) -> Method:
     """A method of the harness whose calls from outside are kept in `calls`."""
     signature = inspect.signature(method)
 

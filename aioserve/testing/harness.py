@@ -24,7 +24,7 @@ from aioserve.scheduler import (
     make_successor,
 )
 from aioserve.scheduler.blame import blamed
-from aioserve.testing.calls import Call, make_calls, recorded
+from aioserve.testing.calls import Call, kept, make_calls
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.successors import FAILURES
@@ -133,7 +133,7 @@ class SchedulerHarness:
 
     # What a client does.
 
-    @recorded
+    @kept
     def add_request(
         self,
         request_id: str,
@@ -166,7 +166,7 @@ class SchedulerHarness:
         self.check()
         return request
 
-    @recorded
+    @kept
     def finish(
         self,
         request_ids: str | list[str] | None,
@@ -179,7 +179,7 @@ class SchedulerHarness:
         self.check()
         return ended
 
-    @recorded
+    @kept
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; returns what the scheduler does."""
         with self._blame("reset_prefix_cache"):
@@ -192,14 +192,14 @@ class SchedulerHarness:
         self.check()
         return is_empty
 
-    @recorded
+    @kept
     def wait(self, seconds: float) -> None:
         """Time passes without a step."""
         self.now += seconds
 
     # What an operator does.
 
-    @recorded
+    @kept
     def switch_policy(
         self, policy: type[SchedulerInterface], options: Mapping[str, Any] | None = None
     ) -> None:
@@ -217,7 +217,7 @@ class SchedulerHarness:
         self.config = config
         self.check()
 
-    @recorded
+    @kept
     def fail_switch(self, where: str) -> None:
         """A policy that raises `where` ("__init__", "take_over" or "order") is to take over."""
         before, config = self._standing(), msgspec.structs.replace(self.config, options={})
@@ -231,7 +231,7 @@ class SchedulerHarness:
 
     # What the engine does.
 
-    @recorded
+    @kept
     def schedule(self) -> SchedulerOutput:
         """Plan one step. If it carries anything it is in flight until `receive`."""
         self.now += self._step_seconds
@@ -262,7 +262,7 @@ class SchedulerHarness:
         self._end(ended, ended, RequestStatus.FINISHED_ERROR)
         self.check()
 
-    @recorded
+    @kept
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
         step = self._in_flight.popleft()
@@ -271,7 +271,7 @@ class SchedulerHarness:
             self._update(step, result)
         self.check()
 
-    @recorded
+    @kept
     def plan(self) -> SchedulerOutput | None:
         """End whose time is up, then `schedule` if anybody is left to plan for."""
         self.expire()
@@ -287,7 +287,7 @@ class SchedulerHarness:
             return None
         return self._enter(output)
 
-    @recorded
+    @kept
     def step(self) -> list[SchedulerOutput]:
         """What the engine task does: fill the pipeline, then take one result.
 
@@ -304,7 +304,7 @@ class SchedulerHarness:
             self.receive()
         return outputs
 
-    @recorded
+    @kept
     def expire(self) -> list[str]:
         """End requests whose time is up; returns their ids."""
         due = self._due()
@@ -323,7 +323,7 @@ class SchedulerHarness:
         self._end(expired, expired, RequestStatus.FINISHED_TIMEOUT)
         return expired
 
-    @recorded
+    @kept
     def fail_steps(self) -> None:
         """The oldest step in flight fails in the runner; as in the engine, all in flight do."""
         steps = list(self._in_flight)
@@ -341,7 +341,7 @@ class SchedulerHarness:
                 self._update(step, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
         self.check()
 
-    @recorded
+    @kept
     def discard_step(self) -> list[str]:
         """The policy plans a step that the engine cannot use; returns the ids that ended."""
         self.now += self._step_seconds
@@ -359,7 +359,7 @@ class SchedulerHarness:
 
     # Endings.
 
-    @recorded
+    @kept
     def run_until_idle(self, max_steps: int | None = None) -> None:
         """Step until every request has ended and check what must be true then.
 
@@ -385,13 +385,13 @@ class SchedulerHarness:
             )
         self.check_idle()
 
-    @recorded
+    @kept
     def abort_everything(self) -> None:
         """Every client leaves at once; then nothing may remain."""
         self.finish(None)
         self.run_until_idle()
 
-    @recorded
+    @kept
     def check_repeatable(self) -> None:
         """Nothing but the calls may matter: no clock, no hash order, no global dice."""
         again = SchedulerHarness(self.policy, **self.setup)
@@ -406,7 +406,7 @@ class SchedulerHarness:
                         f"{expected.num_scheduled_tokens}"
                     )
 
-    @recorded
+    @kept
     def check_idle(self) -> None:
         """Nothing remains: no request, no row in the runner's batch, no block."""
         if lost := list(self.ledger.alive):
