@@ -221,7 +221,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
 def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
     """One per seed."""
     source = _source(arguments)
-    seeds = _num_seeds(arguments, default_seeds, is_recorded=source.is_recorded)
+    seeds = _num_seeds(arguments, default_seeds, is_trace=source.is_trace)
     return [source.load(arguments.seed + i) for i in range(seeds)]
 
 
@@ -236,12 +236,12 @@ def _source(arguments: argparse.Namespace) -> WorkloadSource:
 
 
 def _num_seeds(
-    arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_recorded: bool
+    arguments: argparse.Namespace, default: int = DEFAULT_SEEDS, *, is_trace: bool
 ) -> int:
     seeds: int | None = arguments.seeds
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}")
-    return seeds or (1 if is_recorded and not arguments.live else default)
+    return seeds or (1 if is_trace and not arguments.live else default)
 
 
 def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
@@ -251,7 +251,7 @@ def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple
 
     traffic = read_traffic(DecisionLog(arguments.replay))
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
-    seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_recorded=True))
+    seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_trace=True))
     workloads = [make_workload(traffic, arguments.replay, seed) for seed in seeds]
     return [_source(arguments).cut(workload) for workload in workloads], make_settings(traffic)
 

@@ -208,7 +208,7 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
     first = workloads[0]
     return {
         "name": first.name,
-        "is_recorded": first.is_recorded,
+        "is_recorded": first.is_trace,
         "seeds": [workload.seed for workload in workloads],
         "requests": len(first.requests),
         "seconds": tidy(first.duration),

@@ -77,7 +77,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
             for life, chain in lives
         ),
         seed=seed,
-        is_recorded=True,
+        is_trace=True,
     )
 
 

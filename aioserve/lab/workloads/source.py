@@ -1,4 +1,4 @@
-"""Where workloads come from: a YAML file that describes one, or a recorded trace; and cutting.
+"""Where workloads come from: a YAML file that describes one, or a trace; and cutting.
 
 Knows file names and options of the command line; leaves formats to others.
 """
@@ -24,14 +24,14 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None  # requests
 
     @property
-    def is_recorded(self) -> bool:
+    def is_trace(self) -> bool:
         """Whether other seeds would only change token ids."""
         return Path(self.path).suffix in (".csv", ".jsonl")
 
     def load(self, seed: int) -> Workload:
         """The requests for this seed. Raises `ConfigError` that says what is wrong where."""
         path = find_workload(self.path)
-        if self.is_recorded:
+        if self.is_trace:
             workload = read_trace(self.path, seed)
         elif path.suffix in (".yaml", ".yml"):
             workload = generate(read_spec(path), seed, path.name)

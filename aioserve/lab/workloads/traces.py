@@ -1,4 +1,4 @@
-"""Recorded traffic: Azure's CSV, Mooncake's JSONL, and request logs in a JSONL of our own.
+"""Traces of real traffic: Azure's CSV, Mooncake's JSONL, and request logs in a JSONL of our own.
 
 A broken line is named by file and number. Knows formats; knows nothing about serving.
 """
@@ -62,7 +62,7 @@ def read_trace(path: str | Path, seed: int = 0) -> Workload:
         path.name,
         tuple(msgspec.structs.replace(r, arrival=r.arrival - first) for r in requests),
         seed=seed,
-        is_recorded=True,
+        is_trace=True,
     )
 
 

@@ -63,7 +63,7 @@ class Workload(msgspec.Struct, frozen=True):
     name: str
     requests: tuple[WorkloadRequest, ...]
     seed: int = 0
-    is_recorded: bool = False  # a trace: another seed changes token ids, but no times or lengths
+    is_trace: bool = False  # a trace: another seed changes token ids, but no times or lengths
     weights: dict[str, float] = {}  # of users: what they are due beside each other, if it is stated
 
     @property

@@ -30,7 +30,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_azure_rows_become_requests_in_order_of_time(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "a.csv", AZURE))
-    assert trace.is_recorded
+    assert trace.is_trace
     assert [r.arrival for r in trace.requests] == pytest.approx([0.0, 1.31941, 4.314579], abs=1e-6)
     assert [(r.num_prompt_tokens, r.max_tokens) for r in trace.requests] == [
         (374, 44),
