@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.errors import AioserveError
-from aioserve.lab.bench.load import Load, Target
+from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import Document, summarize
 from aioserve.lab.workloads.synthetic import (
     ClientClass,

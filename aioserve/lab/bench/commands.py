@@ -13,7 +13,7 @@ import msgspec
 from aioserve.arguments import Parser, count, mapping, natural, positive
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output, add_slo, add_time_scale
-from aioserve.lab.bench.load import Load, Target
+from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import render, summarize
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aioserve.lab.bench.load import Exchange, Load
+from aioserve.lab.bench.exchange import Exchange, Load
 from aioserve.lab.comparison.measures import STATISTICS, statistics_of
 from aioserve.lab.slo import Slo
 

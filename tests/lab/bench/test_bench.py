@@ -20,7 +20,7 @@ from aiohttp import web
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.cli import main
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.lab.bench.load import Load, Target
+from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import render, summarize
 from aioserve.lab.slo import Slo
 from aioserve.lab.workloads.synthetic import WorkloadSpec, generate
