@@ -183,3 +183,8 @@ def test_a_revision_of_a_model_that_is_here_is_refused(is_local: bool, tmp_path:
 def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--runner", "simulated", "--threads", "2", "--port", "0"]) == 2
     assert "aioserve: error: runner.threads is 2, which has no effect" in capsys.readouterr().err
+
+
+def test_a_step_has_room_for_one_whole_request_unless_it_is_set() -> None:
+    assert [SchedulerConfig().step_budget(length) for length in (100, 4096)] == [2048, 4096]
+    assert SchedulerConfig(max_num_batched_tokens=7).step_budget(4096) == 7

@@ -229,12 +229,20 @@ def test_no_folder_of_the_lab_knows_another_that_knows_it() -> None:
     TopologicalSorter(folders).prepare()
 
 
-@pytest.mark.parametrize("side", ["aioserve.runner.cpu", "aioserve.runner.cuda"])
-def test_only_who_makes_a_runner_knows_where_it_computes(side: str) -> None:
-    """The seams of the runner know neither side, and the sides do not know each other."""
-    own = {name for name in MODULES if f"{name}.".startswith(f"{side}.")}
+@pytest.mark.parametrize(
+    ("package", "place"),
+    [
+        ("aioserve.runner.cpu", "aioserve.engine.builder"),
+        ("aioserve.runner.cuda", "aioserve.engine.builder"),
+        ("aioserve.kernels", "aioserve.runner.cpu"),
+    ],
+)
+def test_what_computes_is_known_in_one_place(package: str, place: str) -> None:
+    """The seams of the runner know neither side of it, and the sides do not know each other."""
+    own = {name for name in MODULES if f"{name}.".startswith(f"{package}.")}
     knowing = {name for name, known in known_modules().items() if known & own} - own
-    assert knowing == {"aioserve.engine.builder"}
+    assert knowing
+    assert all(f"{name}.".startswith(f"{place}.") for name in knowing), knowing
 
 
 @pytest.mark.parametrize("module", ["aioserve", "aioserve.cli", "aioserve.testing"])
