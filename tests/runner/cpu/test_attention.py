@@ -80,7 +80,7 @@ class PagedSequences:
         dims: tuple[int, int],
         dtype: str = DTYPE,
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = self.generator = torch.Generator().manual_seed(0)
         key_dim, value_dim = dims
         self.keys, self.values = (
             [
@@ -136,7 +136,10 @@ class PagedSequences:
             logits_indices=starts[1:] - 1,
         )
         like = self.keys[0]
-        queries = [torch.randn(n, num_heads, like.shape[2]).to(like.dtype) for n in lens]
+        queries = [
+            torch.randn(n, num_heads, like.shape[2], generator=self.generator).to(like.dtype)
+            for n in lens
+        ]
         ends = [self.computed[row] + n for row, n in chunks.items()]
 
         def packed(states: list[Tensor]) -> Tensor:
