@@ -4,15 +4,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install serve test test-isa test-arm check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-isa test-arm check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 install: .venv/runtime  ## create .venv with pinned dependencies
-serve: .venv/runtime  ## start the server on the embedded model (ARGS="--port 9000" adds flags)
-	@exec $(BIN)/python -m aioserve $(ARGS)
+serve: .venv/runtime  ## start the server on the embedded model (MODEL=smollm2 on that; ARGS="--port 9000" adds flags)
+	@exec $(BIN)/python -m aioserve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/: make serve MODEL=smollm2
+	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)

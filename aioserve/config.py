@@ -51,10 +51,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        Meta(description="local Hugging Face directory, hub name, or 'embedded': the small one"),
+        Meta(
+            description="local Hugging Face directory or GGUF file, hub name, 'smollm2' once it is "
+            "fetched, or 'embedded': the small one"
+        ),
     ] = EMBEDDED_MODEL
     served_model_name: Annotated[
-        str | None, Meta(description="name in the HTTP API (default: the value of --model)")
+        str | None,
+        Meta(description="name in the HTTP API (default: what --model says, of a file its name)"),
     ] = None
     revision: Annotated[str | None, Meta(description="hub revision of the model")] = None
     dtype: Annotated[
@@ -80,7 +84,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     @property
     def served_name(self) -> str:
         """The model's name for clients."""
-        return self.served_model_name or self.model
+        file = Path(self.model)
+        stated = file.stem if file.suffix == ".gguf" else self.model
+        return self.served_model_name or stated
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

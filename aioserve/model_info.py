@@ -1,84 +1,53 @@
-"""What a model directory says about itself: limits, EOS tokens, tokenizer, chat template.
+"""What a model says about itself: limits, EOS tokens, tokenizer, chat template.
 
-Knows nothing about weights. The engine's door and the runner's loader read the same facts here.
+Finds the model that the settings mean; how it lies on disk is known to its source. The engine's
+door and the runner's loader read the same facts here.
 """
 
-import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from aioserve.model_source import Directory, GgufFile, ModelSource
+from aioserve.model_source.downloads import DOWNLOADS, downloaded
+from aioserve.model_source.source import one_line
 
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
 
-# Where config.json may describe the text model of a larger one, as `get_text_config` looks for it.
-TEXT_PARTS = ("decoder", "generator", "text_config")
-
-
-class GenerationConfig(msgspec.Struct):
-    """What is read of generation_config.json."""
-
-    eos_token_id: int | list[int] | None = None
-
 
 class ModelInfo:
-    """Facts of one resolved model directory. Raises `ConfigError` if it cannot be read."""
+    """Facts of one model. Raises `ConfigError` if it cannot be found or read."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.path = resolve_model_path(config)
-
-    @cached_property
-    def _config_json(self) -> dict[str, Any]:
-        """What config.json says; nothing if the text model is described somewhere inside of it."""
-        path = self.path / "config.json"
-        try:
-            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
+        self.source = find_model(config)
 
     def _read(self, name: str) -> Any:
         """A value of the configuration. `transformers`, which takes seconds to import, is asked
-        only for what the file leaves out.
+        only for what the source cannot tell without it.
         """
-        value = self._config_json.get(name)
+        value = self.source.known_config.get(name)
         return getattr(self.hf_config, name, None) if value is None else value
 
     @cached_property
+    def whole_config(self) -> Any:
+        """The `transformers` configuration, of which the text model's may be a part."""
+        return self.source.read_config()
+
+    @property
     def hf_config(self) -> Any:
         """The text model's `transformers` configuration."""
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(
-                self.path, trust_remote_code=self.config.trust_remote_code
-            )
-        except Exception as error:  # transformers raises whatever the file provokes
-            raise ConfigError(
-                f"cannot read {self.path / 'config.json'}: {_one_line(error)}"
-            ) from error
-        return config.get_text_config(decoder=True)
+        return self.whole_config.get_text_config(decoder=True)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a reply: generation_config.json, else config.json."""
-        eos: int | list[int] | None = None
-        path = self.path / "generation_config.json"
-        if path.is_file():
-            try:
-                eos = msgspec.json.decode(path.read_bytes(), type=GenerationConfig).eos_token_id
-            except (OSError, msgspec.DecodeError) as error:
-                raise ConfigError(f"cannot read {path}: {error}") from error
-        if eos is None:
-            eos = self._read("eos_token_id")
+        """Tokens that end a reply: those stated for generation, else the configuration's."""
+        if self.source.stated_eos is not None:
+            return self.source.stated_eos
+        eos: int | list[int] | None = self._read("eos_token_id")
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
@@ -114,37 +83,42 @@ class ModelInfo:
         """The `transformers` tokenizer. Raises `ConfigError`, also if it was not wanted."""
         if self.config.skip_tokenizer_init:
             raise ConfigError("text needs the tokenizer, but skip_tokenizer_init is set")
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(
-                self.path, trust_remote_code=self.config.trust_remote_code
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"cannot read the tokenizer of {self.path}: {_one_line(error)}"
-            ) from error
+        return self.source.read_tokenizer()
 
 
-def resolve_model_path(config: ModelConfig) -> Path:
-    """The directory of the model: shipped with the package, local, or fetched from the hub."""
+def find_model(config: ModelConfig) -> ModelSource:
+    """The model that is meant: a path, one that we know by name, or one of the hub. Raises
+    `ConfigError`.
+    """
     path = Path(config.model).expanduser()
-    is_embedded = config.model == EMBEDDED_MODEL
-    if config.revision is not None and (is_embedded or path.is_dir()):
-        where = "shipped with aioserve" if is_embedded else "a local directory"
+    if config.model == EMBEDDED_MODEL:
+        _check_no_revision(config, "shipped with aioserve")
+        path = Path(__file__).parent / "embedded"
+    elif config.model in DOWNLOADS and not path.exists():
+        _check_no_revision(config, "fetched by its name")
+        path = downloaded(config.model)
+    elif path.exists():
+        _check_no_revision(config, (Directory if path.is_dir() else GgufFile).kind)
+    elif config.model.count("/") <= 1 and not config.model.startswith((".", "/", "~")):
+        if path.suffix == ".gguf":
+            raise ConfigError(f"no file {config.model}")
+        path = _fetch_from_hub(config)
+    else:
+        raise ConfigError(f"no model directory or GGUF file at {config.model}")
+    if path.is_file():
+        return GgufFile(path, trust_remote_code=config.trust_remote_code)
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        meant = f"; a GGUF file is named itself: {files[0]}" if files else ""
+        raise ConfigError(f"no config.json in model directory {path}{meant}")
+    return Directory(path, trust_remote_code=config.trust_remote_code)
+
+
+def _check_no_revision(config: ModelConfig, where: str) -> None:
+    if config.revision is not None:
         raise ConfigError(
             f"model.revision is {config.revision!r}, which has no effect: {config.model} is {where}"
         )
-    if is_embedded:
-        return Path(__file__).parent / "embedded"
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"no config.json in model directory {path}")
-        return path
-    is_hub_name = config.model.count("/") <= 1 and not config.model.startswith((".", "/", "~"))
-    if path.exists() or not is_hub_name:
-        raise ConfigError(f"no model directory at {config.model}")
-    return _fetch_from_hub(config)
 
 
 def _fetch_from_hub(config: ModelConfig) -> Path:
@@ -165,8 +139,4 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
             f"that name: give a local path with --model, or check the network"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigError(f"cannot fetch model {config.model!r}: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"cannot fetch model {config.model!r}: {one_line(error)}") from error

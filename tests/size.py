@@ -16,6 +16,7 @@ LIMITS = {
     "aioserve/kernels": 2_500,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
+    "aioserve/model_source": 850,
     "aioserve/runner": 6_500,
     "aioserve/scheduler": 2_200,
     "aioserve/server": 1_950,

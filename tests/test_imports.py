@@ -27,7 +27,14 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.outputs": set(),
-    "aioserve.model_info": {"aioserve.config", "aioserve.errors"},
+    "aioserve.model_source": {"aioserve.arguments", "aioserve.errors"},
+    "aioserve.model_info": {
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.model_source",
+        "aioserve.model_source.downloads",
+        "aioserve.model_source.source",
+    },
     "aioserve.request": {"aioserve.errors", "aioserve.outputs", "aioserve.sampling_params"},
     "aioserve.kv_cache": {"aioserve.errors", "aioserve.request"},
     "aioserve.scheduler": {
@@ -47,6 +54,7 @@ ALLOWED = {
         "aioserve.kernels.cpu",
         "aioserve.kernels.structs",
         "aioserve.model_info",
+        "aioserve.model_source.source",
         "aioserve.nearest",
         "aioserve.outputs",
         "aioserve.sampling_params",

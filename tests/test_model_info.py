@@ -9,9 +9,9 @@ from transformers import AutoConfig, GenerationConfig
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.model_info import ModelInfo, resolve_model_path
+from aioserve.model_info import ModelInfo, find_model
 
-EMBEDDED = resolve_model_path(ModelConfig())
+EMBEDDED = find_model(ModelConfig()).path
 
 
 def model_info(folder: Path, **config: object) -> ModelInfo:

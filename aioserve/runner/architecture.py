@@ -5,7 +5,7 @@ Reads `transformers` configurations; touches no weights.
 
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
@@ -16,14 +16,10 @@ _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 def check_architecture(info: ModelInfo) -> None:
     """Raise `ConfigError` that names an architecture which cannot be served, and why."""
-    text_config = info.hf_config  # raises ConfigError if config.json is damaged
-    config = AutoConfig.from_pretrained(
-        info.path, trust_remote_code=info.config.trust_remote_code, local_files_only=True
-    )
-    reason = _why_unsupported(config, text_config)
+    reason = _why_unsupported(info.whole_config, info.hf_config)
     if reason is not None:
-        raise ConfigError(f"unsupported architecture {_name(config)}: {reason}")
-    _check_rope(text_config, info.max_model_len)
+        raise ConfigError(f"unsupported architecture {_name(info.whole_config)}: {reason}")
+    _check_rope(info.hf_config, info.max_model_len)
 
 
 def _why_unsupported(config: Any, text_config: Any) -> str | None:

@@ -1,28 +1,23 @@
-"""Reads a model directory into a model whose attention calls reach us, or says why it cannot.
+"""Makes of a model on disk one whose attention calls reach us, or says why it cannot.
 
-Knows `transformers` and file formats; knows nothing about blocks, batches or requests.
+Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
 """
 
 import inspect
-import json
 import logging
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.model_source.source import one_line
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -68,7 +63,7 @@ class AnyModel(ServedModel):
 
 
 def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
-    """Load the weights of `info.path`, for the fast tier if `config` and the model allow it.
+    """Load the weights of `info.source`, for the fast tier if `config` and the model allow it.
 
     What dtype "auto" means is known to the side that `place` is on, which has put it in. Raises
     `ConfigError` in one line if a file is missing or damaged, or if the architecture needs more
@@ -76,7 +71,11 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     """
     check_architecture(info)
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
-    return prepare_model(_from_pretrained(config, info, place.device), config, info, place)
+    with _quiet_transformers():
+        module = info.source.load_module(
+            named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
+        )
+    return prepare_model(module, config, info, place)
 
 
 def prepare_model(
@@ -105,7 +104,7 @@ def num_weight_bytes(config: ModelConfig, info: ModelInfo) -> int:
 
     Includes the copy of a tied embedding that the fast tier makes for its head.
     """
-    num_elements = sum(_num_elements(file) for file in _weight_files(info.path))
+    num_elements = info.source.num_elements()
     if config.fused and getattr(info.hf_config, "tie_word_embeddings", False):
         num_elements += info.vocab_size * info.hf_config.hidden_size
     return num_elements * named_dtype(config.dtype).itemsize
@@ -118,62 +117,6 @@ def named_dtype(name: str) -> torch.dtype:
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }[name]
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files that `from_pretrained` will read."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"cannot read {index}: {_one_line(error)}") from error
-        files = [path / name for name in sorted(names)]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"no *.safetensors weights in model directory {path}")
-    return files
-
-
-def _num_elements(file: Path) -> int:
-    """Raises `ConfigError` that names a damaged file."""
-    try:
-        with safe_open(file, framework="pt") as weights:  # compares its header with its size
-            names = weights.keys()
-            return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read weights {file}: {_one_line(error)}") from error
-
-
-def _from_pretrained(config: ModelConfig, info: ModelInfo, device: torch.device) -> nn.Module:
-    # With accelerate, files are read straight to a device; without, through the host's memory.
-    is_direct = device.type != "cpu" and find_spec("accelerate") is not None
-    try:
-        with _quiet_transformers():
-            module, report = AutoModelForCausalLM.from_pretrained(
-                info.path,
-                dtype=named_dtype(config.dtype),
-                attn_implementation=ATTN_IMPLEMENTATION,
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                device_map=device if is_direct else None,
-            )
-    except Exception as error:  # transformers raises whatever the files provoke
-        reason = _one_line(error)
-        if isinstance(error, KeyError) and ATTN_IMPLEMENTATION in error.args:
-            reason = "its architecture does not use the attention interface of transformers"
-        raise ConfigError(f"cannot load the model in {info.path}: {reason}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"{len(missing)} weights of {type(module).__name__} are not in the *.safetensors files "
-            f"of {info.path}, first {missing[0]}"
-        )
-    model: nn.Module = module.eval().to(device)
-    return model
 
 
 def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
@@ -231,7 +174,7 @@ def _record_attention(module: nn.Module, **inputs: Tensor) -> AttentionProbe:
     except UnsupportedModelError:
         raise
     except Exception as error:  # code of any kind of model
-        raise UnsupportedModelError(f"its forward pass fails: {_one_line(error)}") from error
+        raise UnsupportedModelError(f"its forward pass fails: {one_line(error)}") from error
     return probe
 
 
@@ -246,7 +189,3 @@ def _quiet_transformers() -> Iterator[None]:
     finally:
         hf_logging.set_verbosity(verbosity)
         hf_logging.set_tqdm_hook(previous)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -74,7 +74,7 @@ def load_on_cpu(config: EngineConfig, info: ModelInfo) -> StepExecutor:
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:
-    """Load the weights of `info.path`. Raises `ConfigError`."""
+    """Load the weights of `info.source`. Raises `ConfigError`."""
     resolved = with_dtype(config)
     model = load_model(resolved, info, CpuPlace())
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"

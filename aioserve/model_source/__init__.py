@@ -1,0 +1,11 @@
+"""Models as they lie on disk: what can be asked of one, whichever its format.
+
+A module for each format behind the same face, and one that fetches models by name. Knows nothing of
+settings beyond what reading needs, and nothing of requests.
+"""
+
+from aioserve.model_source.directory import Directory
+from aioserve.model_source.gguf_file import GgufFile
+from aioserve.model_source.source import ModelSource
+
+__all__ = ["Directory", "GgufFile", "ModelSource"]

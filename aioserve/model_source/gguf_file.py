@@ -1,0 +1,309 @@
+"""A GGUF file, as llama.cpp writes them: configuration, tokenizer and weights in one.
+
+`transformers` turns its metadata into a configuration and a tokenizer, and knows what llama.cpp did
+to the weights of an architecture; here they are unpacked one by one, straight into the model. What
+`transformers` would leave out in silence, and answer wrongly without, is read here or refused.
+"""
+
+import logging
+import struct
+from collections import Counter
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from aioserve.errors import ConfigError
+from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
+from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+
+logger = logging.getLogger(__name__)
+
+INSTALL_LINE = "pip install 'aioserve[gguf]'"
+
+_PIECE = 1 << 20  # weights that are unpacked at a time
+_EMBEDDING, _ROPE_DIVISORS = "token_embd.weight", "rope_freqs.weight"
+# Ends of text, of a turn, and of a message to a tool.
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# What Llama 3.1 and later divide their frequencies by follows from these and the factor.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class GgufFile(ModelSource):
+    """One file, with all of its weights."""
+
+    kind = "a local file"
+
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+        """Reads the header. Raises `ConfigError` if no model can come of this file."""
+        super().__init__(path, trust_remote_code=trust_remote_code)
+        if find_spec("gguf") is None:
+            raise ConfigError(f"{path} needs the package gguf: {INSTALL_LINE}")
+        self._header: Header = read_header(path)
+        metadata = self._header.metadata
+        self._tensors = {tensor.name: tensor for tensor in self._header.tensors}
+        self._architecture = str(metadata.get("general.architecture", ""))
+        if reason := self._why_no_model(metadata):
+            raise ConfigError(f"{path} {reason}")
+        if trust_remote_code:
+            raise ConfigError(
+                f"model.trust_remote_code is True, which has no effect: {path} holds no code"
+            )
+
+    def _why_no_model(self, metadata: dict[str, Any]) -> str | None:
+        if not self._architecture:
+            return "does not name its architecture (general.architecture)"
+        if self._architecture == "clip" or metadata.get("general.type") == "mmproj":
+            return "is the image part of a model (mmproj): give the file of its text model"
+        if metadata.get("general.type") == "adapter":
+            return "is an adapter (LoRA), not a model: these are not served"
+        parts = metadata.get("split.count", 1)
+        if parts > 1:
+            return (
+                f"is part {metadata.get('split.no', 0) + 1} of {parts}, which are not read: join "
+                "them with llama-gguf-split --merge FIRST_PART OUTPUT.gguf"
+            )
+        if _EMBEDDING not in self._tensors:
+            return f"has no weights of a language model: there is no {_EMBEDDING} in it"
+        return None
+
+    @cached_property
+    def known_config(self) -> dict[str, Any]:
+        """The length of the context, and the size of the vocabulary by its embedding."""
+        known = {
+            "max_position_embeddings": self._stated("context_length"),
+            "vocab_size": self._tensors[_EMBEDDING].shape[0],
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    @property
+    def stated_eos(self) -> tuple[int, ...] | None:
+        stated = (self._header.metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
+        return tuple(dict.fromkeys(token for token in stated if token is not None)) or None
+
+    def read_config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            # Not from the file itself: reading a vocabulary twice takes `transformers` seconds.
+            with TemporaryDirectory() as nowhere, NamedTemporaryFile(suffix=".gguf") as file:
+                file.write(self._without_vocabulary())
+                file.flush()
+                config = AutoConfig.from_pretrained(nowhere, gguf_file=file.name)
+            rope = self._rope_scaling(config)
+            if rope:
+                config.rope_parameters = {**config.rope_parameters, **rope}
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers raises whatever the file provokes
+            raise ConfigError(f"cannot read {self.path}: {one_line(error)}") from error
+        for name, value in self.known_config.items():
+            setattr(config, name, value)
+        return config
+
+    def read_tokenizer(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            # Beside the file there may be another model's tokenizer_config.json.
+            with TemporaryDirectory() as nowhere:
+                return PreTrainedTokenizerFast.from_pretrained(
+                    nowhere, gguf_file=str(self.path.absolute())
+                )
+        except Exception as error:
+            raise ConfigError(
+                f"cannot read the tokenizer in {self.path}: {one_line(error)}"
+            ) from error
+
+    def num_elements(self) -> int:
+        return sum(tensor.num_elements for tensor in self._header.tensors)
+
+    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+        """Takes no more memory than the model and one tensor, in float32, beside it."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        try:
+            with no_init_weights(), torch.device(device):
+                module = AutoModelForCausalLM.from_config(
+                    self.read_config(), dtype=dtype, attn_implementation=attn_implementation
+                )
+            module.tie_weights()
+        except ConfigError:
+            raise
+        except Exception as error:
+            why = why_not_loaded(error, attn_implementation)
+            raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
+        self._fill(module)
+        stored = sum(tensor.num_bytes for tensor in self._header.tensors)
+        logger.info(
+            "%s: %.0f MB of blocks unpacked to %.0f MB of %s, one tensor at a time; they are not "
+            "served packed",
+            self.path.name,
+            stored / 1e6,
+            sum(p.numel() for p in module.parameters()) * dtype.itemsize / 1e6,
+            str(dtype).removeprefix("torch."),
+        )
+        return module.eval()
+
+    def _fill(self, module: Any) -> None:
+        """Give every parameter its weights. Raises `ConfigError` for what is missing or left."""
+        import torch
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+        from transformers.utils.logging import tqdm
+
+        name_of = type(module).__name__
+        parameters = module.state_dict(keep_vars=True)
+        processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(
+            config=module.config.to_dict()
+        )
+        # Without children: it would make the table of all names again for every module within.
+        top = SimpleNamespace(
+            config=module.config, state_dict=module.state_dict, named_children=tuple
+        )
+        targets = get_gguf_hf_weights_map(top, processor)
+        parts = Counter(targets.values())  # those that are still to come
+        # Experts come in two tensors for one parameter, which `transformers` puts together in here.
+        joined: dict[str, Any] = {}
+        missing, left = set(parameters), []
+        with torch.no_grad():
+            for tensor in tqdm(self._header.tensors, desc="Unpacking weights"):
+                if tensor.name == _ROPE_DIVISORS:
+                    continue  # in the configuration
+                result = processor.process(
+                    weights=_unpack(self.path, tensor),
+                    name=tensor.name,
+                    tensor_key_mapping=targets,
+                    parsed_parameters={"tensors": joined},
+                )
+                target = targets.get(tensor.name) or targets.get(
+                    tensor.name.removesuffix(".weight")
+                )
+                if target not in parameters:
+                    left.append(tensor.name)
+                    continue
+                parts[target] -= 1
+                weights = None if result.name is None else torch.from_numpy(result.weights)
+                if weights is None and parts[target] == 0:
+                    weights = joined.pop(target)
+                if weights is None:
+                    continue
+                parameter = parameters[target]
+                if parameter.shape != weights.shape:
+                    raise ConfigError(
+                        f"{self.path}: tensor {tensor.name} has the shape {tuple(weights.shape)}, "
+                        f"{name_of} needs {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(weights)
+                missing -= {name for name, other in parameters.items() if other is parameter}
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} weights of {name_of} are not in {self.path}, first {min(missing)}"
+            )
+        if left:
+            raise ConfigError(
+                f"{len(left)} tensors of {self.path} have no place in {name_of} of transformers, "
+                f"first {left[0]}: without them its answers would be wrong"
+            )
+
+    def _stated(self, key: str) -> Any:
+        return self._header.metadata.get(f"{self._architecture}.{key}")
+
+    def _rope_scaling(self, config: Any) -> dict[str, Any]:
+        """What stretches the rotary embedding, which `transformers` does not read. Raises
+        `ConfigError` if it is something that cannot be said to it.
+        """
+        kind = self._stated("rope.scaling.type") or "none"
+        by_layer = any(isinstance(value, dict) for value in config.rope_parameters.values())
+        factor = self._stated("rope.scaling.factor") or self._stated("rope.scale_linear")
+        others = [name for name in self._tensors if name.startswith("rope_factors")]
+        if not others and _ROPE_DIVISORS not in self._tensors and kind == "none" and factor is None:
+            return {}
+        if others or by_layer or kind not in ("none", "linear", "yarn"):
+            raise ConfigError(f"{self.path}: its scaled rotary embedding ({kind}) is not served")
+        if _ROPE_DIVISORS in self._tensors:
+            return self._llama3_rope(config)
+        if kind == "yarn":
+            length = self._stated("rope.scaling.original_context_length")
+            return {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": length,
+            }
+        return {"rope_type": "linear", "factor": factor}
+
+    def _llama3_rope(self, config: Any) -> dict[str, Any]:
+        """The settings that the divisors of the frequencies in the file come from."""
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        divisors = torch.from_numpy(_unpack(self.path, self._tensors[_ROPE_DIVISORS]))
+        plain = dict(config.rope_parameters)
+        rope = {**plain, "rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3}
+        theta, size = plain["rope_theta"], 2 * len(divisors)
+        frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+        config.rope_parameters = rope
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        config.rope_parameters = plain
+        same_length = len(expected) == len(divisors)
+        if not same_length or not torch.allclose(frequencies / divisors, expected, rtol=1e-3):
+            raise ConfigError(
+                f"{self.path}: {_ROPE_DIVISORS} is not what Llama 3 has, and is not served"
+            )
+        return rope
+
+    def _without_vocabulary(self) -> bytes:
+        """A GGUF file of the same configuration, with the names of its tensors and no weights."""
+        raw = list(self._header.raw.values())
+        key = f"{self._architecture}.vocab_size"
+        if key not in self._header.raw:  # else the length of the vocabulary
+            size = self.known_config["vocab_size"]
+            raw.append(_string(key) + struct.pack("<II", 4, size))
+        empty = struct.pack("<IQIQ", 1, 0, 0, 0)  # one dimension, of size 0, float32, at the start
+        return b"".join(
+            [
+                MAGIC,
+                struct.pack("<IQQ", 3, len(self._tensors), len(raw)),
+                *raw,
+                *(_string(name) + empty for name in self._tensors),
+                bytes(64),
+            ]
+        )
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _unpack(path: Path, tensor: Tensor) -> Any:
+    """The weights as float32, a numpy array of the tensor's shape."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.type_id)
+    data = np.fromfile(path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+    rows = data.reshape(-1, tensor.num_bytes * tensor.shape[-1] // tensor.num_elements)
+    weights = np.empty((len(rows), tensor.shape[-1]), dtype=np.float32)
+    step = max(1, _PIECE // tensor.shape[-1])  # `dequantize` takes several times what it returns
+    try:
+        for start in range(0, len(rows), step):
+            piece = slice(start, start + step)
+            weights[piece] = dequantize(rows[piece], kind)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"{path}: tensor {tensor.name} is {kind.name}, which cannot be unpacked: "
+            f"{one_line(error)}"
+        ) from None
+    return weights.reshape(tensor.shape)

@@ -1,0 +1,156 @@
+"""What the head of a GGUF file says: metadata, and where which tensor lies.
+
+Reads bytes, in order, and checks every length before it is used. Knows no architecture, unpacks no
+weights, and skips the words of the vocabulary, which `transformers` reads.
+"""
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aioserve.errors import ConfigError
+
+# Value types of the format, by number, as `struct` writes them; the others are:
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_FORMATS[12] = "d"
+_STRING, _ARRAY = 8, 9
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+
+
+class Tensor(NamedTuple):
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]  # as in torch: the dimension that lies together is last
+    type_id: int  # of `gguf.GGMLQuantizationType`
+    offset: int  # bytes, from the start of the file
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Header(NamedTuple):
+    """All but the weights. Of an array of strings `metadata` has the length."""
+
+    metadata: dict[str, Any]
+    raw: dict[str, bytes]  # every key but those of the vocabulary, with its value, as in the file
+    tensors: tuple[Tensor, ...]
+
+
+def read_header(path: Path) -> Header:
+    """Raises `ConfigError` in one line if this is no GGUF file, or not all of one."""
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != MAGIC:
+                raise ConfigError(
+                    f"{path} is not a GGUF file: a model is a Hugging Face directory or a GGUF file"
+                )
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+class _Reader:
+    """Goes through the bytes once."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._size = len(data)
+        self._at = len(MAGIC)
+
+    def read(self) -> Header:
+        (version,) = self._unpack("I")
+        if version not in VERSIONS:
+            raise ConfigError(
+                f"{self._path} is GGUF of version {version}; read are versions 2 and 3 (little "
+                "endian)"
+            )
+        num_tensors, num_keys = self._unpack("QQ")
+        metadata: dict[str, Any] = {}
+        raw: dict[str, bytes] = {}
+        for _ in range(num_keys):
+            start = self._at
+            key = self._string()
+            metadata[key] = self._value(*self._unpack("I"))
+            if not key.startswith("tokenizer."):
+                raw[key] = self._data[start : self._at]
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ConfigError(f"{self._path} is damaged: general.alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        return Header(metadata, raw, tuple(self._tensor(start, *entry) for entry in entries))
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (num_dimensions,) = self._unpack("I")
+        shape = self._unpack("Q", num_dimensions)[::-1]
+        type_id, offset = self._unpack("IQ")
+        return name, shape, type_id, offset
+
+    def _tensor(
+        self, start: int, name: str, shape: tuple[int, ...], type_id: int, offset: int
+    ) -> Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"{self._path}: tensor {name} is stored as type {type_id}, which the package gguf "
+                "does not know"
+            ) from None
+        num_elements = math.prod(shape)
+        if not shape or num_elements < 1 or shape[-1] % per_block:
+            raise ConfigError(f"{self._path} is damaged: tensor {name} has the shape {shape}")
+        num_bytes = num_elements // per_block * block_bytes
+        self._check(start + offset, num_bytes)
+        return Tensor(name, shape, type_id, start + offset, num_bytes)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._unpack(self._format(kind))[0]
+        element, count = self._unpack("IQ")
+        if element != _STRING:
+            return list(self._unpack(self._format(element), count))
+        for _ in range(count):
+            (length,) = self._unpack("Q")
+            self._check(self._at, length)
+            self._at += length
+        return count
+
+    def _format(self, kind: int) -> str:
+        if kind not in _FORMATS:
+            raise ConfigError(f"{self._path} is damaged: a value of type {kind}")
+        return _FORMATS[kind]
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        self._check(self._at, length)
+        self._at += length
+        return self._data[self._at - length : self._at].decode("utf-8", "replace")
+
+    def _unpack(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        size = count * struct.calcsize(f"<{form}")
+        self._check(self._at, size)
+        self._at += size
+        form = form if count == 1 else f"{count}{form}"
+        return struct.unpack_from(f"<{form}", self._data, self._at - size)
+
+    def _check(self, at: int, size: int) -> None:
+        if at + size > self._size:
+            raise ConfigError(
+                f"{self._path} is cut short or damaged: it has {self._size:,} bytes, and its "
+                f"header asks for {at + size:,} or more"
+            )

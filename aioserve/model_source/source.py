@@ -1,0 +1,61 @@
+"""The face of a model on disk, for whoever needs its facts, its tokenizer or its weights.
+
+Knows no format. What takes seconds to import is imported by the methods that need it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class ModelSource(ABC):
+    """One model at `path`. All of it raises `ConfigError` in one line that names a bad file."""
+
+    kind: ClassVar[str]  # in words: "a local directory"
+
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+        self.path = path
+        self.trust_remote_code = trust_remote_code
+
+    @property
+    @abstractmethod
+    def known_config(self) -> Mapping[str, Any]:
+        """Fields of the text model's configuration, by the names of `transformers`, that can be
+        told without it; what is missing is asked of `read_config`.
+        """
+
+    @property
+    @abstractmethod
+    def stated_eos(self) -> tuple[int, ...] | None:
+        """Tokens that end a reply, where that is said apart from the configuration; else None."""
+
+    @abstractmethod
+    def read_config(self) -> Any:
+        """The whole `transformers` configuration; the text model may be a part of it."""
+
+    @abstractmethod
+    def read_tokenizer(self) -> Any:
+        """The `transformers` tokenizer, with the chat template if there is one."""
+
+    @abstractmethod
+    def num_elements(self) -> int:
+        """Weights that are stored, by the headers of their files."""
+
+    @abstractmethod
+    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+        """The causal language model of `transformers` with all its weights, as `dtype`, a
+        `torch.dtype`, at `device`, a `torch.device`.
+        """
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def why_not_loaded(error: Exception, attn_implementation: str) -> str:
+    """What is wrong with a model whose module `transformers` could not make."""
+    if isinstance(error, KeyError) and attn_implementation in error.args:
+        return "its architecture does not use the attention interface of transformers"
+    return one_line(error)
