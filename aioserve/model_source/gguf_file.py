@@ -5,7 +5,9 @@ to the weights of an architecture; here they are unpacked one by one, straight i
 `transformers` would leave out in silence, and answer wrongly without, is read here or refused.
 """
 
+import json
 import logging
+import re
 import struct
 from collections import Counter
 from functools import cached_property
@@ -27,6 +29,16 @@ _PIECE = 1 << 20  # weights that are unpacked at a time
 _EMBEDDING, _ROPE_DIVISORS = "token_embd.weight", "rope_freqs.weight"
 # Ends of text, of a turn, and of a message to a tool.
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Metadata of an architecture that `transformers` may leave at its default, and its name there.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# What is read elsewhere, or only repeats what is.
+_READ_OR_REPEATED = re.compile(r"rope\.|attention\.(value_length|causal)$|vocab_size$|expert_")
 # What Llama 3.1 and later divide their frequencies by follows from these and the factor.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -75,11 +87,9 @@ class GgufFile(ModelSource):
 
     @cached_property
     def known_config(self) -> dict[str, Any]:
-        """The length of the context, and the size of the vocabulary by its embedding."""
-        known = {
-            "max_position_embeddings": self._stated("context_length"),
-            "vocab_size": self._tensors[_EMBEDDING].shape[0],
-        }
+        """What the metadata says by names of our own, and the rows of the embedding."""
+        known = {field: self._stated(key) for key, field in _FIELDS.items()}
+        known["vocab_size"] = self._tensors[_EMBEDDING].shape[0]
         return {name: value for name, value in known.items() if value is not None}
 
     @property
@@ -104,8 +114,26 @@ class GgufFile(ModelSource):
         except Exception as error:  # transformers raises whatever the file provokes
             raise ConfigError(f"cannot read {self.path}: {one_line(error)}") from error
         for name, value in self.known_config.items():
-            setattr(config, name, value)
+            if hasattr(config, name):
+                setattr(config, name, value)
+        layers = (self._architecture, config.num_hidden_layers)
+        if layers in (("gemma2", 46), ("gemma3", 62)):  # 27B: no file says it, llama.cpp knows it
+            config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
         return config
+
+    def _warn_of_unread(self) -> None:
+        from transformers.integrations import GGUF_CONFIG_MAPPING
+
+        prefix = f"{self._architecture}."
+        read = GGUF_CONFIG_MAPPING.get(self._architecture.replace("moe", "_moe"), {})
+        keys = (key.removeprefix(prefix) for key in self._header.raw if key.startswith(prefix))
+        unread = [k for k in keys if k not in {*read, *_FIELDS} and not _READ_OR_REPEATED.match(k)]
+        if unread:
+            logger.warning(
+                "%s: nobody reads its %s: if they matter, answers will differ from the model's",
+                self.path.name,
+                ", ".join(unread),
+            )
 
     def read_tokenizer(self) -> Any:
         from transformers import PreTrainedTokenizerFast
@@ -113,13 +141,33 @@ class GgufFile(ModelSource):
         try:
             # Beside the file there may be another model's tokenizer_config.json.
             with TemporaryDirectory() as nowhere:
-                return PreTrainedTokenizerFast.from_pretrained(
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(
                     nowhere, gguf_file=str(self.path.absolute())
                 )
+            return self._without_strangers(tokenizer)
         except Exception as error:
             raise ConfigError(
                 f"cannot read the tokenizer in {self.path}: {one_line(error)}"
             ) from error
+
+    def _without_strangers(self, tokenizer: Any) -> Any:
+        """Without the tokens that `transformers` adds to some vocabularies: the model has no
+        weights for them, and a prompt that spells one would read another's memory.
+        """
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        size = self.known_config["vocab_size"]
+        if len(tokenizer) <= size:
+            return tokenizer
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+            chat_template=tokenizer.chat_template,
+            add_bos_token=tokenizer.init_kwargs.get("add_bos_token", False),
+            **tokenizer.special_tokens_map,
+        )
 
     def num_elements(self) -> int:
         return sum(tensor.num_elements for tensor in self._header.tensors)
@@ -142,6 +190,7 @@ class GgufFile(ModelSource):
             why = why_not_loaded(error, attn_implementation)
             raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
         self._fill(module)
+        self._warn_of_unread()
         stored = sum(tensor.num_bytes for tensor in self._header.tensors)
         logger.info(
             "%s: %.0f MB of blocks unpacked to %.0f MB of %s, one tensor at a time; they are not "

@@ -106,12 +106,12 @@ class _Reader:
             per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
         except (ValueError, KeyError):
             raise ConfigError(
-                f"{self._path}: tensor {name} is stored as type {type_id}, which the package gguf "
-                "does not know"
+                f"{self._path}: tensor {name!r} is stored as type {type_id}, which the package "
+                "gguf does not know"
             ) from None
         num_elements = math.prod(shape)
         if not shape or num_elements < 1 or shape[-1] % per_block:
-            raise ConfigError(f"{self._path} is damaged: tensor {name} has the shape {shape}")
+            raise ConfigError(f"{self._path} is damaged: tensor {name!r} has the shape {shape}")
         num_bytes = num_elements // per_block * block_bytes
         self._check(start + offset, num_bytes)
         return Tensor(name, shape, type_id, start + offset, num_bytes)

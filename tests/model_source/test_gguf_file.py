@@ -1,0 +1,264 @@
+"""A GGUF file is the model that it was made of, or refused in one line that says why."""
+
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aioserve.cli import main
+from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+from aioserve.model_source import gguf_file
+from tests.gguf_models import CHAT_TEMPLATE, END_OF_TURN, EOS, write_gguf
+from tests.models import VOCAB_SIZE, make_model
+
+IDS = torch.tensor([[5, 80, 7, 300, 511, 2] * 20])
+
+
+def info_of(path: Path, **settings: Any) -> ModelInfo:
+    return ModelInfo(ModelConfig(model=str(path), **settings))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return info_of(path).source.load_module(dtype, torch.device("cpu"), "eager")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Path) -> Path:
+    return write_gguf(llama, llama / "whole.gguf")
+
+
+@torch.inference_mode()
+def assert_same_model(module: Any, directory: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=next(module.parameters()).dtype, attn_implementation="eager"
+    )
+    assert torch.equal(module(IDS).logits, expected(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_computes_what_its_directory_computes(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    fields = {"query_pre_attn_scalar": 256} if kind == "gemma2" else {}
+    directory = make_model(kind, tmp_path / "model", **fields)
+    assert_same_model(load(write_gguf(directory, tmp_path / "m.gguf"), dtype), directory)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_rotary_embeddings_are_those_of_the_directory(tmp_path: Path, name: str) -> None:
+    rope = ROPES[name] | {"rope_theta": 500_000.0}
+    directory = make_model("llama", tmp_path / "model", rope_parameters=rope)
+    fields: dict[str, Any] = {"rope__scaling__type": name, "rope__scaling__factor": rope["factor"]}
+    if name == "yarn":
+        fields["rope__scaling__original_context_length"] = 64
+    if name != "llama3":
+        path = write_gguf(directory, tmp_path / "m.gguf", **fields)
+    else:
+        path = write_gguf(directory, tmp_path / "m.gguf", change=add_divisors)
+    assert_same_model(load(path), directory)
+
+
+def add_divisors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    """As llama.cpp's converter does for Llama 3.1."""
+    frequencies = 500_000.0 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
+    waves = 2 * np.pi / frequencies
+    smooth = (8192 / waves - 1.0) / (4.0 - 1.0)
+    divisors = 1 / ((1 - smooth) / 8.0 + smooth)
+    divisors = np.where(waves < 8192 / 4.0, 1.0, np.where(waves > 8192 / 1.0, 8.0, divisors))
+    tensors["rope_freqs.weight"] = divisors.astype(np.float32)
+
+
+def test_its_metadata_says_what_a_directory_says(llama: Path, whole: Path) -> None:
+    info, config = info_of(whole), AutoConfig.from_pretrained(llama)
+    assert info.vocab_size == VOCAB_SIZE == info.hf_config.vocab_size
+    assert info.max_model_len == config.max_position_embeddings
+    assert info.eos_token_ids == (EOS, END_OF_TURN)
+    assert info.source.num_elements() == sum(p.numel() for p in load(whole).parameters())
+    tokenizer = info.tokenizer
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    ids = tokenizer.encode("the é 你 <|endoftext|>")  # the last is no token of this model
+    assert max(ids) < VOCAB_SIZE
+    assert tokenizer.decode(ids) == "the é 你 <|endoftext|>"
+
+
+def test_files_beside_it_are_another_models(whole: Path, tmp_path: Path) -> None:
+    shutil.copy(whole, tmp_path / "m.gguf")
+    embedded = ModelInfo(ModelConfig()).source.path
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"):
+        shutil.copy(embedded / name, tmp_path)
+    info = info_of(tmp_path / "m.gguf")
+    assert info.tokenizer.chat_template == CHAT_TEMPLATE
+    assert (len(info.tokenizer), info.hf_config.vocab_size) == (VOCAB_SIZE, VOCAB_SIZE)
+
+
+def test_weights_are_unpacked_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """No second copy: what numpy holds at once is a fraction of the file."""
+    directory = make_model(
+        "llama", tmp_path / "model", hidden_size=256, head_dim=64, intermediate_size=2048
+    )
+    path = write_gguf(directory, tmp_path / "m.gguf")
+    source = info_of(path).source
+    load(path)  # imports
+    tracemalloc.start()
+    source.load_module(torch.float32, torch.device("cpu"), "eager")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 2
+
+
+def test_what_nobody_reads_is_said(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write_gguf(llama, tmp_path / "m.gguf", logit_scale=2.0, expert_count=0))
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "m.gguf: nobody reads its logit_scale: " in record.getMessage()
+
+
+def test_clients_know_it_by_the_name_of_its_file() -> None:
+    assert ModelConfig(model="a/SmolLM2.Q4_1.gguf").served_name == "SmolLM2.Q4_1"
+    assert ModelConfig(model="a/m.gguf", served_model_name="mine").served_name == "mine"
+    assert ModelConfig(model="a/b.c").served_name == "a/b.c"
+
+
+def edit(**fields: Any) -> Any:
+    """A change of the metadata: `general__type="mmproj"`."""
+
+    def change(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        for name, value in fields.items():
+            key = name.replace("__", ".")
+            writer.kv_data[0].pop(key, None)
+            (writer.add_string if isinstance(value, str) else writer.add_uint16)(key, value)
+
+    return change
+
+
+def drop(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    del tensors["blk.1.ffn_up.weight"]
+
+
+def drop_embedding(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    del tensors["token_embd.weight"]
+
+
+def add_bias(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    tensors["blk.0.attn_q.bias"] = np.ones(64, dtype=np.float32)
+
+
+def cut_rows(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:-1]
+
+
+def other_divisors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    tensors["rope_freqs.weight"] = np.linspace(1, 3, 8, dtype=np.float32)
+
+
+def long_factors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    tensors["rope_factors_long.weight"] = np.ones(8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (edit(general__type="mmproj"), "is the image part of a model (mmproj)"),
+        (edit(general__architecture="clip"), "is the image part of a model (mmproj)"),
+        (edit(general__type="adapter"), "is an adapter (LoRA)"),
+        (edit(split__count=2, split__no=0), "is part 1 of 2, which are not read: join them"),
+        (edit(general__architecture="llama99"), "architecture llama99 is not supported"),
+        (drop_embedding, "there is no token_embd.weight in it"),
+        (drop, "1 weights of LlamaForCausalLM are not in"),
+        (add_bias, "have no place in LlamaForCausalLM of transformers, first blk.0.attn_q.bias"),
+        (cut_rows, "tensor blk.0.ffn_up.weight has the shape (95, 64)"),
+        (other_divisors, "rope_freqs.weight is not what Llama 3 has"),
+        (long_factors, "scaled rotary embedding"),
+    ],
+)
+def test_what_would_answer_wrongly_is_refused_by_name(
+    llama: Path, tmp_path: Path, change: Any, reason: str
+) -> None:
+    assert reason in refusal(write_gguf(llama, tmp_path / "m.gguf", change=change))
+
+
+def test_a_missing_package_is_named_with_its_install_line(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
+    assert "needs the package gguf: pip install 'aioserve[gguf]'" in refusal(whole)
+
+
+@pytest.mark.parametrize("setting", [{"revision": "main"}, {"trust_remote_code": True}])
+def test_a_setting_without_effect_is_refused(whole: Path, setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"model.{name} is .*, which has no effect"):
+        info_of(whole, **setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("m.gguf", b"PK\x03\x04 no model", "is not a GGUF file"),
+        ("m.safetensors", b"12345678{}", "is not a GGUF file"),
+        ("m.gguf", b"", "is not a GGUF file"),
+        ("m.gguf", b"GGUF", "is cut short"),
+        ("m.gguf", b"GGUF\x03\0\0\0" + b"\xff" * 16, "is cut short"),
+        ("m.gguf", b"GGUF\0\0\0\x03", "is GGUF of version"),  # big endian
+        ("m.gguf", None, "no file "),
+    ],
+)
+def test_the_command_refuses_a_bad_file_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    data: bytes | None,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if data is not None:
+        Path(name).write_bytes(data)
+    assert main(["--model", name, "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("aioserve: error: ")
+    assert f"{reason}" in line
+    assert name in line
+
+
+def test_a_directory_with_a_file_in_it_is_told_which_to_name(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ConfigError, match=f"a GGUF file is named itself: {tmp_path}/m.gguf"):
+        info_of(tmp_path)

@@ -1,0 +1,59 @@
+"""The head of a GGUF file is read whole, or refused; never half, and never without end."""
+
+import random
+from pathlib import Path
+
+import gguf
+import pytest
+
+from aioserve.errors import ConfigError
+from aioserve.model_source.gguf_header import read_header
+from tests.gguf_models import write_gguf
+from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("header")
+    return write_gguf(make_model("llama", folder), folder / "whole.gguf")
+
+
+def test_it_says_what_the_reader_of_llama_cpp_says(whole: Path) -> None:
+    header, reader = read_header(whole), gguf.GGUFReader(whole)
+    for tensor, other in zip(header.tensors, reader.tensors, strict=True):
+        assert tensor.name == other.name
+        assert tensor.shape == tuple(map(int, reversed(other.shape)))
+        assert (tensor.offset, tensor.num_bytes) == (other.data_offset, other.n_bytes)
+    for name, value in header.metadata.items():
+        theirs = reader.get_field(name).contents()
+        assert value == (len(theirs) if name.endswith(("tokens", "merges")) else theirs)
+
+
+def test_wherever_it_is_cut_it_is_refused(whole: Path, tmp_path: Path) -> None:
+    data, cut = whole.read_bytes(), tmp_path / "cut.gguf"
+    end = read_header(whole).tensors[0].offset
+    last = read_header(whole).tensors[-1]
+    for size in [*range(4, end, 97), end, last.offset, last.offset + last.num_bytes - 1]:
+        cut.write_bytes(data[:size])
+        with pytest.raises(ConfigError, match="is cut short or damaged"):
+            read_header(cut)
+
+
+def test_whatever_is_in_it_reading_ends_with_a_header_or_a_refusal(
+    whole: Path, tmp_path: Path
+) -> None:
+    data, damaged = whole.read_bytes(), tmp_path / "damaged.gguf"
+    end = read_header(whole).tensors[0].offset
+    rng = random.Random(5)
+    refusals = []
+    for _ in range(300):
+        bad = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            bad[rng.randrange(4, end)] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
+        damaged.write_bytes(bad)
+        try:
+            read_header(damaged)
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 30
+    assert all(str(damaged) in refusal and "\n" not in refusal for refusal in refusals)
