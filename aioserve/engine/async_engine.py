@@ -7,7 +7,7 @@ handlers, opens no ports, starts no processes.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -154,25 +154,24 @@ class AsyncEngine:
         parts = self._alive()
         arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
         params = parts.input_processor.complete_params(sampling_params or SamplingParams())
-        token_ids = await self._tokenize(prompt, parts)
-        self._alive()
         request_id = request_id or f"req-{uuid4().hex}"
-        spec = RequestSpec(
-            request_id,
-            token_ids,
-            params,
-            arrival_time=arrival_time,
-            eos_token_ids=self.model_info.eos_token_ids,
-            priority=priority,
-            user=user,
-            cache_salt=cache_salt,
-            deadline=None if timeout is None else arrival_time + timeout,
-        )
-        stream = RequestStream(
-            request_id, len(token_ids), params.n, abort=lambda: self._drop(samples, parts)
-        )
+        stream = RequestStream(request_id, params.n, abort=lambda: self._drop(samples, parts))
         samples = parts.output_processor.claim(stream, params.n)
         try:
+            token_ids = await self._tokenize(prompt, parts)
+            self._alive()
+            stream.num_prompt_tokens = len(token_ids)
+            spec = RequestSpec(
+                request_id,
+                token_ids,
+                params,
+                arrival_time=arrival_time,
+                eos_token_ids=self.model_info.eos_token_ids,
+                priority=priority,
+                user=user,
+                cache_salt=cache_salt,
+                deadline=None if timeout is None else arrival_time + timeout,
+            )
             for index, sample_id in enumerate(samples.ids):
                 own = spec  # of this sample
                 if params.n > 1:
@@ -189,16 +188,15 @@ class AsyncEngine:
             if isinstance(error, EngineOverloadedError):
                 error.retry_after = self._estimate_wait(parts)
             raise
+        samples.is_arriving = False
+        if samples.is_aborted:
+            self._abort(samples.ids, parts)
         return stream
 
     async def _tokenize(self, prompt: Prompt, parts: EngineParts) -> list[int]:
         """Refuses what is too long, or too much for the queue, before the work is done."""
         least = parts.input_processor.least_tokens(prompt)
-        try:
-            parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
-        except EngineOverloadedError as error:
-            error.retry_after = self._estimate_wait(parts)
-            raise
+        parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
         self._num_arriving += 1
         self._arriving_tokens += least
         try:
@@ -244,13 +242,31 @@ class AsyncEngine:
     def abort(self, request_id: str) -> bool:
         """End a request from outside: its reader gets what there is, with finish reason `abort`.
 
-        False if there is none of that id: it has ended, or is still being tokenized.
+        False if there is none of that id: it has ended. One that is still being tokenized ends as
+        soon as that is done, without a token.
         """
         parts = self._parts
         if parts is None or self._error is not None:
             return False
         samples = parts.output_processor.samples_of(request_id)
+        if samples is not None and samples.is_arriving:
+            samples.is_aborted = True
+            return True
         return samples is not None and self._abort(samples.ids, parts)
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids that a request of this prompt would have, even if those are too many.
+
+        `add_special_tokens` is for text: a chat template says which there are. Raises
+        `RequestError`, also for text whose length alone shows that it is too long for the model.
+        """
+        processor = self._alive().input_processor
+        processor.least_tokens(prompt)
+        return await processor.encode(prompt, add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, with the special ones. Raises `RequestError`."""
+        return await self._alive().input_processor.decode(token_ids)
 
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
         """Change the policy between two steps; queue, running requests and KV cache stay.

@@ -7,13 +7,15 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
+
+R = TypeVar("R")
 
 Messages = Sequence[Mapping[str, Any]]
 #: Text, token ids, or chat messages with "role" and "content".
@@ -71,19 +73,30 @@ class InputProcessor:
         """Token ids of a prompt that `least_tokens` has let pass, checked against the vocabulary
         and the length limit. Raises `RequestError`.
         """
-        if isinstance(prompt, str):
-            is_long = len(prompt) > INLINE_CHARACTERS
-            token_ids = await self._run(is_long, self._encode, prompt, True)
-        elif isinstance(prompt[0], Mapping):
-            length = sum(len(message["content"]) for message in cast(Messages, prompt))
-            is_long = length > INLINE_CHARACTERS or len(prompt) > INLINE_MESSAGES
-            token_ids = await self._run(is_long, self._render_and_encode, prompt)
-        else:
-            token_ids = self._check_ids(prompt)
+        token_ids = await self.encode(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         self._check_length(len(token_ids), "")
         return token_ids
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """As `tokenize`, however many there are. The flag is for text."""
+        if isinstance(prompt, str):
+            is_long = len(prompt) > INLINE_CHARACTERS
+            return await self._run(is_long, self._encode, prompt, add_special_tokens)
+        if isinstance(prompt[0], Mapping):
+            length = sum(len(message["content"]) for message in cast(Messages, prompt))
+            is_long = length > INLINE_CHARACTERS or len(prompt) > INLINE_MESSAGES
+            return await self._run(is_long, self._render_and_encode, prompt)
+        self._check_length(len(prompt), "")
+        return self._check_vocabulary(prompt, "prompt")
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, with the special ones. Raises `RequestError`."""
+        if not self._has_tokenizer:
+            raise RequestError(NO_TOKENIZER, param="tokens")
+        ids = self._check_vocabulary(token_ids, "tokens")
+        return await self._run(len(ids) > INLINE_CHARACTERS, self._decode, ids)
 
     def complete_params(self, params: SamplingParams) -> SamplingParams:
         """Check token ids against the vocabulary; give a request that draws a seed of its own."""
@@ -122,7 +135,7 @@ class InputProcessor:
             num_tokens += max(1, self._least_tokens_of(message["content"]))
         return num_tokens
 
-    async def _run(self, is_long: bool, work: Callable[..., list[int]], *args: Any) -> list[int]:
+    async def _run(self, is_long: bool, work: Callable[..., R], *args: Any) -> R:
         """Here and now, or in the thread, so that the event loop can go on."""
         if not is_long:
             return work(*args)
@@ -156,17 +169,19 @@ class InputProcessor:
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode: {error}", "prompt") from error
 
-    def _check_ids(self, prompt: Sequence[Any]) -> list[int]:
-        self._check_length(len(prompt), "")
-        ids = list(prompt)
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    def _check_vocabulary(self, given: Sequence[Any], name: str) -> list[int]:
+        ids = list(given)
         try:
             return msgspec.convert(ids, self._token_ids)
         except msgspec.ValidationError:
             known = range(self._vocab_size)
             i = next(i for i, x in enumerate(ids) if type(x) is not int or x not in known)
             raise RequestError(
-                f"prompt[{i}] must be a token id from 0 to {self._vocab_size - 1}, got {ids[i]!r}",
-                param="prompt",
+                f"{name}[{i}] must be a token id from 0 to {self._vocab_size - 1}, got {ids[i]!r}",
+                param=name,
             ) from None
 
     def _check_length(self, num_tokens: int, qualifier: str) -> None:

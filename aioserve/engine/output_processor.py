@@ -21,7 +21,15 @@ class Samples:
     while one of them lives.
     """
 
-    __slots__ = ("claimed_ids", "ids", "num_live", "request_id", "stream")
+    __slots__ = (
+        "claimed_ids",
+        "ids",
+        "is_aborted",
+        "is_arriving",
+        "num_live",
+        "request_id",
+        "stream",
+    )
 
     def __init__(self, stream: RequestStream, n: int) -> None:
         self.request_id = stream.request_id
@@ -32,6 +40,8 @@ class Samples:
             self.ids = [f"{self.request_id}-{i}" for i in range(n)]
             self.claimed_ids = [self.request_id, *self.ids]
         self.num_live = n
+        self.is_arriving = True  # being tokenized: nothing can be ended yet
+        self.is_aborted = False  # meanwhile
 
 
 class RequestState:

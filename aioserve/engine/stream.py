@@ -17,11 +17,9 @@ class RequestStream:
     `RequestFailedError` or `EngineDeadError` where the tokens would have come.
     """
 
-    def __init__(
-        self, request_id: str, num_prompt_tokens: int, n: int, abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, request_id: str, n: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = 0  # known before anybody reads
         self._abort = abort
         self._num_unfinished = n
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged

@@ -20,12 +20,15 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server import admin
+from aioserve.server.abort import abort_request
 from aioserve.server.chat import create_chat_completion
 from aioserve.server.completions import create_completion
-from aioserve.server.keys import ENGINE, TOKEN_TEXTS
+from aioserve.server.keys import ENGINE, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
+from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
+from aioserve.server.tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +53,16 @@ def build_app(engine: AsyncEngine) -> web.Application:
         client_max_size=_max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
+    app[RUNNING] = RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
     app.on_response_prepare.append(add_request_id)
     app.add_routes(
         [
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.post("/v1/abort", abort_request),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{id:.+}", admin.get_model),
             web.get("/health", admin.health),

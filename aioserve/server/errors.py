@@ -20,6 +20,10 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
 
 
+class UnknownRequestError(RequestError):
+    """No request of that id is running."""
+
+
 class UnknownFieldError(RequestError):
     """The body has a field of a name that nobody here knows."""
 
@@ -34,6 +38,7 @@ class _Kind(NamedTuple):
 # The first row that fits wins, so subclasses stand before their bases.
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(RequestError, 400, "invalid_request_error", None),

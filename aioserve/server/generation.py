@@ -19,17 +19,18 @@ from aioserve.engine import RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.errors import UnknownModelError
+from aioserve.server.body import decode_body
 from aioserve.server.keys import (
     ENGINE,
     MAX_ID_LENGTH,
     RESPONSE_ID,
+    RUNNING,
     TOKEN_TEXTS,
     is_sane_id,
 )
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.sse import DONE, EventStream
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.validation import BodyDecoder, check_stream_options
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Reply(ABC):
 
     def __init__(self, request: web.Request, body: GenerationRequest) -> None:
         options = body.stream_options
-        self.id = body.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
+        given = body.request_id
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}" if given is None else given
         self.created = int(time.time())
         self.model = body.model or request.app[ENGINE].config.model.served_name
         self.texts = request.app[TOKEN_TEXTS]
@@ -174,18 +176,8 @@ class _Collected:
 
 async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     """The decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not here."""
-    config = request.app[ENGINE].config
-    body = decoder.decode(await request.read(), ignore_unknown=config.server.ignore_unknown_fields)
-    if body.model is not None and body.model != config.model.served_name:
-        raise UnknownModelError(
-            f"model {body.model!r} does not exist; this server has {config.model.served_name!r}",
-            param="model",
-        )
-    if body.request_id is not None and not is_sane_id(body.request_id):
-        raise RequestError(
-            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
-            param="request_id",
-        )
+    body = await decode_body(request, decoder)
+    check_stream_options(body)
     if body.detokenize is False and not body.return_token_ids:
         raise RequestError(
             "detokenize false needs return_token_ids true, or nothing comes back",
@@ -205,20 +197,26 @@ async def respond(
 
     Leaving, by an error or because the client went away, aborts what is unfinished.
     """
+    if not is_sane_id(reply.id):
+        raise RequestError(
+            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
+            param="request_id",
+        )
     request[RESPONSE_ID] = reply.id
     engine = request.app[ENGINE]
     if not body.stream:  # nobody looks at a delta: none is made
         params = msgspec.structs.replace(params, output_kind="final_only")
+    ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
     async with AsyncExitStack() as stack:
+        is_aborted = stack.enter_context(request.app[RUNNING].enter(reply.id, ids))
         streams = []
-        for i, prompt in enumerate(prompts):
+        for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(
-                prompt,
-                params,
-                request_id=reply.id if len(prompts) == 1 else f"{reply.id}-{i}",
-                **body.request_fields(),
+                prompt, params, request_id=request_id, **body.request_fields()
             )
             streams.append(await stack.enter_async_context(stream))
+            if is_aborted.is_set():  # while another prompt was being tokenized
+                engine.abort(request_id)
         if body.stream:
             return await _stream(request, streams, params.n, reply)
         return await _collect(streams, params.n, reply)

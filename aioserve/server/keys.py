@@ -6,8 +6,10 @@ from aiohttp import web
 
 from aioserve.engine import AsyncEngine
 from aioserve.server.logprobs import TokenTexts
+from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", AsyncEngine)
+RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 

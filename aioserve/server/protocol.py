@@ -27,6 +27,12 @@ class RequestPart(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkno
     """Base of what clients send. `null` means the default everywhere."""
 
 
+class ModelRequest(RequestPart, kw_only=True, omit_defaults=True):
+    """Base of bodies that are for a model: the one that is served, if they name none."""
+
+    model: str | None = None
+
+
 class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     """What a stream carries besides deltas."""
 
@@ -35,10 +41,9 @@ class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     include_obfuscation: bool | None = None  # refused if true: chunks are not padded here
 
 
-class GenerationRequest(RequestPart, kw_only=True, omit_defaults=True):
+class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """The fields that both endpoints share."""
 
-    model: str | None = None
     request_id: str | None = None  # as in vLLM, but it is the id of the response as it stands
     stream: bool | None = None
     stream_options: StreamOptions | None = None

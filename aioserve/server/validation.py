@@ -4,35 +4,28 @@ Raises `RequestError` with the path of the field. Knows nothing about HTTP or th
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from aioserve.errors import RequestError
 from aioserve.server.errors import UnknownFieldError
-from aioserve.server.protocol import (
-    ChatMessage,
-    ContentPart,
-    GenerationRequest,
-    RequestPart,
-    StreamOptions,
-)
+from aioserve.server.protocol import GenerationRequest, RequestPart
 from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 
-T = TypeVar("T", bound=GenerationRequest)
+T = TypeVar("T", bound=RequestPart)
 
-# What is inside of a body, by the name of the field that holds it.
-_PARTS: Mapping[str, type[RequestPart]] = {
-    "stream_options": StreamOptions,
-    "messages": ChatMessage,
-    "content": ContentPart,
-}
+_NOT_OF_OPENAI: Mapping[str, Unserved] = {**UNSERVED, **FOREIGN}
+
 _MAX_SHOWN = 64  # characters of an unknown name
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
+_FIELD = re.compile(r"(?:^|\.)(\w+)")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
 
@@ -40,20 +33,29 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `|$)", re.DOTALL)
 class BodyDecoder(Generic[T]):
     """Decodes bodies of one endpoint."""
 
-    def __init__(self, request_type: type[T], unserved: Mapping[str, Unserved]) -> None:
-        """`unserved`: what this endpoint does not serve, besides what none does."""
-        self._unserved = {**UNSERVED, **FOREIGN, **unserved}
+    def __init__(
+        self,
+        request_type: type[T],
+        unserved: Mapping[str, Unserved],
+        *,
+        shared: Mapping[str, Unserved] = _NOT_OF_OPENAI,
+        hints: Sequence[str] = HINTS,
+    ) -> None:
+        """`unserved`: what this endpoint does not serve, besides what none of its family does,
+        which is `shared`. `hints` may hold anything.
+        """
+        self._unserved = {**shared, **unserved}
         # One struct for all names, so that one pass over the body finds them.
         fields: list[tuple[str, Any, Any]] = [
             (name, Any, None)
-            for name in (*self._unserved, *HINTS)
+            for name in (*self._unserved, *hints)
             if name not in request_type.__struct_fields__
         ]
         name, bases = request_type.__name__, (request_type,)
         self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
         self._decoder = msgspec.json.Decoder(self._type)
         self._served = request_type.__struct_fields__
-        self._get_unserved = attrgetter(*self._unserved)
+        self._get_unserved = _values_of(*self._unserved)
         self._nothing = (None,) * len(self._unserved)
 
     def decode(self, body: bytes, *, ignore_unknown: bool = False) -> T:
@@ -76,7 +78,6 @@ class BodyDecoder(Generic[T]):
         values = self._get_unserved(request)
         if values != self._nothing:
             self._refuse(values, ignore_unknown)
-        _check_stream_options(request)
         return request
 
     def _explain(self, message: str) -> RequestError:
@@ -86,8 +87,10 @@ class BodyDecoder(Generic[T]):
             return RequestError(message, param=path)
         name, known = unknown[1][:_MAX_SHOWN], self._served
         if path is not None:
-            holder = re.split(r"[\[.]", path)
-            known = next(_PARTS[h] for h in reversed(holder) if h in _PARTS).__struct_fields__
+            holder: type[RequestPart] = self._type
+            for name_of_part in _FIELD.findall(path):
+                holder = _parts(holder)[name_of_part]
+            known = holder.__struct_fields__
         near = get_close_matches(name, known, n=1)
         hint = f": did you mean {near[0]!r}?" if near else " (see --ignore-unknown-fields)"
         where = f" in {path}" if path is not None else ""
@@ -103,7 +106,15 @@ class BodyDecoder(Generic[T]):
             raise RequestError(f"{name} is not supported by this server{instead}", param=name)
 
 
-def _check_stream_options(request: GenerationRequest) -> None:
+def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """What gets these attributes as a tuple; of fewer than two, the quick way would make none."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda struct: tuple(getattr(struct, name) for name in names)
+
+
+def check_stream_options(request: GenerationRequest) -> None:
+    """Raises `RequestError` for options without a stream, and for what is not done."""
     options = request.stream_options
     if options is None:
         return
@@ -118,17 +129,34 @@ def _check_stream_options(request: GenerationRequest) -> None:
         )
 
 
-def _known_only(tree: Any, struct: type[Any]) -> Any:
+def _known_only(tree: Any, struct: Any) -> Any:
     """`tree` without what `struct`, and the parts inside of it, have no field for."""
     if isinstance(tree, list):
         return [_known_only(item, struct) for item in tree]
     if not isinstance(tree, dict):
         return tree
     return {
-        name: _known_only(value, _PARTS[name]) if name in _PARTS else value
+        name: _known_only(value, _parts(struct)[name]) if name in _parts(struct) else value
         for name, value in tree.items()
         if name in struct.__struct_fields__
     }
+
+
+@cache
+def _parts(struct: Hashable) -> dict[str, type[Any]]:
+    """By field of `struct`: the struct that its value is, or holds."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    found = {field.encode_name: _struct_in(field.type) for field in info.fields}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _struct_in(kind: Any) -> type[Any] | None:
+    """The one struct among alternatives and items."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        return kind.cls
+    inner = getattr(kind, "types", None) or [getattr(kind, "item_type", None)]
+    return next((part for part in map(_struct_in, filter(None, inner)) if part is not None), None)
 
 
 def _path(message: str) -> str | None:

@@ -1,6 +1,7 @@
 """An id belongs to one request until that has ended, and so do the ids of its samples."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -8,9 +9,11 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.input_processor import INLINE_CHARACTERS
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineOverloadedError, RequestIdInUseError
 from aioserve.request import RequestStatus
+from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(
     model=ModelConfig(skip_tokenizer_init=True),
@@ -125,3 +128,25 @@ async def test_when_one_sample_fails_closing_the_stream_ends_the_others(
     await asyncio.sleep(0)
     assert len(engine._parts.output_processor) == 0
     assert len(await tokens(await add(engine, "x", SHORT))) == 3
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_is_being_tokenized_can_be_aborted_and_its_id_is_taken(n: int) -> None:
+    config = msgspec.structs.replace(CONFIG, model=ModelConfig())
+    text, params = "x" * (INLINE_CHARACTERS + 1), SamplingParams(n=n, max_tokens=50)
+    async with AsyncEngine(config) as engine, asyncio.timeout(PATIENCE):
+        assert engine._parts is not None
+        may_go_on = threading.Event()
+        engine._parts.input_processor._executor.submit(may_go_on.wait)
+        adding = asyncio.create_task(engine.add_request(text, params, request_id="x"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestIdInUseError):
+            await engine.add_request("short", params, request_id="x")
+        assert engine.abort("x")
+        assert not adding.done()
+        may_go_on.set()
+        outputs = [output async for output in await adding]
+        assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * n
+        assert not any(output.token_ids for output in outputs)
+        assert not engine.abort("x")
+        (await engine.add_request("short", params, request_id="x")).close()

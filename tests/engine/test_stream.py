@@ -16,7 +16,7 @@ def delta(text: str, index: int = 0, finish_reason: FinishReason | None = None) 
 
 
 async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     for text in "abc":
         stream.put(delta(text))
     stream.put(delta("d", finish_reason=FinishReason.STOP))
@@ -27,7 +27,7 @@ async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
 
 
 async def test_a_waiting_reader_gets_each_delta_as_it_comes() -> None:
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     texts = []
 
     async def read() -> None:
@@ -47,7 +47,7 @@ async def test_a_waiting_reader_gets_each_delta_as_it_comes() -> None:
 
 
 async def test_the_stream_ends_after_all_samples() -> None:
-    stream = RequestStream("r", 1, 2, abort=lambda: None)
+    stream = RequestStream("r", 2, abort=lambda: None)
     stream.put(delta("a", 0, FinishReason.STOP))
     assert (await anext(stream)).index == 0
     stream.put(delta("b", 1, FinishReason.LENGTH))
@@ -56,17 +56,17 @@ async def test_the_stream_ends_after_all_samples() -> None:
 
 async def test_leaving_the_block_aborts_only_what_is_unfinished() -> None:
     aborts: list[int] = []
-    async with RequestStream("r", 1, 1, abort=lambda: aborts.append(1)) as stream:
+    async with RequestStream("r", 1, abort=lambda: aborts.append(1)) as stream:
         stream.put(delta("a", finish_reason=FinishReason.STOP))
     assert aborts == []
-    async with RequestStream("r", 1, 1, abort=lambda: aborts.append(1)) as stream:
+    async with RequestStream("r", 1, abort=lambda: aborts.append(1)) as stream:
         stream.put(delta("a"))
     stream.close()
     assert aborts == [1]
 
 
 async def test_an_error_comes_after_what_was_pending() -> None:
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     stream.put(delta("a"))
     stream.fail(RequestFailedError("boom"))
     assert (await anext(stream)).text == "a"
@@ -75,7 +75,7 @@ async def test_an_error_comes_after_what_was_pending() -> None:
 
 
 async def test_closing_wakes_a_reader_that_waits() -> None:
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     reader = asyncio.create_task(anext(stream, None))
     await asyncio.sleep(0)
     stream.close()
@@ -91,7 +91,7 @@ async def test_what_is_taken_at_once_is_not_queued_and_the_rest_keeps_its_order(
             told.append(output.text)
         return has_room
 
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     stream.offer_to(take)
     stream.put(delta("a"))
     has_room = False
@@ -107,7 +107,7 @@ async def test_what_is_taken_at_once_is_not_queued_and_the_rest_keeps_its_order(
 
 
 async def test_a_reader_that_waits_sleeps_through_what_is_taken_and_hears_an_error() -> None:
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     stream.offer_to(lambda output: True)
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
@@ -127,7 +127,7 @@ async def test_an_offer_that_raises_is_made_once_and_loses_nothing() -> None:
         offers.append(output.text)
         raise OSError
 
-    stream = RequestStream("r", 1, 1, abort=lambda: None)
+    stream = RequestStream("r", 1, abort=lambda: None)
     stream.offer_to(take)
     stream.put(delta("a"))
     assert (await anext(stream)).text == "a"

@@ -1,0 +1,41 @@
+"""POST /v1/abort: end a running request from outside.
+
+Its reader gets what there is, with finish reason `abort`.
+"""
+
+import msgspec
+from aiohttp import web
+
+from aioserve.server.errors import UnknownRequestError
+from aioserve.server.keys import RUNNING
+from aioserve.server.protocol import RequestPart
+from aioserve.server.validation import BodyDecoder
+
+
+class AbortRequest(RequestPart, kw_only=True):
+    """Body of POST /v1/abort."""
+
+    request_id: str  # of a response, or of one of its prompts
+
+
+class Aborted(msgspec.Struct, kw_only=True):
+    """Response of /v1/abort."""
+
+    request_id: str
+    aborted: bool = True
+
+
+_decoder = BodyDecoder(AbortRequest, {}, shared={}, hints=())
+_encoder = msgspec.json.Encoder()
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """The handler. Raises `UnknownRequestError` for an id that nobody has, or has any more."""
+    body = _decoder.decode(await request.read())
+    if not request.app[RUNNING].abort(body.request_id):
+        raise UnknownRequestError(
+            f"no request {body.request_id[:128]!r} is running", param="request_id"
+        )
+    return web.Response(
+        body=_encoder.encode(Aborted(request_id=body.request_id)), content_type="application/json"
+    )

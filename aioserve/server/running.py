@@ -1,0 +1,43 @@
+"""Which requests belong to a response that is being made, so that its id can abort them all.
+
+Knows ids and the engine's `abort`. Knows nothing about HTTP.
+"""
+
+import contextlib
+from asyncio import Event
+from collections.abc import Iterator, Sequence
+
+from aioserve.engine import AsyncEngine
+from aioserve.errors import RequestIdInUseError
+
+
+class RunningResponses:
+    """The responses of one application that are not over."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._running: dict[str, tuple[Event, Sequence[str]]] = {}
+
+    @contextlib.contextmanager
+    def enter(self, response_id: str, request_ids: Sequence[str]) -> Iterator[Event]:
+        """Inside the block the response can be aborted. Yields what is set then: requests that were
+        not yet handed over are the caller's to abort. Raises `RequestIdInUseError`.
+        """
+        if response_id in self._running:
+            raise RequestIdInUseError(f"request id {response_id!r} is in use")
+        is_aborted = Event()
+        self._running[response_id] = (is_aborted, request_ids)
+        try:
+            yield is_aborted
+        finally:
+            del self._running[response_id]
+
+    def abort(self, given_id: str) -> bool:
+        """End a response, or one request, early. False if none of that id is running."""
+        if given_id not in self._running:
+            return self._engine.abort(given_id)
+        is_aborted, request_ids = self._running[given_id]
+        is_aborted.set()
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        return True

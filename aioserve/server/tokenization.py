@@ -1,0 +1,108 @@
+"""POST /tokenize and /detokenize, as vLLM has them: texts or conversations to token ids, and back.
+
+Knows the shape of these endpoints; the tokenizer and the chat template are the engine's.
+"""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aioserve.engine import Prompt
+from aioserve.errors import RequestError
+from aioserve.server.body import decode_body
+from aioserve.server.chat import template_message
+from aioserve.server.keys import ENGINE
+from aioserve.server.protocol import ChatMessage, Int, ModelRequest
+from aioserve.server.unserved import Unserved
+from aioserve.server.validation import BodyDecoder
+
+
+class TokenizeRequest(ModelRequest, kw_only=True):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None  # of a prompt; default true
+    return_token_strs: bool | None = None
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None  # as the vocabulary spells them
+
+
+class DetokenizeRequest(ModelRequest, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[Int]
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Response of /detokenize."""
+
+    prompt: str
+
+
+_tokenize = BodyDecoder(
+    TokenizeRequest,
+    {
+        "add_generation_prompt": Unserved((True,)),
+        "chat_template": Unserved(),
+        "chat_template_kwargs": Unserved(({},)),
+        "continue_final_message": Unserved(),
+        "mm_processor_kwargs": Unserved(({},)),
+        "tools": Unserved(([],)),
+    },
+    shared={},
+    hints=(),
+)
+_detokenize = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
+_encoder = msgspec.json.Encoder()
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The handler of /tokenize. There may be more tokens than the model takes."""
+    body = await decode_body(request, _tokenize)
+    engine = request.app[ENGINE]
+    special = body.add_special_tokens is not False
+    prompt = _prompt(body)
+    try:
+        token_ids = await engine.tokenize(prompt, add_special_tokens=special)
+    except RequestError as error:
+        if error.param == "prompt" and body.messages is not None:
+            error.param = "messages"  # what the engine calls them when they are rendered
+        raise
+    answer = Tokenized(count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids)
+    if body.return_token_strs:
+        answer.token_strs = engine.model_info.tokenizer.convert_ids_to_tokens(token_ids)
+    return _json(answer)
+
+
+def _prompt(body: TokenizeRequest) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either a prompt or messages", param="prompt")
+    if body.prompt is not None:
+        return body.prompt
+    if not body.messages:
+        raise RequestError("messages must not be empty", param="messages")
+    if body.add_special_tokens:
+        raise RequestError(
+            "add_special_tokens is for a prompt: the chat template says which there are",
+            param="add_special_tokens",
+        )
+    return [template_message(i, message) for i, message in enumerate(body.messages)]
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The handler of /detokenize. Special tokens are in the text."""
+    body = await decode_body(request, _detokenize)
+    return _json(Detokenized(prompt=await request.app[ENGINE].detokenize(body.tokens)))
+
+
+def _json(body: Any) -> web.Response:
+    return web.Response(body=_encoder.encode(body), content_type="application/json")

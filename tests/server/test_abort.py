@@ -1,0 +1,52 @@
+"""A request that is aborted by its id ends with what there is, and says so."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from tests.processes import PATIENCE
+
+LONG = {"max_tokens": 3000, "ignore_eos": True}
+
+
+async def abort(server, request_id):
+    return await server.request("POST", "/v1/abort", json={"request_id": request_id})
+
+
+async def until_running(server, number):
+    async with asyncio.timeout(PATIENCE):
+        while (await server.gauges())["num_requests_running"] < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_reader_of_an_aborted_request_gets_what_there_is(server, stream):
+    fields = {**LONG, "request_id": "x", "stream": stream}
+    answering = asyncio.create_task(server.complete(["Once", "Twice"], **fields))
+    await until_running(server, 2)
+    assert (await abort(server, "x-1")).json() == {"request_id": "x-1", "aborted": True}
+    assert (await abort(server, "x-1")).status == 404
+    assert (await abort(server, "x")).status == 200
+    answer = await answering
+    chunks = answer.events() if stream else [answer.json()]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert [reason for reason in reasons if reason] == ["abort", "abort"]
+    assert set((await server.gauges()).values()) == {0}
+    gone = await abort(server, "x")
+    assert (gone.status, gone.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_prompts_that_still_are_to_come_are_aborted_with_the_response(server):
+    may_go_on = threading.Event()
+    server.engine._parts.input_processor._executor.submit(may_go_on.wait)
+    fields = {**LONG, "request_id": "x"}
+    answering = asyncio.create_task(server.complete(["x" * 2100, "y" * 2100], **fields))
+    async with asyncio.timeout(PATIENCE):
+        while (await abort(server, "x")).status == 404:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    assert (await server.complete(max_tokens=1, request_id="x")).status == 409
+    may_go_on.set()
+    choices = json.loads((await answering).body)["choices"]
+    assert [(c["finish_reason"], c["text"]) for c in choices] == [("abort", "")] * 2

@@ -1,0 +1,68 @@
+"""Tokens of a prompt or of messages are those that a request of them has."""
+
+import pytest
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who's there?"}]
+
+
+@pytest.mark.parametrize("text", ["Who's there?", "", "é " * 3000, "a\u2603b"])
+async def test_a_text_comes_back_as_it_was(server, text):
+    tokens = (await server.request("POST", "/tokenize", json={"prompt": text})).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert tokens["max_model_len"] == server.engine.max_model_len
+    assert tokens["token_strs"] is None
+    back = await server.request("POST", "/detokenize", json={"tokens": tokens["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_messages_have_the_tokens_of_a_chat(server):
+    body = {"model": "embedded", "messages": MESSAGES, "return_token_strs": True}
+    tokens = (await server.request("POST", "/tokenize", json=body)).json()
+    usage = (await server.chat(messages=MESSAGES, max_tokens=1)).json()["usage"]
+    assert tokens["count"] == usage["prompt_tokens"]
+    spell = server.engine.model_info.tokenizer.convert_ids_to_tokens
+    assert tokens["token_strs"] == spell(tokens["tokens"])
+
+
+async def test_more_tokens_than_the_model_takes_are_counted(start_server):
+    async with start_server(model={"max_model_len": 16}) as server:
+        body = {"prompt": "word " * 30}
+        tokens = (await server.request("POST", "/tokenize", json=body)).json()
+        assert tokens["count"] >= 30 > tokens["max_model_len"] == 16
+
+
+async def test_special_tokens_are_left_out_of_a_prompt_when_asked(server, monkeypatch):
+    backend = server.engine._parts.input_processor._backend
+    asked = []
+
+    class Noting:
+        def encode_batch_fast(self, texts, add_special_tokens):
+            asked.append(add_special_tokens)
+            return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.engine._parts.input_processor, "_backend", Noting())
+    for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        await server.request("POST", "/tokenize", json={"prompt": "x", **fields})
+    assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
+        ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
+        ("/tokenize", {"prompt": "x", "model": "gpt"}, "model"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [5, "a"]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [5], "token": 1}, "token"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused_by_name(server, path, body, param):
+    answer = await server.request("POST", path, json=body)
+    assert answer.status == (404 if param == "model" else 400)
+    assert answer.json()["error"]["param"] == param
