@@ -5,6 +5,7 @@ What both endpoints share. How a delta looks on the wire is the business of a `R
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -87,6 +88,9 @@ class Reply(ABC):
         # Inside a JSON string every quote is escaped: only the field itself can look like this.
         before, after = chunk.split(name + rb'"\u0000"')
         return before + name, after
+
+    async def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """Called once, when the request is accepted and nothing of it was told yet."""
 
     @abstractmethod
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
@@ -192,8 +196,10 @@ async def respond(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     reply: Reply,
+    best_of: int | None = None,
 ) -> web.StreamResponse:
-    """Run `prompts` together and answer as `body` asks.
+    """Run `prompts` together and answer as `body` asks. With `best_of`, so many samples are drawn
+    of each prompt, and the `n` best are told; not in a stream.
 
     Leaving, by an error or because the client went away, aborts what is unfinished.
     """
@@ -207,6 +213,10 @@ async def respond(
     if not body.stream:  # nobody looks at a delta: none is made
         params = msgspec.structs.replace(params, output_kind="final_only")
     ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
+    wanted = params
+    if best_of is not None and best_of > params.n:
+        # What is best, log probabilities tell.
+        params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     async with AsyncExitStack() as stack:
         is_aborted = stack.enter_context(request.app[RUNNING].enter(reply.id, ids))
         streams = []
@@ -217,9 +227,10 @@ async def respond(
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized
                 engine.abort(request_id)
+        await reply.begin()
         if body.stream:
             return await _stream(request, streams, params.n, reply)
-        return await _collect(streams, params.n, reply)
+        return await _collect(streams, params.n, reply, wanted)
 
 
 async def _stream(
@@ -255,7 +266,9 @@ async def _stream(
     )
 
 
-async def _collect(streams: Sequence[RequestStream], n: int, reply: Reply) -> web.Response:
+async def _collect(
+    streams: Sequence[RequestStream], n: int, reply: Reply, wanted: SamplingParams
+) -> web.Response:
     choices = [_Collected() for _ in range(len(streams) * n)]
     tally = _Tally(streams)
 
@@ -266,8 +279,28 @@ async def _collect(streams: Sequence[RequestStream], n: int, reply: Reply) -> we
             choices[index].add(output)
 
     await _run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
-    whole = reply.whole([choice.output() for choice in choices], tally.usage())
+    outputs = [choice.output() for choice in choices]
+    if wanted.n < n:
+        samples = [outputs[begin : begin + n] for begin in range(0, len(outputs), n)]
+        outputs = [output for own in samples for output in best_outputs(own, wanted)]
+    whole = reply.whole(outputs, tally.usage())
     return web.Response(body=_encoder.encode(whole), content_type="application/json")
+
+
+def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
+    """The `n` samples of a prompt whose tokens are most likely on average, the best first.
+
+    All come with logprobs; they keep them if those are wanted.
+    """
+
+    def mean(output: RequestOutput) -> float:
+        values = [entry.logprob for entry in output.logprobs or ()]
+        return sum(values) / len(values) if values else -math.inf
+
+    best = sorted(samples, key=mean, reverse=True)[: wanted.n]
+    if wanted.logprobs is None:
+        best = [msgspec.structs.replace(output, logprobs=None) for output in best]
+    return best
 
 
 async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

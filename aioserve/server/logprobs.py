@@ -37,6 +37,10 @@ class TokenTexts:
         """The token's text; a piece of a character shows as U+FFFD."""
         return self[token_id][0]
 
+    def join(self, token_ids: Sequence[int]) -> str:
+        """The text of known token ids, special tokens left out."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
     def _bytes(self, token_id: int, text: str) -> bytes:
         if REPLACEMENT not in text:
             return text.encode()

@@ -98,7 +98,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     prompt: str | list[str | Int | list[Int]]
     max_tokens: Int | None = DEFAULT_COMPLETION_TOKENS  # null: up to the model's limit
     logprobs: Int | None = None
-    best_of: Int | None = None
+    best_of: Int | None = None  # so many are sampled, the n best of them are told
+    echo: bool | None = None  # the text begins with the prompt
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One entry per prompt. Raises `RequestError` if texts and token ids are mixed."""

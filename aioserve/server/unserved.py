@@ -33,7 +33,6 @@ HINTS = (
 
 _OPENAI = {
     "audio": Unserved(),
-    "echo": Unserved(),
     "function_call": Unserved(("none", "auto")),
     "functions": Unserved(([],)),
     "modalities": Unserved((["text"],)),
@@ -43,7 +42,7 @@ _OPENAI = {
     "response_format": Unserved(({"type": "text"},)),
     "service_tier": Unserved(("auto", "default")),
     "store": Unserved(),
-    "suffix": Unserved(("",)),
+    "suffix": Unserved(("",), "a prompt with the model's own tokens for infilling, if it has any"),
     "tool_choice": Unserved(("none", "auto")),
     "tools": Unserved(([],)),
     "verbosity": Unserved(("medium",)),
@@ -138,5 +137,6 @@ NOT_ON_COMPLETIONS: Mapping[str, Unserved] = {
 NOT_ON_CHAT: Mapping[str, Unserved] = {
     "add_special_tokens": Unserved(),  # the chat template says which there are
     "best_of": Unserved((1,)),
+    "echo": Unserved(),
     "prompt": Unserved((), "/v1/completions"),
 }

@@ -73,7 +73,11 @@ COMPLETION_ONLY = [
     ({"prompt": ["a"] * 2000}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"best_of": 4}, "best_of"),
+    ({"best_of": 4, "stream": True}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"echo": True, "logprobs": 0}, "echo"),
+    ({"suffix": "and so on"}, "suffix"),
 ]
 
 CHAT_ONLY = [

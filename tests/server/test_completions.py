@@ -137,6 +137,30 @@ async def test_logprobs_cover_every_token_with_running_offsets(server):
         assert [value for part in streamed for value in part[name]] == values
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_is_the_prompt_before_each_choice(server, stream):
+    fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream": stream}
+    told = []
+    for echo in (False, True):
+        answer = await server.complete(["Speak!", "Who?"], echo=echo, **fields)
+        texts = [""] * 4
+        for chunk in answer.events() if stream else [answer.json()]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        told.append(texts)
+    echoes = ["Speak!", "Speak!", "Who?", "Who?"]
+    assert told[1] == [echo + text for echo, text in zip(echoes, told[0], strict=True)]
+    ids = server.engine.model_info.tokenizer.encode("Whither?", add_special_tokens=False)
+    choice = (await server.complete(ids, echo=True, max_tokens=1)).json()["choices"][0]
+    assert choice["text"].startswith("Whither?")
+
+
+async def test_of_best_of_samples_n_are_told_and_all_are_counted(server):
+    answer = await server.complete(n=2, best_of=5, max_tokens=3, ignore_eos=True)
+    assert [(c["index"], c["logprobs"]) for c in answer.json()["choices"]] == [(0, None), (1, None)]
+    assert answer.json()["usage"]["completion_tokens"] == 15
+
+
 async def test_token_ids_come_only_if_asked_for(server):
     plain = (await server.complete(max_tokens=4)).json()["choices"][0]
     asked = (await server.complete(max_tokens=4, return_token_ids=True)).json()["choices"][0]

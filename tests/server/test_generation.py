@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
+from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat import ChatReply
 from aioserve.server.completions import CompletionReply
-from aioserve.server.generation import Reply
+from aioserve.server.generation import Reply, best_outputs
 from aioserve.server.keys import TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.protocol import (
@@ -54,6 +55,17 @@ def test_a_quick_chunk_is_the_chunk_byte_for_byte(chat, include_usage, text, ind
     choice = chunk.choices[0]
     assert (choice.index, chunk.model) == (index, MODEL)
     assert (choice.delta.content if chat else choice.text) == text
+
+
+def test_the_best_samples_have_the_most_likely_tokens_on_average():
+    def sample(*logprobs: float) -> RequestOutput:
+        return delta("", logprobs=[TokenLogprobs(value, 1, [], []) for value in logprobs])
+
+    long, poor, best = sample(-0.5, -0.5, -0.5), sample(-1.0), sample(-0.1, -0.5)
+    found = best_outputs([long, poor, best], SamplingParams(n=2, logprobs=0))
+    assert found == [best, long]
+    (found,) = best_outputs([delta(""), poor], SamplingParams())
+    assert found == msgspec.structs.replace(poor, logprobs=None)
 
 
 @pytest.mark.parametrize("chat", [False, True])
