@@ -39,6 +39,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     sampled_token_ids: list[list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}  # only for requests that asked
     draft_token_ids: dict[str, list[int]] = {}  # guesses of what comes next, to be verified
+    failed: dict[str, str] = {}  # requests that cannot go on, and why: no tokens of theirs
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])

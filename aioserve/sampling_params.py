@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_N = 128
@@ -37,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How one request is sampled and when it stops. Raises `RequestError` that names the field.
 
     The order of operations on a row of logits: repetition, presence and frequency penalties;
-    `logit_bias`; stop tokens masked until `min_tokens`; temperature; `top_k`; `top_p`; `min_p`.
+    `logit_bias`; stop tokens masked until `min_tokens`; all tokens masked that `structured_outputs`
+    do not allow; temperature; `top_k`; `top_p`; `min_p`.
     """
 
     n: int = 1  # independent samples of one prompt
@@ -56,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
     logit_bias: dict[int, float] | None = None
+    structured_outputs: StructuredOutputs | None = None  # what the text must look like
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: token ids alone, no text; of Python callers only
@@ -77,6 +80,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             if len(given) > limit:
                 raise RequestError(f"{name} must hold at most {limit}, got {len(given)}", name)
+        if self.structured_outputs is not None:
+            # Both would have it go on where the text is complete and nothing may follow.
+            for name, is_given in (
+                ("min_tokens", self.min_tokens),
+                ("ignore_eos", self.ignore_eos),
+            ):
+                if is_given:
+                    raise RequestError(
+                        f"{name} cannot be combined with structured_outputs, which say where the "
+                        "text ends",
+                        param=name,
+                    )
         if not all(self.stop_strings):
             raise RequestError("stop must not contain an empty string", param="stop")
         if self.stop_strings and not self.detokenize:

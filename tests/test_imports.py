@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "aioserve.errors": set(),
     "aioserve.version": set(),
-    "aioserve.sampling_params": {"aioserve.errors"},
+    "aioserve.structured_outputs": {"aioserve.errors"},
+    "aioserve.sampling_params": {"aioserve.errors", "aioserve.structured_outputs"},
+    "aioserve.grammars": {
+        "aioserve.errors",
+        "aioserve.model_info",
+        "aioserve.structured_outputs",
+    },
     "aioserve.nearest": set(),
     "aioserve.shipped": {"aioserve.errors", "aioserve.nearest"},
     "aioserve.yaml_file": {"aioserve.errors", "aioserve.nearest"},
@@ -61,6 +67,8 @@ ALLOWED = {
         "aioserve.scheduler.features",
         "aioserve.scheduler.output",
         "aioserve.yaml_file",
+        "aioserve.structured_outputs",
+        "aioserve.grammars",
     },
     "aioserve.watch": {
         "aioserve.config",
@@ -89,6 +97,7 @@ ALLOWED = {
         "aioserve.watch.shadow",
         "aioserve.watch.shadow_turns",
         "aioserve.watch.writer",
+        "aioserve.grammars",
     },
     "aioserve.lab": {
         "aioserve.arguments",
@@ -139,6 +148,7 @@ ALLOWED = {
         "aioserve.request",
         "aioserve.sampling_params",
         "aioserve.version",
+        "aioserve.structured_outputs",
     },
     "aioserve.client": {
         "aioserve.errors",

@@ -159,6 +159,7 @@ class AsyncEngine:
         samples = parts.output_processor.claim(stream, params.n)
         try:
             token_ids = await self._tokenize(prompt, parts)
+            await parts.input_processor.check_grammar(params)
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
             spec = RequestSpec(

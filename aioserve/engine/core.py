@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import AioserveError, PolicyError, RunnerDeadError
+from aioserve.errors import AioserveError, PolicyError, RequestFailedError, RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.runner.interface import RunnerInterface
@@ -236,6 +236,9 @@ class EngineCore:
             self._blame_policy(failed, self._as_policy_error(error, "update_from_output()"))
             return {}
         self.policy_failure = None
+        for request_id, reason in result.failed.items():
+            failed = self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
+            self._failed.append((failed, RequestFailedError(reason)))
         return outputs
 
     async def _fail_steps(self, error: Exception) -> None:

@@ -41,7 +41,7 @@ class Delivery:
         # the log and Python callers (as __cause__) get it all.
         error = RequestFailedError(
             str(cause)
-            if isinstance(cause, PolicyError)
+            if isinstance(cause, (PolicyError, RequestFailedError))
             else f"the step that served this request failed ({type(cause).__name__})"
         )
         error.__cause__ = cause

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 
@@ -33,7 +34,16 @@ NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 class InputProcessor:
     """Makes token ids and complete sampling parameters, or raises `RequestError`."""
 
-    def __init__(self, model_info: ModelInfo, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        max_model_len: int,
+        seed: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`grammars` is what the runner masks by; None if it does not."""
+        self._grammars = grammars
+        self._has_eos = bool(model_info.eos_token_ids)
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
@@ -113,6 +123,25 @@ class InputProcessor:
         if params.seed is None and not params.is_greedy:
             return msgspec.structs.replace(params, seed=self._random.getrandbits(62))
         return params
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Compile what the text must look like. Raises `RequestError` that says what cannot be."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return
+        reason = ""
+        if not self._has_tokenizer:
+            reason = NO_TOKENIZER
+        elif self._grammars is None:
+            reason = "this engine's runner has no logits to mask"
+        elif not self._has_eos:
+            reason = "the model has no EOS token to end the text with"
+        if reason:
+            raise RequestError(
+                f"structured_outputs cannot be served: {reason}", "structured_outputs"
+            )
+        assert self._grammars is not None
+        await self._grammars.check(wanted)
 
     def close(self) -> None:
         """Let the tokenizer thread end; who still waits for it is refused afterwards."""

@@ -4,21 +4,35 @@ Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and 
 nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.grammar_rows import GrammarRows, Masks
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
 
 
 class InputBatch:
     """Up to `max_num_seqs` requests of up to `max_model_len` tokens."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        grammars: "GrammarCompiler | None" = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """Without `grammars`, no request may ask for structured outputs."""
         self._block_size = block_size
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._rows: dict[str, int] = {}
@@ -31,6 +45,7 @@ class InputBatch:
         self._block_table = np.zeros((max_num_seqs, -(-num_columns // block_size)), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._sampling = SamplingColumns(max_num_seqs, vocab_size)
+        self.grammar_rows = GrammarRows(grammars, vocab_size, eos_token_ids)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -45,6 +60,7 @@ class InputBatch:
 
     def prepare(self, step: SchedulerOutput) -> StepInputs:
         """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
+        drafts = self._place_drafts(step) if step.scheduled_spec_decode_tokens else {}
         req_ids = list(step.num_scheduled_tokens)
         num_reqs = len(req_ids)
         rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, num_reqs)
@@ -61,6 +77,12 @@ class InputBatch:
         # >=, not ==: after a failed step, a step scheduled ahead of it is beyond the known tokens;
         # its requests have failed already, so what it computes for them does not matter
         sampling = np.flatnonzero(seq_lens >= self._num_tokens[rows])
+        logits_indices = query_start_loc[1:][sampling] - 1
+        if drafts:  # a row samples after each of its drafts as well
+            counts = np.array([1 + len(drafts.get(row, ())) for row in rows[sampling].tolist()])
+            before_last = [np.arange(count)[::-1] for count in counts.tolist()]
+            sampling = np.repeat(sampling, counts)
+            logits_indices = np.repeat(logits_indices, counts) - np.concatenate(before_last)
         num_columns = -(-int(seq_lens.max(initial=1)) // self._block_size)
         return StepInputs(
             req_ids=req_ids,
@@ -73,25 +95,79 @@ class InputBatch:
             seq_lens=seq_lens,
             block_table=self._block_table[rows, :num_columns],
             sampling=sampling,
-            logits_indices=query_start_loc[1:][sampling] - 1,
+            logits_indices=logits_indices,
+            drafts=drafts,
         )
 
     def sampling_inputs(self, inputs: StepInputs) -> SamplingInputs:
-        """Sampling columns of the rows of `inputs` that sample."""
-        return self._sampling.select(inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling])
+        """Sampling columns of the S rows of `inputs` that sample."""
+        num_tokens = inputs.positions[inputs.logits_indices] + 1
+        return self._sampling.select(inputs.rows[inputs.sampling], num_tokens)
 
-    def append(self, inputs: StepInputs, token_ids: IntArray) -> None:
-        """Add the sampled tokens, one for each of the rows of `inputs` that sample."""
-        rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
-        self._token_ids[rows, position] = token_ids
-        self._num_tokens[rows] = position + 1
-        self._sampling.append(rows, token_ids)
+    def begin_masks(self, inputs: StepInputs) -> "Future[Masks] | None":
+        """Have the masks of those S rows made that have a grammar; None if none has."""
+        return self.grammar_rows.begin(inputs.rows[inputs.sampling], inputs.drafts)
+
+    def append(self, inputs: StepInputs, token_ids: IntArray) -> list[list[int]]:
+        """Keep the S sampled tokens, but for those after a draft that turned out wrong.
+
+        Returns what was kept, for each of the R rows.
+        """
+        kept: list[list[int]] = [[] for _ in inputs.req_ids]
+        for index, token_id in zip(inputs.sampling.tolist(), token_ids.tolist(), strict=True):
+            kept[index].append(token_id)
+        if inputs.drafts:
+            for index, row in enumerate(inputs.rows.tolist()):
+                if kept[index] and row in inputs.drafts:
+                    del kept[index][1 + _num_right(inputs.drafts[row], kept[index]) :]
+        if inputs.drafts:
+            for index, row in enumerate(inputs.rows.tolist()):
+                begin = self._num_tokens[row]
+                end = self._num_tokens[row] = begin + len(kept[index])
+                self._token_ids[row, begin:end] = kept[index]
+        else:
+            rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+            self._token_ids[rows, position] = token_ids
+            self._num_tokens[rows] = position + 1
+        self._sampling.append(inputs.rows, kept)
+        self.grammar_rows.append(inputs.rows, kept)
+        return kept
+
+    def guesses(self, inputs: StepInputs) -> dict[str, list[int]]:
+        """What comes next of the rows of `inputs`, where their grammars leave no choice."""
+        found = {}
+        for index in dict.fromkeys(inputs.sampling.tolist()):
+            row = int(inputs.rows[index])
+            # Penalties count every token before the next: drafts would come too early.
+            if not self._sampling.counts_tokens(row) and (ids := self.grammar_rows.guesses(row)):
+                found[inputs.req_ids[index]] = ids
+        return found
+
+    def failures(self, inputs: StepInputs) -> dict[str, str]:
+        """Who of the rows of `inputs` cannot go on, and why."""
+        rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+        return {
+            request_id: error
+            for request_id, row in (rows if self.grammar_rows.has_errors else ())
+            if (error := self.grammar_rows.error(row)) is not None
+        }
+
+    def _place_drafts(self, step: SchedulerOutput) -> dict[int, list[int]]:
+        """The drafts of a step by row, behind the known tokens of theirs."""
+        drafts = {}
+        for request_id, token_ids in step.scheduled_spec_decode_tokens.items():
+            row = self._rows[request_id]
+            begin = self._num_tokens[row]
+            self._token_ids[row, begin : begin + len(token_ids)] = token_ids
+            drafts[row] = token_ids
+        return drafts
 
     def _drop(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
                 self._sampling.drop(row)
+                self.grammar_rows.drop(row)
                 self._free_rows.append(row)
 
     def _add(self, request: NewRequestData) -> None:
@@ -104,6 +180,8 @@ class InputBatch:
         self._block_table[row, :num_blocks] = request.block_ids
         self._num_blocks[row] = num_blocks
         self._sampling.set(row, request)
+        output = request.token_ids[request.num_prompt_tokens :]
+        self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
 
     def _update(self, cached: CachedRequestData) -> None:
         rows = np.fromiter(
@@ -115,3 +193,9 @@ class InputBatch:
             begin = self._num_blocks[row]
             self._num_blocks[row] = end = begin + len(block_ids)
             self._block_table[row, begin:end] = block_ids
+
+
+def _num_right(drafts: list[int], token_ids: list[int]) -> int:
+    """How many drafts are what was sampled in their places."""
+    pairs = enumerate(zip(drafts, token_ids, strict=False))
+    return next((place for place, (draft, own) in pairs if draft != own), len(drafts))

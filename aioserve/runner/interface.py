@@ -7,9 +7,13 @@ Three implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a t
 
 import asyncio
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
 
 
 class RunnerInterface(ABC):
@@ -17,6 +21,9 @@ class RunnerInterface(ABC):
 
     #: Steps that should be handed over before the first is back, if nobody has set it.
     pipeline_depth: int = 1
+
+    #: What its masks are made by. None: it masks nothing, and structured outputs are refused.
+    grammars: "GrammarCompiler | None" = None
 
     @abstractmethod
     async def load(self) -> None:

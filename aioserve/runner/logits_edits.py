@@ -51,13 +51,12 @@ class LogitsEdits:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Whether a request with `params` has edits at all."""
-        return (
-            params.repetition_penalty != 1
-            or params.presence_penalty != 0
-            or params.frequency_penalty != 0
-            or bool(params.logit_bias)
-            or params.min_tokens > 0
-        )
+        return has_penalties(params) or bool(params.logit_bias) or params.min_tokens > 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether what was said before changes what is said next."""
+        return has_penalties(self.params)
 
     def append(self, token_id: int) -> None:
         """Count a token that was sampled."""
@@ -88,3 +87,12 @@ class LogitsEdits:
         if additions := self.additions(num_tokens):
             token_ids, values = zip(*additions, strict=True)
             logits.index_add_(0, torch.tensor(token_ids), torch.tensor(values))
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether what was said before changes what is said next."""
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )

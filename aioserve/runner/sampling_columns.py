@@ -80,12 +80,17 @@ class SamplingColumns:
         """Forget the request of a row."""
         self._edits.pop(row, None)
 
-    def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Note the tokens sampled for `rows`."""
+    def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
+        """Note the tokens kept of `rows`."""
         if self._edits:
-            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            for row, own in zip(rows.tolist(), token_ids, strict=True):
                 if row in self._edits:
-                    self._edits[row].append(token_id)
+                    for token_id in own:
+                        self._edits[row].append(token_id)
+
+    def counts_tokens(self, row: int) -> bool:
+        """Whether what a row has said changes what it says next."""
+        return row in self._edits and self._edits[row].counts_tokens
 
     def select(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
         """What the sampler needs for `rows`, which hold `num_tokens` each."""

@@ -13,6 +13,7 @@ from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, TokenLogprobs
 from aioserve.request import RequestSpec
 from aioserve.sampling_params import SamplingParams
+from aioserve.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -41,6 +42,50 @@ class StreamOptions(RequestPart, kw_only=True, omit_defaults=True):
     include_obfuscation: bool | None = None  # refused if true: chunks are not padded here
 
 
+class JsonSchema(RequestPart, kw_only=True, omit_defaults=True):
+    """A schema by name, as OpenAI's clients send it. `strict` or not, it is kept to."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
+    """OpenAI's way to ask for structured outputs, and vLLM's `structural_tag` in the same place."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
+        belongs = {"json_schema": "json_schema", "structures": "structural_tag"}
+        belongs["triggers"] = "structural_tag"
+        for name, own_type in belongs.items():
+            is_given = getattr(self, name) is not None
+            if is_given != (self.type == own_type):
+                verb = "takes no" if is_given else "needs"
+                raise RequestError(
+                    f"response_format of type {self.type} {verb} {name}",
+                    param=f"response_format.{name}",
+                )
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.json_schema is not None:
+            if self.json_schema.schema is None:
+                raise RequestError(
+                    "response_format.json_schema needs schema",
+                    param="response_format.json_schema.schema",
+                )
+            return StructuredOutputs(json=self.json_schema.schema)
+        if self.type == "structural_tag":
+            tag = {"structures": self.structures, "triggers": self.triggers}
+            return StructuredOutputs(structural_tag=tag)
+        return None
+
+
 class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """The fields that both endpoints share."""
 
@@ -62,6 +107,8 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Int, float] | None = None  # keys are token ids in strings
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # as in vLLM
     skip_special_tokens: bool | None = None
     detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
     priority: Int | None = None  # smaller is more urgent, under a policy that looks
@@ -74,6 +121,13 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
         """The request's sampling parameters. Raises `RequestError` that names the field."""
         given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if self.response_format is not None:
+            wanted = self.response_format.structured_outputs()
+            if wanted is not None and self.structured_outputs is not None:
+                raise RequestError(
+                    "give response_format or structured_outputs, not both", param="response_format"
+                )
+            given["structured_outputs"] = wanted or self.structured_outputs
         return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
     def request_fields(self) -> dict[str, Any]:

@@ -54,6 +54,30 @@ SAMPLING = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": 5}, "model"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "text", "triggers": []}}, "response_format.triggers"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ({"guided_json": {}}, "guided_json"),
 ]
 
 COMPLETION_ONLY = [

@@ -1,8 +1,10 @@
 """The official `openai` package against a running server: nothing of ours on the client's side."""
 
 import asyncio
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from serving import SIMULATED, running
 
@@ -108,3 +110,34 @@ async def test_leaving_a_stream_aborts_it(server):
                 await asyncio.sleep(0.002)
     metrics = (await server.get("/metrics")).body
     assert b'aioserve_requests_finished_total{reason="abort"} 1.0' in metrics
+
+
+class Sighting(pydantic.BaseModel):
+    """What a caller of `parse` wants to get."""
+
+    kind: Literal["ghost", "king", "player"]
+    hour: int = pydantic.Field(ge=0, le=23)
+    seen_by: list[Literal["Horatio", "Marcellus"]] = pydantic.Field(max_length=2)
+
+
+async def test_parse_returns_what_the_model_class_says():
+    async with (
+        running(EngineConfig(runner=RunnerConfig(threads=1))) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        fields = {"model": "embedded", "messages": MESSAGES, "max_tokens": 200, "seed": 1}
+        whole = await client.chat.completions.parse(**fields, response_format=Sighting)
+        async with client.chat.completions.stream(**fields, response_format=Sighting) as stream:
+            streamed = await stream.get_final_completion()
+        choice = await client.completions.create(
+            model="embedded",
+            prompt="Who's there?",
+            extra_body={"structured_outputs": {"choice": ["Nay", "answer me"]}},
+        )
+        impossible = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refused:
+            await client.chat.completions.create(**fields, response_format=impossible)
+    assert isinstance(whole.choices[0].message.parsed, Sighting)
+    assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
+    assert choice.choices[0].text in ("Nay", "answer me")
+    assert refused.value.param == "structured_outputs.json"

@@ -1,7 +1,7 @@
 """What attention is given and must do, wherever it computes. No implementation here."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ class StepInputs:
     block_table: npt.NDArray[np.int32]  # [R, W] block ids; unused entries hold any valid id
     sampling: IntArray  # S, which of the R rows sample a token
     logits_indices: IntArray  # S, the packed token whose logits they sample from
+    #: Draft tokens by row of the batch: its last packed tokens. It is in S once more for each.
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
 
 class ModelInputs(NamedTuple):

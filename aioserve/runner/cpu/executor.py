@@ -5,10 +5,12 @@ a model is loaded.
 """
 
 import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
@@ -16,6 +18,9 @@ from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
 
 
 class StepExecutor:
@@ -31,12 +36,24 @@ class StepExecutor:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        grammars: "GrammarCompiler | None" = None,
+        eos_token_ids: Sequence[int] = (),
+        takes_guesses: bool = True,
     ) -> None:
+        """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step."""
         self._model = model
         self._backend = backend
         self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
         self._threads = threads
-        self._batch = InputBatch(max_num_seqs, max_model_len, block_size, vocab_size)
+        self._batch = InputBatch(
+            max_num_seqs,
+            max_model_len,
+            block_size,
+            vocab_size,
+            grammars=grammars,
+            eos_token_ids=eos_token_ids,
+        )
+        self._takes_guesses = takes_guesses
         self._block_size = block_size
         self.num_kv_blocks = backend.memory.num_blocks
 
@@ -56,21 +73,33 @@ class StepExecutor:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
+        masks = self._batch.begin_masks(inputs)
         num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._threads.begin_step()
         self._backend.prepare(inputs)
         logits = self._model.forward(ModelInputs.of(inputs), self._backend)
-        sampled = sample(logits, self._batch.sampling_inputs(inputs))
+        columns = self._batch.sampling_inputs(inputs)
+        sampled = sample(logits, columns, None if masks is None else masks.result())
         self._threads.end_step()
-        self._batch.append(inputs, sampled.token_ids)
-        return _make_output(inputs, sampled)
+        token_ids = self._batch.append(inputs, sampled.token_ids)
+        guesses = self._batch.guesses(inputs) if masks is not None and self._takes_guesses else {}
+        failed = self._batch.failures(inputs)
+        if failed:  # what was sampled for them means nothing
+            token_ids = [
+                [] if req_id in failed else own
+                for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
+            ]
+        logprobs = _logprobs(inputs, sampled, token_ids)
+        return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs, guesses, failed)
 
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""
         if hasattr(self, "_backend"):
             self._backend.memory.close()
         self._threads.close()
+        if hasattr(self, "_batch"):
+            self._batch.grammar_rows.close()
         for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
 
@@ -82,12 +111,15 @@ def _highest_new_block(step: SchedulerOutput) -> int:
     return max(itertools.chain.from_iterable(given), default=-1)
 
 
-def _make_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutput:
-    token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
+def _logprobs(
+    inputs: StepInputs, sampled: SampledTokens, token_ids: list[list[int]]
+) -> dict[str, list[TokenLogprobs]]:
+    """Of the tokens that were kept, by request."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
     sampling = inputs.sampling.tolist()
-    for index, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
-        token_ids[index] = [token_id]
-    logprobs = {
-        inputs.req_ids[sampling[index]]: [entry] for index, entry in sampled.logprobs.items()
-    }
-    return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs)
+    for place, entry in sampled.logprobs.items():
+        index = sampling[place]
+        entries = logprobs.setdefault(inputs.req_ids[index], [])
+        if len(entries) < len(token_ids[index]):
+            entries.append(entry)
+    return logprobs

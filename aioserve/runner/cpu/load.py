@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from aioserve.config import EngineConfig, ModelConfig
+from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
@@ -32,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def load_on_cpu(config: EngineConfig, info: ModelInfo) -> StepExecutor:
+def load_on_cpu(
+    config: EngineConfig, info: ModelInfo, grammars: GrammarCompiler | None = None
+) -> StepExecutor:
     """Load the weights and allocate the KV cache. Raises `ConfigError`."""
     num_threads = config.runner.threads or machine.default_num_threads()
     is_fixed = config.runner.threads is not None or num_threads == 1
@@ -55,6 +58,10 @@ def load_on_cpu(config: EngineConfig, info: ModelInfo) -> StepExecutor:
         max_model_len=info.max_model_len,
         block_size=block_size,
         vocab_size=info.vocab_size,
+        grammars=grammars,
+        eos_token_ids=info.eos_token_ids,
+        # A step planned ahead would not know which of them are right.
+        takes_guesses=config.scheduler.depth == 1,
     )
     num_tokens = num_blocks * block_size
     logger.info(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
@@ -34,6 +35,8 @@ class ThreadedRunner(RunnerInterface):
             max_workers=1, thread_name_prefix="aioserve-runner"
         )
         self._executor: StepExecutor | None = None
+        if not model_info.config.skip_tokenizer_init:
+            self.grammars = GrammarCompiler(model_info)
 
     async def load(self) -> None:
         await self._submit(self._load)
@@ -61,6 +64,8 @@ class ThreadedRunner(RunnerInterface):
             await closed
         finally:
             thread.shutdown()  # it is idle: this only joins it
+            if self.grammars is not None:
+                self.grammars.close()
 
     def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         loop = asyncio.get_running_loop()
@@ -75,7 +80,7 @@ class ThreadedRunner(RunnerInterface):
     def _load(self) -> None:
         from aioserve.runner.cpu.load import load_on_cpu
 
-        self._executor = load_on_cpu(self._config, self._model_info)
+        self._executor = load_on_cpu(self._config, self._model_info, self.grammars)
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if self._executor is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner import noise
+from aioserve.runner.grammar_rows import Masks
 from aioserve.runner.sampling_columns import NO_LOGPROBS, IntArray, SamplingInputs
 
 NOISE_ELEMENTS = 1 << 16  # hashed at a time: what stays in a core's cache
@@ -26,12 +27,12 @@ class SampledTokens:
     logprobs: dict[int, TokenLogprobs]  # by row, for those that asked
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
+def sample(logits: Tensor, inputs: SamplingInputs, masks: Masks | None = None) -> SampledTokens:
     """Choose a token from each row of `logits` [S, V], of any floating type and not changed.
 
     The operations and their order are defined in the docstring of `SamplingParams`.
     """
-    token_ids = _choose(logits, inputs)
+    token_ids = _choose(logits, inputs, masks)
     asked = np.flatnonzero(inputs.num_logprobs != NO_LOGPROBS)
     if not len(asked):
         return SampledTokens(token_ids, {})
@@ -40,10 +41,12 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
     return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)))
 
 
-def _choose(logits: Tensor, inputs: SamplingInputs) -> IntArray:
+def _choose(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> IntArray:
     random = inputs.temperature > 0
     touched = random.copy()
     touched[list(inputs.edits)] = True
+    if masks is not None:
+        touched[masks.places] = True
     if not touched.any():
         return _argmax(logits)
     token_ids = np.empty(len(touched), dtype=np.int64)
@@ -55,11 +58,19 @@ def _choose(logits: Tensor, inputs: SamplingInputs) -> IntArray:
     for place, row in enumerate(rows.tolist()):
         if row in inputs.edits:
             inputs.edits[row].apply(edited[place], int(inputs.num_tokens[row]))
+    if masks is not None:
+        _mask(edited, np.searchsorted(rows, masks.places), masks)
     token_ids[rows] = _argmax(edited)
     if random.any():
         chosen = _choose_randomly(edited[torch.from_numpy(random[rows])], inputs.take(random))
         token_ids[random] = chosen
     return token_ids
+
+
+def _mask(logits: Tensor, places: IntArray, masks: Masks) -> None:
+    """Leave of the rows at `places` what their masks allow."""
+    values = logits.numpy()
+    values[places] = np.where(masks.allowed(values.shape[1]), values[places], -np.inf)
 
 
 def _argmax(logits: Tensor) -> IntArray:

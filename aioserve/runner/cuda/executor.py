@@ -7,22 +7,27 @@ nothing about threads or event loops.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
+from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
 
@@ -35,6 +40,8 @@ class LaunchedStep:
     sampling: SamplePlan
     event: Event
     result: HostBuffer
+    standing: list[Standing]  # of its sampled rows that have a grammar
+    failed: dict[str, str]
 
 
 class StepExecutor:
@@ -51,13 +58,23 @@ class StepExecutor:
         *,
         max_model_len: int,
         vocab_size: int,
+        grammars: "GrammarCompiler | None" = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         """`arena` [layout.size], int32 on the device, is where steps are staged."""
         limits = layout.limits
         self._device = device
         self._model = model
         self._attention = attention
-        self._batch = OverlappedBatch(limits.num_rows, max_model_len, limits.page_size, vocab_size)
+        self._batch = OverlappedBatch(
+            limits.num_rows,
+            max_model_len,
+            limits.page_size,
+            vocab_size,
+            grammars=grammars,
+            eos_token_ids=eos_token_ids,
+        )
+        self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
         self._sampler = DeviceSampler(device, limits.num_rows, vocab_size, draw)
@@ -131,10 +148,49 @@ class StepExecutor:
         self._device.stage(self._arena[: plan.num_words], buffer)
         attention = self._attention.begin(plan, self._arrays)
         self._ring.guard()
-        self._device.launch(lambda: self._run(plan, sampling, attention))
+        rows = inputs.rows[plan.sampled]
+        standing = self._batch.grammar_rows.standing(rows)
+        if standing:
+            self._launch_masked(plan, sampling, attention, rows)
+        else:
+            self._device.launch(
+                lambda: self._sampler.sample(self._compute(plan, attention), sampling, self._arrays)
+            )
+        self._read_last()
         result = self._free_results.popleft()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
-        return LaunchedStep(plan, sampling, self._device.record(), result)
+        failed = self._batch.failures(inputs)
+        step_away = LaunchedStep(plan, sampling, self._device.record(), result, standing, failed)
+        if standing:
+            self._unread = step_away
+        return step_away
+
+    def _launch_masked(
+        self, plan: StepPlan, sampling: SamplePlan, attention: LayerAttention, rows: IntArray
+    ) -> None:
+        """Masks need the last step's tokens: they are waited for while this one computes."""
+        logits: list[Tensor] = []
+        self._device.launch(lambda: logits.append(self._compute(plan, attention)))
+        self._read_last()
+        made = self._batch.grammar_rows.begin(rows, {})
+        assert made is not None, "one of the rows has a grammar"
+        masks = self._sampler.stage_masks(made.result())
+        self._device.launch(
+            lambda: self._sampler.sample(logits.pop(), sampling, self._arrays, masks)
+        )
+
+    def _read_last(self) -> None:
+        """Tell the grammars what the last step sampled. Its buffer is not used again before the
+        step after this one is launched.
+        """
+        if (last := self._unread) is not None:
+            self._unread = None
+            last.event.wait()
+            self._batch.grammar_rows.catch_up(last.standing, last.result.array)
+
+    def close(self) -> None:
+        """Let its thread end. Idempotent."""
+        self._batch.grammar_rows.close()
 
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait for a step and read its tokens; may be called from another thread, in order."""
@@ -144,7 +200,7 @@ class StepExecutor:
             token_ids, logprobs = read_result(words, step.sampling, self._sampler.vocab_size)
         finally:
             self._free_results.append(step.result)
-        return _make_output(step.plan, token_ids, logprobs)
+        return _make_output(step, token_ids, logprobs)
 
     def explain(self, error: Exception) -> Exception:
         """What an error of `launch` or `finish` means: a failed step, or the end."""
@@ -161,15 +217,14 @@ class StepExecutor:
 
     # What follows runs when the device gets there.
 
-    def _run(self, plan: StepPlan, sampling: SamplePlan, attention: LayerAttention) -> None:
+    def _compute(self, plan: StepPlan, attention: LayerAttention) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
         if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
             logits = self._graphs.replay(plan.num_padded_rows)
             if plan.num_sampling < plan.num_padded_rows:
                 logits = logits[rows]
-        else:
-            logits = self._forward(plan.num_tokens, rows, attention)
-        self._sampler.sample(logits, sampling, self._arrays)
+            return logits
+        return self._forward(plan.num_tokens, rows, attention)
 
     def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
         arrays = self._arrays
@@ -183,11 +238,12 @@ class StepExecutor:
 
 
 def _make_output(
-    plan: StepPlan, token_ids: list[int], logprobs: dict[int, TokenLogprobs]
+    step: LaunchedStep, token_ids: list[int], logprobs: dict[int, TokenLogprobs]
 ) -> ModelRunnerOutput:
-    req_ids, rows = plan.inputs.req_ids, plan.sampled.tolist()
+    req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
     sampled: list[list[int]] = [[] for _ in req_ids]
     for row, token_id in zip(rows, token_ids, strict=True):
-        sampled[row] = [token_id]
+        if req_ids[row] not in step.failed:
+            sampled[row] = [token_id]
     by_request = {req_ids[rows[place]]: [entry] for place, entry in logprobs.items()}
-    return ModelRunnerOutput(req_ids, sampled, by_request)
+    return ModelRunnerOutput(req_ids, sampled, by_request, failed=step.failed)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
 from aioserve.runner.cuda import draw
@@ -41,7 +42,9 @@ INSTALL_LINE = "pip install 'aioserve[gpu]'"
 
 
 @torch.inference_mode()
-def load_on_cuda(config: EngineConfig, info: ModelInfo) -> StepExecutor:
+def load_on_cuda(
+    config: EngineConfig, info: ModelInfo, grammars: GrammarCompiler | None = None
+) -> StepExecutor:
     """Load the model, share out the memory, capture graphs. Raises `ConfigError`."""
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -54,7 +57,7 @@ def load_on_cuda(config: EngineConfig, info: ModelInfo) -> StepExecutor:
     check_weights_fit(card, config, num_weight_bytes(model_config, info))
     place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
     model = load_model(model_config, info, place)
-    return make_executor(config, info, model, device, card)
+    return make_executor(config, info, model, device, card, grammars)
 
 
 def make_executor(
@@ -63,6 +66,7 @@ def make_executor(
     model: ServedModel,
     device: Device,
     card: CardMemory,
+    grammars: GrammarCompiler | None = None,
 ) -> StepExecutor:
     """All but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
@@ -122,6 +126,8 @@ def make_executor(
         arena,
         max_model_len=max_model_len,
         vocab_size=info.vocab_size,
+        grammars=grammars,
+        eos_token_ids=info.eos_token_ids,
     )
     try:
         executor.warm_up()

@@ -199,7 +199,7 @@ def plan_padding(layout: Layout, arena: Words, size: int) -> StepPlan:
     out.qo_indptr[0] = out.kv_indptr[0] = 0
     _pad(out, layout.limits, 0, size, 0)
     inputs = StepInputs(
-        [], none, none, none, none, none, none, np.zeros((0, 0), np.int32), *[none] * 2
+        [], none, none, none, none, none, none, np.zeros((0, 0), np.int32), none, none
     )
     return StepPlan(
         inputs=inputs,

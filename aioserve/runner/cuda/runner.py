@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
@@ -32,9 +33,12 @@ class OverlappedRunner(RunnerInterface):
 
     pipeline_depth = 2
 
-    def __init__(self, build: "Callable[[], StepExecutor]") -> None:
+    def __init__(
+        self, build: "Callable[[], StepExecutor]", grammars: GrammarCompiler | None = None
+    ) -> None:
         """`build` loads the model, on the launching thread; it may raise `ConfigError`."""
         self._build = build
+        self.grammars = grammars
         self._executor: StepExecutor | None = None
         self._steps: queue.SimpleQueue[tuple[SchedulerOutput, _Reply] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
@@ -45,6 +49,9 @@ class OverlappedRunner(RunnerInterface):
     def on_cuda(cls, config: EngineConfig, model_info: ModelInfo) -> "OverlappedRunner":
         """Raises `ConfigError` if the model cannot be as long as the settings ask."""
         model_info.check_positions()
+        grammars = None
+        if not model_info.config.skip_tokenizer_init:
+            grammars = GrammarCompiler(model_info)
 
         def build() -> "StepExecutor":
             from aioserve.runner.cuda.load import load_on_cuda
@@ -52,9 +59,9 @@ class OverlappedRunner(RunnerInterface):
             # Else whoever has the GIL keeps it for 5 ms: a busy loop would hold the launching
             # thread up for several steps of a small model (measured on a CPU: p99 halved).
             sys.setswitchinterval(0.0005)
-            return load_on_cuda(config, model_info)
+            return load_on_cuda(config, model_info, grammars)
 
-        return cls(build)
+        return cls(build, grammars)
 
     async def load(self) -> None:
         loaded = _Reply()
@@ -86,7 +93,11 @@ class OverlappedRunner(RunnerInterface):
         self._steps.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
+        if self._executor is not None:
+            self._executor.close()
         self._executor = None  # and with it weights and KV cache
+        if self.grammars is not None:
+            self.grammars.close()
 
     # On the launching thread.
 

@@ -17,6 +17,8 @@ from aioserve.outputs import TokenLogprobs
 from aioserve.runner.cuda.device import Device, StagingRing
 from aioserve.runner.cuda.draw import DrawColumns
 from aioserve.runner.cuda.plan import Sections, StepPlan
+from aioserve.runner.grammar_rows import Masks
+from aioserve.runner.logits_edits import has_penalties
 from aioserve.runner.sampling_columns import NO_LOGPROBS
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioserve.scheduler.output import NewRequestData
@@ -44,6 +46,22 @@ class SamplePlan:
     def num_words(self) -> int:
         """Of the result that the host reads: tokens, logprobs, ranks, alternatives."""
         return self.num_rows + len(self.asked) * (2 + 2 * max(self.num_logprobs, default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMasks:
+    """`Masks` on the device."""
+
+    places: Tensor  # M, int32
+    words: Tensor  # [M, ceil(V / 32)], int32
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A copy of `logits` [S, V] with what is not allowed at minus infinity."""
+        bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
+        allowed = (self.words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+        places = self.places.long()
+        masked = logits[places].masked_fill(~allowed, float("-inf"))
+        return logits.index_copy(0, places, masked)
 
 
 class DeviceSampler:
@@ -113,6 +131,12 @@ class DeviceSampler:
             extras=self._stage(extras) if extras else {},
         )
 
+    def stage_masks(self, masks: Masks) -> DeviceMasks:
+        """Bring the masks of a step to the device."""
+        places, words = masks.places.astype(np.int32), masks.words
+        staged = self._stage({"places": places, "words": words.reshape(-1)})
+        return DeviceMasks(staged["places"], staged["words"].view(words.shape))
+
     def _stage(self, extras: dict[str, Words]) -> dict[str, Tensor]:
         """One copy for all of them; each begins where an int64 may."""
         sizes = {name: len(words) + len(words) % 2 for name, words in extras.items()}
@@ -133,15 +157,23 @@ class DeviceSampler:
 
     # What follows runs when the device gets there.
 
-    def sample(self, logits: Tensor, plan: SamplePlan, arrays: Sections[Tensor]) -> None:
+    def sample(
+        self,
+        logits: Tensor,
+        plan: SamplePlan,
+        arrays: Sections[Tensor],
+        masks: DeviceMasks | None = None,
+    ) -> None:
         """Choose a token from each row of `logits` [S, V]; keep it, and write the result out."""
         num_rows, extras = plan.num_rows, plan.extras
         self._note_seen(extras)
         slots = arrays.token_slots[:num_rows].long()
+        edited = logits if plan.is_greedy else self._edit(logits, plan, slots)
+        if masks is not None:
+            edited = masks.apply(edited)
         if plan.is_greedy:
-            token_ids = logits.argmax(dim=-1)
+            token_ids = edited.argmax(dim=-1)
         else:
-            edited = self._edit(logits, plan, slots)
             columns = DrawColumns(
                 temperature=arrays.temperature[:num_rows].view(torch.float32),
                 top_k=arrays.top_k[:num_rows],
@@ -227,15 +259,6 @@ def read_result(
         row: TokenLogprobs(logprob, rank, top_ids[:n], top_values[:n])
         for row, n, logprob, rank, top_ids, top_values in columns
     }
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether what was said before changes what is said next."""
-    return (
-        params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-    )
 
 
 def _seen_tokens(

@@ -203,7 +203,7 @@ def test_penalties_count_tokens_as_they_are_sampled() -> None:
     for length in range(1, 5):
         inputs = columns.select(np.array([0]), np.array([length]))
         token_ids = sampler.sample(logits, inputs).token_ids
-        columns.append(np.array([0]), token_ids)
+        columns.append(np.array([0]), [token_ids.tolist()])
         chosen += token_ids.tolist()
     assert chosen == [7, 7, 8, 7]
 

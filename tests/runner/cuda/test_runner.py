@@ -1,7 +1,9 @@
 """The overlapped runner in the real engine: what clients get is what the CPU runner gives them."""
 
 import asyncio
+import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from aioserve.errors import (
     RequestFailedError,
     RunnerDeadError,
 )
+from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.runner.cpu.load import load_model_on_cpu
@@ -32,7 +35,8 @@ from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.models import VOCAB_SIZE
+from aioserve.structured_outputs import StructuredOutputs
+from tests.models import VOCAB_SIZE, make_model
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 20, 8, 120
 
@@ -68,9 +72,10 @@ def served_path(model_path: Callable[..., Path]) -> Callable[..., Path]:
 
 def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
     """What the CUDA runner is, with another device."""
+    info = ModelInfo(config.model)
+    grammars = GrammarCompiler(info)
 
     def build() -> StepExecutor:
-        info = ModelInfo(config.model)
         loaded = load_model_on_cpu(config.model, info)
         limits = Limits(
             num_rows=config.scheduler.max_num_seqs,
@@ -89,10 +94,12 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
             max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=info.vocab_size,
+            grammars=grammars,
+            eos_token_ids=info.eos_token_ids,
         )
 
-    return OverlappedRunner(build)
+    return OverlappedRunner(build, grammars)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -172,6 +179,57 @@ async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
     assert device.num_behind == 2
+
+
+@pytest.fixture(scope="module")
+def wordy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the whole vocabulary of the embedded one."""
+    embedded = Path(aioserve.__file__).parent / "embedded"
+    path = make_model("llama", tmp_path_factory.mktemp("wordy"), vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(embedded / name, path)
+    return path
+
+
+@pytest.mark.parametrize("eagerness", [0, 0.5])
+async def test_masks_wait_for_the_last_token_while_the_device_computes(
+    eagerness: float, wordy_path: Path
+) -> None:
+    """Masked and free requests, preempted in a pool that is too small, as on the CPU."""
+    ways = [
+        None,
+        StructuredOutputs(regex="[a-z]{3}-[0-9]{2,30}"),
+        StructuredOutputs(choice=("to be", "or not to be")),
+        StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "minItems": 3}),
+    ]
+
+    async def texts(engine: AsyncEngine) -> list[tuple[str, object]]:
+        async def one(index: int) -> tuple[str, object]:
+            params = SamplingParams(
+                max_tokens=45,
+                temperature=[0, 1.0][index % 2],
+                seed=index,
+                logit_bias={5: 3.0} if index % 3 else None,
+                structured_outputs=ways[index % len(ways)],
+            )
+            outputs = [o async for o in engine.generate([7, index, 9] * 9, params)]
+            return "".join(output.text for output in outputs), outputs[-1].finish_reason
+
+        return await asyncio.gather(*(one(index) for index in range(24)))
+
+    device = FakeDevice(1, eagerness)
+    config = make_config(wordy_path, depth=2)
+    async with AsyncEngine(config, runner=make_runner(config, device)) as engine:
+        found = await texts(engine)
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_preemptions > 0
+    async with AsyncEngine(make_config(wordy_path, depth=1)) as engine:
+        assert found == await texts(engine)
+    for text, reason in found[2::4]:
+        assert (text, reason) in [("to be", "stop"), ("or not to be", "stop")]
+    assert all(re.fullmatch("[a-z]{3}-[0-9]{0,30}", text) for text, _ in found[1::4])
+    assert all(json.loads(text) for text, reason in found[3::4] if reason == "stop")
 
 
 def make_tiny_runner(device: FakeDevice) -> OverlappedRunner:

@@ -1,0 +1,178 @@
+"""Where each row of the persistent batch stands in its grammar, and which tokens may come next.
+
+Masks are made on a thread of their own while the step computes. Knows rows and token ids; knows
+nothing about logits, nor how grammars are compiled.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from aioserve.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from aioserve.grammars import GrammarCompiler
+
+IntArray = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
+
+MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens M of the S rows of a step may take."""
+
+    places: IntArray  # M, among the S
+    words: Words  # [M, ceil(V / 32)], a bit per token, the lowest first
+
+    def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """[M, V]"""
+        bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        return bits.view(np.bool_)
+
+
+class Standing(NamedTuple):
+    """A row that samples and has a grammar."""
+
+    place: int  # among the S
+    row: int
+    matcher: "LLMatcher"
+
+
+class GrammarRows:
+    """Matchers by row. `begin`'s future is awaited before `advance`, `set` or `drop`."""
+
+    def __init__(
+        self, grammars: "GrammarCompiler | None", vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+        self._matchers: dict[int, LLMatcher] = {}
+        self._errors: dict[int, str] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
+        only_eos[list(eos_token_ids)] = True
+        self._only_eos: Words = np.packbits(only_eos, bitorder="little").view(np.int32)
+
+    def set(self, row: int, wanted: StructuredOutputs | None, output: Sequence[int]) -> None:
+        """Enter a request that has said `output` so far."""
+        if wanted is None:
+            return
+        assert self._grammars is not None, "the engine's door refuses what cannot be compiled"
+        self._matchers[row] = self._grammars.matcher(wanted)
+        self.advance(row, output)
+
+    def drop(self, row: int) -> None:
+        """Forget the request of a row."""
+        self._matchers.pop(row, None)
+        self._errors.pop(row, None)
+
+    def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> "Future[Masks] | None":
+        """Start the masks of the S `rows`; None if none of them has a grammar.
+
+        A row stands there once, and once more for each of its `drafts`, one after the other.
+        """
+        if not self._matchers:
+            return None
+        places = [place for place, row in enumerate(rows.tolist()) if row in self._matchers]
+        if not places:
+            return None
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-masks")
+        return self._executor.submit(self._fill, np.array(places), rows[places].tolist(), drafts)
+
+    def standing(self, rows: IntArray) -> list[Standing]:
+        """Who of the S `rows` has a grammar: for `catch_up`, when their tokens are known."""
+        if not self._matchers:
+            return []
+        return [
+            Standing(place, row, self._matchers[row])
+            for place, row in enumerate(rows.tolist())
+            if row in self._matchers
+        ]
+
+    def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
+        """What was sampled, at the places of the S; unless somebody else has the row by now."""
+        for place, row, matcher in standing:
+            if self._matchers.get(row) is matcher:
+                self.advance(row, [int(token_ids[place])])
+
+    def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
+        """Note the tokens kept of `rows`."""
+        if self._matchers:
+            for row, own in zip(rows.tolist(), token_ids, strict=True):
+                self.advance(row, own)
+
+    def advance(self, row: int, token_ids: Sequence[int]) -> None:
+        """A row has said so much more. A step that was planned ahead may bring too many."""
+        matcher = self._matchers.get(row)
+        if matcher is not None and token_ids and not matcher.is_stopped():
+            matcher.consume_tokens(list(token_ids))
+            self._check(row, matcher)
+
+    def guesses(self, row: int) -> list[int]:
+        """What comes next of a row, as far as its grammar leaves no choice of text."""
+        matcher = self._matchers.get(row)
+        if matcher is None or matcher.is_stopped():
+            return []
+        token_ids = matcher.compute_ff_tokens()[:MAX_GUESSES]
+        self._check(row, matcher)
+        return token_ids
+
+    def _check(self, row: int, matcher: "LLMatcher") -> None:
+        if matcher.is_error():
+            reason = matcher.get_error().partition("\n")[0]
+            self._errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether there is a row that cannot go on."""
+        return bool(self._errors)
+
+    def error(self, row: int) -> str | None:
+        """Why a row cannot go on; None if it can."""
+        return self._errors.get(row)
+
+    def close(self) -> None:
+        """Let the thread end. Idempotent."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    # What follows runs on the thread that makes masks.
+
+    def _fill(
+        self, places: IntArray, rows: list[int], drafts: Mapping[int, Sequence[int]]
+    ) -> Masks:
+        words = np.empty((len(rows), self._num_words), dtype=np.int32)
+        place = 0
+        while place < len(rows):
+            row = rows[place]
+            matcher, guesses = self._matchers[row], drafts.get(row, ())
+            self._fill_row(row, matcher, words[place])
+            num_taken = 0
+            for step, token_id in enumerate(guesses, start=1):
+                if num_taken == step - 1 and not matcher.is_stopped():
+                    num_taken += matcher.try_consume_tokens([token_id])
+                if num_taken == step:
+                    self._fill_row(row, matcher, words[place + step])
+                else:  # never looked at: the guess before it is wrong
+                    words[place + step] = self._only_eos
+            if num_taken:
+                matcher.rollback(num_taken)
+            place += 1 + len(guesses)
+        return Masks(places, words)
+
+    def _fill_row(self, row: int, matcher: "LLMatcher", words: Words) -> None:
+        if not matcher.is_stopped():  # else the end may follow, and nothing else
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if not matcher.is_error():
+                return
+        self._check(row, matcher)
+        words[:] = self._only_eos

@@ -1,0 +1,133 @@
+"""What structured outputs cost: microseconds per masked row, and tokens per second of 64 streams.
+
+    python benchmarks/masks.py [--model ../135m] [--streams 64] [--rounds 3]
+
+Free and masked streams take turns on one engine, as many tokens each. `text` allows nearly every
+token, `records` is a list of JSON objects: much of it is forced, and goes in fewer steps. Neither
+ends before its tokens do. Medians. The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import ModelConfig, RunnerConfig
+from aioserve.grammars import GrammarCompiler
+from aioserve.model_info import ModelInfo
+from aioserve.runner.grammar_rows import GrammarRows
+from aioserve.structured_outputs import StructuredOutputs
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "scene": {"type": "integer", "minimum": 1, "maximum": 9},
+        "speakers": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1},
+    },
+    "required": ["title", "scene", "speakers"],
+    "additionalProperties": False,
+}
+WAYS = {
+    "text": StructuredOutputs(regex=r"[^\x00]{3000}"),
+    "records": StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 1000}),
+}
+
+
+async def tokens_per_second(
+    engine: AsyncEngine, way: StructuredOutputs | None, streams: int, tokens: int, seed: int
+) -> float:
+    async def one(index: int) -> None:
+        params = SamplingParams(
+            max_tokens=tokens,
+            temperature=1.0,
+            seed=seed + index,
+            structured_outputs=way,
+            ignore_eos=way is None,
+        )
+        stream = await engine.add_request(f"{index}. Once", params)
+        async for _ in stream:
+            pass
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one(index) for index in range(streams)))
+    return streams * tokens / (time.perf_counter() - start)
+
+
+async def serve(args: argparse.Namespace) -> dict[str, list[float]]:
+    config = EngineConfig(
+        model=ModelConfig(model=args.model), runner=RunnerConfig(threads=args.threads)
+    )
+    rates: dict[str, list[float]] = {}
+    async with AsyncEngine(config) as engine:
+        for turn in range(args.rounds + 1):
+            for name, way in {"free": None, **WAYS}.items():
+                rate = await tokens_per_second(engine, way, args.streams, args.tokens, turn * 1000)
+                if turn:  # the first one compiles
+                    rates.setdefault(name, []).append(rate)
+    return rates
+
+
+async def microseconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Of the runner's steps, by row: the mask, the token that is taken, what is forced next."""
+    info = ModelInfo(ModelConfig(model=args.model))
+    compiler = GrammarCompiler(info)
+    found = {}
+    for name, way in WAYS.items():
+        await compiler.check(way)
+        rows = GrammarRows(compiler, info.vocab_size, info.eos_token_ids)
+        every = np.arange(args.streams)
+        for row in every.tolist():
+            rows.set(row, way, [])
+        spent = {"mask": 0.0, "token": 0.0, "forced": 0.0}
+        rng = np.random.default_rng(0)
+        for _ in range(args.tokens):
+            start = time.perf_counter()
+            future = rows.begin(every, {})
+            assert future is not None
+            masks = future.result()
+            spent["mask"] += time.perf_counter() - start
+            allowed = masks.allowed(info.vocab_size)
+            chosen = [[int(rng.choice(np.flatnonzero(own)))] for own in allowed]
+            start = time.perf_counter()
+            rows.append(every, chosen)
+            spent["token"] += time.perf_counter() - start
+            start = time.perf_counter()
+            for row in every.tolist():
+                rows.guesses(row)
+            spent["forced"] += time.perf_counter() - start
+        rows.close()
+        count = args.streams * args.tokens
+        found[name] = {key: round(seconds / count * 1e6, 1) for key, seconds in spent.items()}
+    compiler.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"us_per_row": asyncio.run(microseconds(args))}
+    for name, parts in result["us_per_row"].items():
+        print(f"{name:8} us per row and step: {parts}")
+    rates = asyncio.run(serve(args))
+    for name, values in rates.items():
+        ratios = [value / free for value, free in zip(values, rates["free"], strict=True)]
+        result[name] = {"tokens_per_s": round(statistics.median(values)), "to_free": ratios}
+        ratio = statistics.median(ratios)
+        print(f"{name:8} {statistics.median(values):8.0f} tokens/s, {ratio:.2f} of free")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
