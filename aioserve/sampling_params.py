@@ -17,6 +17,10 @@ MAX_N = 128
 # Every stop string is looked for in every delta, on the event loop.
 MAX_STOP_STRINGS = 32
 MAX_STOP_TOKEN_IDS = 1024
+# Bad words are compared with what was said last, in every step; on a device, in its memory.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 64
+MAX_BAD_WORD_TOKENS = 16
 
 RANGES: list[tuple[str, Callable[[float], bool], str]] = [
     ("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"),
@@ -38,8 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How one request is sampled and when it stops. Raises `RequestError` that names the field.
 
     The order of operations on a row of logits: repetition, presence and frequency penalties;
-    `logit_bias`; stop tokens masked until `min_tokens`; all tokens masked that `structured_outputs`
-    do not allow; temperature; `top_k`; `top_p`; `min_p`.
+    `logit_bias`; stop tokens masked until `min_tokens`; `bad_words`, which are only said where
+    nothing else is allowed; all tokens masked that `allowed_token_ids` or `structured_outputs` do
+    not allow; temperature; `top_k`; `top_p`; `min_p`.
     """
 
     n: int = 1  # independent samples of one prompt
@@ -58,6 +63,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output tokens, as in transformers
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # no others; empty: all
+    bad_words: tuple[str, ...] = ()  # not said, at the beginning of a word or within one
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids; of Python callers only
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
     skip_special_tokens: bool = True
@@ -77,6 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, given, limit in (
             ("stop", self.stop_strings, MAX_STOP_STRINGS),
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("bad_words", self.bad_words, MAX_BAD_WORDS),
+            ("bad_words_ids", self.bad_words_ids, 2 * MAX_BAD_WORDS),
         ):
             if len(given) > limit:
                 raise RequestError(f"{name} must hold at most {limit}, got {len(given)}", name)
@@ -92,6 +102,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                         "text ends",
                         param=name,
                     )
+            if self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids cannot be combined with structured_outputs: together they "
+                    "may allow nothing",
+                    param="allowed_token_ids",
+                )
+        self._check_bad_words()
         if not all(self.stop_strings):
             raise RequestError("stop must not contain an empty string", param="stop")
         if self.stop_strings and not self.detokenize:
@@ -101,6 +118,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise RequestError(
                     f"logit_bias must be between -100 and 100, got {bias} for token {token_id}",
                     param="logit_bias",
+                )
+
+    def _check_bad_words(self) -> None:
+        for word in self.bad_words:
+            if not (word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS):
+                raise RequestError(
+                    f"bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters that are not "
+                    f"all spaces, got {word[: MAX_BAD_WORD_CHARACTERS + 1]!r}",
+                    param="bad_words",
+                )
+        for token_ids in self.bad_words_ids:
+            if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words_ids must have 1 to {MAX_BAD_WORD_TOKENS} tokens each, "
+                    f"got {len(token_ids)}",
+                    param="bad_words_ids",
                 )
 
     @property

@@ -5,7 +5,7 @@ Everything that can be wrong with a request is refused here. Knows nothing about
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ import msgspec
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.sampling_params import SamplingParams
+from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 R = TypeVar("R")
 
@@ -46,6 +46,7 @@ class InputProcessor:
         self._has_eos = bool(model_info.eos_token_ids)
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
+        self._eos_token_ids = frozenset(model_info.eos_token_ids)
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
         if self._has_tokenizer:
@@ -109,17 +110,28 @@ class InputProcessor:
         return await self._run(len(ids) > INLINE_CHARACTERS, self._decode, ids)
 
     def complete_params(self, params: SamplingParams) -> SamplingParams:
-        """Check token ids against the vocabulary; give a request that draws a seed of its own."""
+        """Check token ids against the vocabulary, look bad words up in it, and give a request that
+        draws a seed of its own. Raises `RequestError`.
+        """
         if params.detokenize and not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if not 0 <= token_id < self._vocab_size:
-                    raise RequestError(
-                        f"{name} names token {token_id}, but the vocabulary has "
-                        f"{self._vocab_size} tokens",
-                        param=name,
-                    )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            self._check_known(name, getattr(params, name) or ())
+        for token_ids in params.bad_words_ids:
+            self._check_known("bad_words_ids", token_ids)
+        if params.bad_words:
+            bad = tuple(dict.fromkeys([*params.bad_words_ids, *self._spell(params.bad_words)]))
+            params = msgspec.structs.replace(params, bad_words_ids=bad, bad_words=())
+        if params.min_tokens and params.allowed_token_ids:
+            ending = set(params.stop_token_ids)
+            if not params.ignore_eos:
+                ending |= self._eos_token_ids
+            if ending.issuperset(params.allowed_token_ids):
+                raise RequestError(
+                    "allowed_token_ids holds nothing but stop tokens, and min_tokens "
+                    f"({params.min_tokens}) forbids them: nothing is left",
+                    param="allowed_token_ids",
+                )
         if params.seed is None and not params.is_greedy:
             return msgspec.structs.replace(params, seed=self._random.getrandbits(62))
         return params
@@ -146,6 +158,33 @@ class InputProcessor:
     def close(self) -> None:
         """Let the tokenizer thread end; who still waits for it is refused afterwards."""
         self._executor.shutdown(wait=False)
+
+    def _check_known(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            unknown = next(i for i in token_ids if not 0 <= i < self._vocab_size)
+            raise RequestError(
+                f"{name} names token {unknown}, but the vocabulary has {self._vocab_size} tokens",
+                param=name,
+            )
+
+    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """How each of `words` may be said: after something else, and after a space."""
+        if not self._has_tokenizer:
+            raise RequestError(f"{NO_TOKENIZER}: give bad_words_ids", param="bad_words")
+        spelled = []
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                token_ids = tuple(self._encode(text, add_special_tokens=False, field="bad_words"))
+                if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"bad_words must have at most {MAX_BAD_WORD_TOKENS} tokens each, {text!r} "
+                        f"has {len(token_ids)}",
+                        param="bad_words",
+                    )
+                self._check_known("bad_words", token_ids)
+                if token_ids:
+                    spelled.append(token_ids)
+        return spelled
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -186,7 +225,7 @@ class InputProcessor:
         self._check_length(self._least_tokens_of(text), "at least ")
         return self._encode(text, add_special_tokens=False)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
             if self._backend is None:
                 return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -195,8 +234,9 @@ class InputProcessor:
                 [text], add_special_tokens=add_special_tokens
             )
             return list(encoding[0].ids)
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error}", "prompt") from error
+        except (UnicodeEncodeError, TypeError) as error:  # who says what, tokenizers do not agree
+            what = "the prompt" if field == "prompt" else field
+            raise RequestError(f"{what} is not valid Unicode: {error}", field) from error
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))

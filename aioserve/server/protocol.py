@@ -107,6 +107,8 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Int, float] | None = None  # keys are token ids in strings
+    allowed_token_ids: tuple[Int, ...] | None = None
+    bad_words: tuple[str, ...] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # as in vLLM
     skip_special_tokens: bool | None = None

@@ -49,8 +49,6 @@ _OPENAI = {
 }
 _VLLM = {
     "add_generation_prompt": Unserved((True,)),
-    "allowed_token_ids": Unserved(([],)),
-    "bad_words": Unserved(([],)),
     "chat_template": Unserved(),
     "chat_template_kwargs": Unserved(({},)),
     "continue_final_message": Unserved(),

@@ -113,6 +113,16 @@ async def test_a_stop_string_ends_the_request_and_frees_it(engine: AsyncEngine) 
         ("word " * 200_000, {}, "prompt", r"at least \d+ tokens, but the model's limit is 4096"),
         ("hi", {"stop_token_ids": (9999,)}, "stop_token_ids", "9999"),
         ("hi", {"logit_bias": {-1: 1.0}}, "logit_bias", "-1"),
+        ("hi", {"allowed_token_ids": (3, 2048)}, "allowed_token_ids", "names token 2048"),
+        ("hi", {"bad_words_ids": ((3, -1),)}, "bad_words_ids", "names token -1"),
+        ("hi", {"bad_words": ("\u263a" * 16,)}, "bad_words", "at most 16 tokens each"),
+        ("hi", {"bad_words": ("\ud800",)}, "bad_words", "not valid Unicode"),
+        (
+            "hi",
+            {"allowed_token_ids": (5,), "stop_token_ids": (5, 6), "min_tokens": 1},
+            "allowed_token_ids",
+            "nothing but stop tokens",
+        ),
         ([{"role": "user"}], {}, "messages", r"messages\[0\].content must be a string"),
     ],
 )

@@ -22,7 +22,7 @@ def chat(**fields) -> ChatCompletionRequest:
     return CHAT.decode(msgspec.json.encode({"messages": [], **fields}))
 
 
-PYTHON_ONLY = {"output_kind"}  # over HTTP, `stream` says when
+PYTHON_ONLY = {"output_kind", "bad_words_ids"}  # over HTTP: `stream`, `bad_words`
 
 
 def test_every_sampling_parameter_can_be_asked_for_over_http():
@@ -56,9 +56,12 @@ def test_every_shared_field_reaches_the_sampling_params():
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.3,
         "logit_bias": {"5": -2},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["fie"],
         "skip_special_tokens": False,
     }
     expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (7,), "logit_bias": {5: -2.0}}
+    expected |= {"allowed_token_ids": (5, 6), "bad_words": ("fie",)}
     params = completion(**fields).sampling_params(max_tokens=9, logprobs=4)
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=4)
 

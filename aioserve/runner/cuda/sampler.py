@@ -18,15 +18,19 @@ from aioserve.runner.cuda.device import Device, StagingRing
 from aioserve.runner.cuda.draw import DrawColumns
 from aioserve.runner.cuda.plan import Sections, StepPlan
 from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.logits_edits import has_penalties
+from aioserve.runner.logits_edits import BAD, LogitsEdits, has_penalties
 from aioserve.runner.sampling_columns import NO_LOGPROBS
-from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.scheduler.output import NewRequestData
 
 Draw = Callable[[Tensor, DrawColumns], Tensor]
 Words = npt.NDArray[np.int32]
 
 _IN_PROMPT = 1 << 24  # in `DeviceSampler._seen`; below: how often a token is in the output
+_NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # tokens of a bad word before its last
+_NOTHING = -1  # in `DeviceSampler._recent`: not so many were said yet
+_ANYTHING = -2  # in the beginning of a bad word that is short
+_EDITS = {"penalties", "added", "bad_last", "allowed"}  # of `SamplePlan.extras`
 _OUT_COLUMNS = 3 + 2 * MAX_LOGPROBS  # words per row: token, logprob, rank, alternatives
 
 
@@ -78,6 +82,9 @@ class DeviceSampler:
         self._seen = torch.zeros(
             num_slots, vocab_size, dtype=torch.int32, device=device.torch_device
         )
+        self._recent = torch.zeros(  # said last, in rows that have bad words of several tokens
+            num_slots, _NUM_RECENT, dtype=torch.int32, device=device.torch_device
+        )
         self.out = torch.zeros(
             num_slots * _OUT_COLUMNS, dtype=torch.int32, device=device.torch_device
         )
@@ -105,6 +112,7 @@ class DeviceSampler:
         if penalized:
             extras |= _seen_tokens(penalized, slots, self.vocab_size)
         has_any = any(has_penalties(edit.params) for edit in edits.values())
+        extras |= _recent_tokens(new, slots)
         if has_any:
             extras["penalties"] = _penalty_columns(
                 plan.num_sampling, {place: edit.params for place, edit in edits.items()}
@@ -119,6 +127,7 @@ class DeviceSampler:
                 places, values = zip(*additions, strict=True)
                 extras["added_to"] = np.array(places, dtype=np.int64).view(np.int32)
                 extras["added"] = np.array(values, dtype=np.float32).view(np.int32)
+            extras |= _bad_sequences(edits) | _allowed(edits)
         if 0 < len(asked) < plan.num_sampling:
             extras["asked"] = asked.astype(np.int32)
         return SamplePlan(
@@ -186,13 +195,19 @@ class DeviceSampler:
             if plan.has_penalties:
                 one = torch.ones_like(token_ids, dtype=torch.int32)
                 self._seen.index_put_((slots, token_ids), one, accumulate=True)
+        if "bad_last" in extras:
+            said = torch.cat([self._recent[slots][:, 1:], token_ids[:, None].int()], dim=1)
+            self._recent.index_copy_(0, slots, said)
         self.last_token.index_copy_(0, slots, token_ids)
         self.out[:num_rows] = token_ids
         if plan.asked:
             self._write_logprobs(logits, token_ids, plan)
 
     def _note_seen(self, extras: dict[str, Tensor]) -> None:
-        """The tokens of requests that are new and have penalties."""
+        """The tokens of requests that are new and look back at them."""
+        if "recent_slots" in extras:
+            recent = extras["recent"].view(-1, _NUM_RECENT)
+            self._recent.index_copy_(0, extras["recent_slots"].long(), recent)
         if "fresh_slots" in extras:
             self._seen.index_fill_(0, extras["fresh_slots"].long(), 0)
             flat = self._seen.view(-1)
@@ -202,9 +217,9 @@ class DeviceSampler:
                 flat.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def _edit(self, logits: Tensor, plan: SamplePlan, slots: Tensor) -> Tensor:
-        """Penalties, bias and masked stop tokens, as `LogitsEdits.apply`."""
+        """As `LogitsEdits.apply`."""
         extras = plan.extras
-        if not ("penalties" in extras or "added" in extras):
+        if not extras.keys() & _EDITS:
             return logits
         logits = logits.to(torch.float32, copy=True)
         if "penalties" in extras:
@@ -218,6 +233,15 @@ class DeviceSampler:
         if "added" in extras:
             places = extras["added_to"].view(torch.int64)
             logits.view(-1).index_add_(0, places, extras["added"].view(torch.float32))
+        if "bad_last" in extras:
+            places = extras["bad_places"].long()
+            before = extras["bad_before"].view(-1, _NUM_RECENT)
+            is_said = (before == _ANYTHING) | (before == self._recent[slots[places]])
+            added = is_said.all(dim=1).float() * BAD
+            logits.view(-1).index_add_(0, places * self.vocab_size + extras["bad_last"], added)
+        if "allowed" in extras:
+            words = extras["allowed"].view(len(extras["allowed_places"]), -1)
+            logits = DeviceMasks(extras["allowed_places"], words).apply(logits)
         return logits
 
     def _write_logprobs(self, logits: Tensor, token_ids: Tensor, plan: SamplePlan) -> None:
@@ -275,6 +299,43 @@ def _seen_tokens(
         if places:
             extras[name] = np.array(places, dtype=np.int64).view(np.int32)
     return extras
+
+
+def _recent_tokens(new: Sequence[NewRequestData], slots: dict[str, int]) -> dict[str, Words]:
+    """What requests that are new, and have bad words of several tokens, have said last."""
+    fresh = [data for data in new if any(len(i) > 1 for i in data.sampling_params.bad_words_ids)]
+    if not fresh:
+        return {}
+    recent = np.full((len(fresh), _NUM_RECENT), _NOTHING, dtype=np.int32)
+    for place, data in enumerate(fresh):
+        if said := _part(data, False)[-_NUM_RECENT:]:
+            recent[place, -len(said) :] = said
+    rows = [slots[data.request_id] for data in fresh]
+    return {"recent_slots": np.array(rows, dtype=np.int32), "recent": recent.reshape(-1)}
+
+
+def _bad_sequences(edits: dict[int, LogitsEdits]) -> dict[str, Words]:
+    """Bad words of several tokens: what was just said is known on the device alone."""
+    bad = [(place, ids) for place, edit in edits.items() for ids in edit.bad_sequences]
+    if not bad:
+        return {}
+    before = np.full((len(bad), _NUM_RECENT), _ANYTHING, dtype=np.int32)
+    for row, (_, token_ids) in enumerate(bad):
+        before[row, 1 - len(token_ids) :] = token_ids[:-1]
+    return {
+        "bad_places": np.array([place for place, _ in bad], dtype=np.int32),
+        "bad_before": before.reshape(-1),
+        "bad_last": np.array([token_ids[-1] for _, token_ids in bad], dtype=np.int32),
+    }
+
+
+def _allowed(edits: dict[int, LogitsEdits]) -> dict[str, Words]:
+    words = {place: edit.allowed_words for place, edit in edits.items()}
+    asked = {place: own for place, own in words.items() if own is not None}
+    if not asked:
+        return {}
+    places = np.array(list(asked), dtype=np.int32)
+    return {"allowed_places": places, "allowed": np.concatenate(list(asked.values()))}
 
 
 def _part(data: NewRequestData, is_prompt: bool) -> list[int]:

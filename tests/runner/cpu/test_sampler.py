@@ -59,7 +59,12 @@ def reference_edits(
         count = output.count(token)
         logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
         logits[token] += (params.logit_bias or {}).get(token, 0.0)
+        for *before, last in params.bad_words_ids:
+            if last == token and output[len(output) - len(before) :] == before:
+                logits[token] -= 1e30
         if len(output) < params.min_tokens and token in stops:
+            logits[token] = -math.inf
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
             logits[token] = -math.inf
     return logits
 
@@ -153,6 +158,10 @@ def test_each_choice_equals_the_reference(fields: dict[str, Any]) -> None:
         {"frequency_penalty": -2.0},
         {"logit_bias": {3: 100.0, 4: -100.0, 9: 2.5}},
         {"min_tokens": 30, "max_tokens": 40},
+        {"allowed_token_ids": tuple(range(7, 60))},
+        {"bad_words_ids": tuple((i,) for i in range(0, VOCAB, 2))},
+        {"bad_words_ids": tuple((i, j) for i in range(5) for j in range(0, VOCAB, 3))},
+        {"allowed_token_ids": (3, 4, 5), "bad_words_ids": ((3,), (5, 4), (6, 7, 4), (1, 4))},
         {
             "repetition_penalty": 1.3,
             "presence_penalty": -1.0,
@@ -206,6 +215,23 @@ def test_penalties_count_tokens_as_they_are_sampled() -> None:
         columns.append(np.array([0]), [token_ids.tolist()])
         chosen += token_ids.tolist()
     assert chosen == [7, 7, 8, 7]
+
+
+def test_a_bad_word_is_never_said_to_its_end_unless_nothing_else_is_allowed() -> None:
+    columns = SamplingColumns(2, VOCAB)
+    bad = ((7, 7, 7), (7, 8))
+    for row, allowed in enumerate([(), (7,)]):
+        params = SamplingParams(temperature=0, bad_words_ids=bad, allowed_token_ids=allowed)
+        columns.set(row, NewRequestData(str(row), [7, 7], 2, params, frozenset(), [], 0))
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7:10] = torch.tensor([3.0, 2.0, 1.0])
+    rows, chosen = np.arange(2), []
+    for length in range(2, 8):
+        inputs = columns.select(rows, np.full(2, length))
+        token_ids = sampler.sample(logits, inputs).token_ids
+        columns.append(rows, token_ids[:, None].tolist())
+        chosen.append(token_ids.tolist())
+    assert [list(said) for said in zip(*chosen, strict=True)] == [[7, 7, 9, 7, 7, 9], [7] * 6]
 
 
 def test_stop_tokens_are_masked_until_min_tokens() -> None:

@@ -106,6 +106,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     def sometimes(value: Any, default: Any) -> Any:
         return value if rng.random() < 0.3 else default
 
+    has_bad_words = rng.random() < 0.4
     return SamplingParams(
         max_tokens=rng.randint(1, 25),
         temperature=rng.choice([0, 0, 0.8, 2]),
@@ -117,6 +118,12 @@ def random_params(rng: random.Random) -> SamplingParams:
         presence_penalty=sometimes(0.5, 0.0),
         frequency_penalty=sometimes(-0.5, 0.0),
         logit_bias=sometimes({5: 4.0, 17: -100.0}, None),
+        # Of so few tokens many bad words begin, and some would end.
+        allowed_token_ids=tuple(range(6)) if has_bad_words else (),
+        bad_words_ids=tuple(
+            tuple(rng.choices(range(6), k=rng.randint(2, 3)))
+            for _ in range(150 if has_bad_words else 0)
+        ),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), sometimes(60, 0))),
         min_tokens=0,
         logprobs=sometimes(rng.randint(0, 4), None),
