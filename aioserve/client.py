@@ -153,6 +153,7 @@ class AsyncClient:
             max_completion_tokens=params.max_tokens,
             logprobs=None if params.logprobs is None else True,
             top_logprobs=params.logprobs,
+            separate_reasoning=False,  # as the engine's own text
             **self._shared(params),
             request_id=request_id,
             priority=priority or None,
@@ -298,7 +299,7 @@ def _text(choice: Choice) -> str:
         case ChatChunkChoice():
             return choice.delta.content or ""
         case ChatChoice():
-            return choice.message.content
+            return choice.message.content or ""
     return ""
 
 

@@ -301,6 +301,23 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     enable_admin: Annotated[
         bool, Meta(description="POST /admin/policy and /admin/reset_prefix_cache, for operators")
     ] = False
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "none",
+            "deepseek_v3",
+            "deepseek_v31",
+            "mistral",
+            "hermes",
+            "llama3_json",
+            "json",
+        ],
+        Meta(description="how the model writes tool calls; auto: as its chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"],
+        Meta(description="how it writes reasoning; auto: as its chat template shows"),
+    ] = "auto"
     drain_timeout: Annotated[
         NonNegativeFloat,
         Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),

@@ -16,6 +16,7 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"  # the client left, or the engine shut down
     TIMEOUT = "timeout"  # a deadline passed; never disguised as length
     ERROR = "error"  # its step raised
+    TOOL_CALLS = "tool_calls"  # a chat reply stopped after calls: the server's word, for stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

@@ -69,6 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[int, ...] = ()  # in the text even so; of Python callers only
     detokenize: bool = True  # False: token ids alone, no text; of Python callers only
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 

@@ -12,19 +12,19 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_500,
-    "aioserve/engine": 2_250,
+    "aioserve/engine": 2_750,
     "aioserve/kernels": 2_500,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
     "aioserve/model_source": 950,
     "aioserve/runner": 6_900,
     "aioserve/scheduler": 2_200,
-    "aioserve/server": 3_200,
+    "aioserve/server": 4_300,
     "aioserve/testing": 2_850,
     "aioserve/watch": 1_700,
     "benchmarks": 2_900,
     "policies": 650,
-    "tests": 23_000,
+    "tests": 23_600,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

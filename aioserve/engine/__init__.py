@@ -1,7 +1,8 @@
 """The engine: one asyncio task that schedules, and the streams that its callers read."""
 
 from aioserve.engine.async_engine import AsyncEngine
+from aioserve.engine.chat_template import Conversation
 from aioserve.engine.input_processor import Prompt
 from aioserve.engine.stream import RequestStream
 
-__all__ = ["AsyncEngine", "Prompt", "RequestStream"]
+__all__ = ["AsyncEngine", "Conversation", "Prompt", "RequestStream"]

@@ -6,7 +6,7 @@ about requests or streams.
 
 import random
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,19 +40,28 @@ def spelled_bytes(token: str) -> bytes | None:
         return None
 
 
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens of a `transformers` tokenizer that `skip_special_tokens` means."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return frozenset(tokenizer.all_special_ids)
+    added = backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
 class TokenPieces(dict[int, str | bytes]):
     """By token id: its text, or its bytes if they are not whole characters. Filled as asked."""
 
-    def __init__(self, backend: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, skipped: Collection[int]) -> None:
+        """Tokens that are `skipped` have no text."""
         super().__init__()
         self._id_to_token = backend.id_to_token
-        added = backend.get_added_tokens_decoder().values()
-        self._skipped = {t.content for t in added if t.special and skip_special_tokens}
+        self._skipped = skipped
 
     def __missing__(self, token_id: int) -> str | bytes:
         token = self._id_to_token(token_id)
         piece: str | bytes = ""  # of ids without a token, too: models pad their vocabularies
-        if token is not None and token not in self._skipped:
+        if token is not None and token_id not in self._skipped:
             spelled = spelled_bytes(token)
             piece = token.encode() if spelled is None else spelled
             with suppress(UnicodeDecodeError):  # it may be a part of a character
@@ -66,7 +75,7 @@ class TokenPieces(dict[int, str | bytes]):
         return b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
 
 
-def prove_token_pieces(tokenizer: Any, *, skip_special_tokens: bool) -> TokenPieces | None:
+def prove_token_pieces(tokenizer: Any, skipped: Collection[int]) -> TokenPieces | None:
     """The table of a byte-level tokenizer of `transformers`; None for any other.
 
     Its decoder has to say that it is one, and to agree on every added token and random ones.
@@ -74,7 +83,7 @@ def prove_token_pieces(tokenizer: Any, *, skip_special_tokens: bool) -> TokenPie
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
-    pieces = TokenPieces(backend, skip_special_tokens=skip_special_tokens)
+    pieces = TokenPieces(backend, skipped)
     rng, vocab_size = random.Random(0), backend.get_vocab_size()
     samples = [
         [rng.randrange(vocab_size) for _ in range(SAMPLE_TOKENS)] for _ in range(NUM_SAMPLES)
@@ -82,7 +91,8 @@ def prove_token_pieces(tokenizer: Any, *, skip_special_tokens: bool) -> TokenPie
     samples.append(list(backend.get_added_tokens_decoder()))
     for sample in samples:
         text = ByteLevelDetokenizer(pieces, ())
-        if text.append(sample) + text.flush() != backend.decode(sample, skip_special_tokens):
+        shown = [token_id for token_id in sample if token_id not in skipped]
+        if text.append(sample) + text.flush() != backend.decode(shown, False):
             return None
     return pieces
 

@@ -4,11 +4,16 @@ Knows the tokenizer's `decode`; `byte_level` is the quick way where it is known 
 nothing about requests or streams.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from aioserve.engine.byte_level import REPLACEMENT, ByteLevelDetokenizer, prove_token_pieces
+from aioserve.engine.byte_level import (
+    REPLACEMENT,
+    ByteLevelDetokenizer,
+    prove_token_pieces,
+    special_token_ids,
+)
 
 # Tokens of context kept in front of new ones: decoders look back to decide about a space. A UTF-8
 # character has at most four bytes, so four byte tokens; one more than that is safe.
@@ -17,26 +22,36 @@ CONTEXT_TOKENS = 5
 # of a decode against how often the window moves.
 WINDOW_TOKENS = 24
 
+#: From a prompt's token ids, what makes text of those that follow.
+MakeDetokenizer = Callable[[Sequence[int]], "Detokenizer | ByteLevelDetokenizer"]
+
 
 def choose_detokenizer(
-    tokenizer: Any, *, skip_special_tokens: bool
-) -> Callable[[Sequence[int]], "Detokenizer | ByteLevelDetokenizer"]:
-    """What makes a detokenizer from a prompt's token ids: the quickest that is exact."""
-    pieces = prove_token_pieces(tokenizer, skip_special_tokens=skip_special_tokens)
+    tokenizer: Any, *, skip_special_tokens: bool, kept: Collection[int] = ()
+) -> MakeDetokenizer:
+    """The quickest that is exact.
+
+    Special tokens that are `kept` are not skipped.
+    """
+    special = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+    skipped = special.difference(kept)
+    pieces = prove_token_pieces(tokenizer, skipped)
     if pieces is not None:
         return partial(ByteLevelDetokenizer, pieces)
-    return partial(Detokenizer, _make_decode(tokenizer, skip_special_tokens=skip_special_tokens))
+    return partial(Detokenizer, _make_decode(tokenizer, skipped))
 
 
-def _make_decode(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+def _make_decode(tokenizer: Any, skipped: Collection[int]) -> Callable[[list[int]], str]:
     """The cheapest way to decode with a `transformers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         decode = backend.decode
-        return lambda ids: str(decode(ids, skip_special_tokens))
+        return lambda ids: str(decode([i for i in ids if i not in skipped], False))
     return lambda ids: str(
         tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            [i for i in ids if i not in skipped],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
     )
 

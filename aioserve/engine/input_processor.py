@@ -7,10 +7,18 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
+from aioserve.engine.chat_template import (
+    TEMPLATE_SECONDS,
+    ChatTemplate,
+    Conversation,
+    Messages,
+    TemplateTooSlowError,
+)
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
@@ -18,15 +26,18 @@ from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 R = TypeVar("R")
 
-Messages = Sequence[Mapping[str, Any]]
-#: Text, token ids, or chat messages with "role" and "content".
-Prompt = str | Sequence[int] | Messages
+#: Text, token ids, chat messages with "role" and "content", or those and tools.
+Prompt = str | Sequence[int] | Messages | Conversation
 
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
 INLINE_CHARACTERS = 2_000
 # Conversations of more messages are rendered there, too: some 50 microseconds a message.
 INLINE_MESSAGES = 20
+# And those with more tools: their schemas are of any size.
+INLINE_TOOLS = 4
+# What a template may take of the event loop's time before it is rendered there again.
+INLINE_TEMPLATE_SECONDS = 0.05
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 
@@ -51,6 +62,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
+            self._chat_template = ChatTemplate(self._tokenizer)
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
                 self._backend.no_truncation()
@@ -66,6 +78,8 @@ class InputProcessor:
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text cost everybody time.
         """
+        if isinstance(prompt, Conversation):
+            prompt = prompt.messages
         if isinstance(prompt, str):
             num_tokens = self._least_tokens_of(prompt)
         elif len(prompt) == 0:
@@ -95,12 +109,26 @@ class InputProcessor:
         if isinstance(prompt, str):
             is_long = len(prompt) > INLINE_CHARACTERS
             return await self._run(is_long, self._encode, prompt, add_special_tokens)
+        if isinstance(prompt, Conversation):
+            return await self._encode_conversation(prompt)
         if isinstance(prompt[0], Mapping):
-            length = sum(len(message["content"]) for message in cast(Messages, prompt))
-            is_long = length > INLINE_CHARACTERS or len(prompt) > INLINE_MESSAGES
-            return await self._run(is_long, self._render_and_encode, prompt)
+            return await self._encode_conversation(Conversation(cast(Messages, prompt)))
         self._check_length(len(prompt), "")
         return self._check_vocabulary(prompt, "prompt")
+
+    async def _encode_conversation(self, conversation: Conversation) -> list[int]:
+        messages, render = conversation.messages, self._render_and_encode
+        length = sum(len(message["content"] or "") for message in messages)
+        is_long = (
+            length > INLINE_CHARACTERS
+            or len(messages) > INLINE_MESSAGES
+            or len(conversation.tools) > INLINE_TOOLS
+            or any(message.get("tool_calls") for message in messages)
+        )
+        if not is_long:
+            with suppress(TemplateTooSlowError):
+                return render(conversation, INLINE_TEMPLATE_SECONDS)
+        return await self._run(True, render, conversation, TEMPLATE_SECONDS)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with the special ones. Raises `RequestError`."""
@@ -194,13 +222,15 @@ class InputProcessor:
         num_tokens = 0
         for i, message in enumerate(messages):
             for key in ("role", "content"):
+                if message.get(key) is None and message.get("tool_calls") and key == "content":
+                    continue  # calls are all that it says
                 if not isinstance(message.get(key), str):
                     raise RequestError(
                         f"messages[{i}].{key} must be a string, got {message.get(key)!r}",
                         param="messages",
                     )
             # No template tells of a message in less than a token.
-            num_tokens += max(1, self._least_tokens_of(message["content"]))
+            num_tokens += max(1, self._least_tokens_of(message["content"] or ""))
         return num_tokens
 
     async def _run(self, is_long: bool, work: Callable[..., R], *args: Any) -> R:
@@ -209,19 +239,8 @@ class InputProcessor:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
-    def _render_and_encode(self, messages: Messages) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template: use a text prompt", "messages")
-        try:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-            )
-        except Exception as error:  # templates raise what they like for roles they do not know
-            raise RequestError(f"the chat template refused: {error}", "messages") from error
+    def _render_and_encode(self, conversation: Conversation, seconds: float) -> list[int]:
+        text = self._chat_template.render(conversation, seconds)
         self._check_length(self._least_tokens_of(text), "at least ")
         return self._encode(text, add_special_tokens=False)
 

@@ -7,7 +7,12 @@ no scheduler: ids of requests that a stop string has ended are returned to the c
 from collections.abc import Iterable
 
 from aioserve.engine.byte_level import ByteLevelDetokenizer
-from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher, choose_detokenizer
+from aioserve.engine.detokenizer import (
+    Detokenizer,
+    MakeDetokenizer,
+    StopStringMatcher,
+    choose_detokenizer,
+)
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.stream import RequestStream
@@ -140,8 +145,10 @@ class OutputProcessor:
         self._request_log = request_log
         self._states: dict[str, RequestState] = {}
         self._claims: dict[str, Samples] = {}  # by every id that is taken
-        self._make_detokenizer = {
-            skip: choose_detokenizer(tokenizer, skip_special_tokens=skip)
+        self._tokenizer = tokenizer
+        # By which special tokens are shown; the usual ones are made before anybody asks.
+        self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {
+            (skip, ()): choose_detokenizer(tokenizer, skip_special_tokens=skip)
             for skip in (False, True)
             if tokenizer is not None
         }
@@ -167,7 +174,13 @@ class OutputProcessor:
         """Register the reader of one sample."""
         params, detokenizer = request.sampling_params, None
         if params.detokenize:
-            detokenizer = self._make_detokenizer[params.skip_special_tokens](request.token_ids)
+            shown = (params.skip_special_tokens, params.kept_special_tokens)
+            make = self._make_detokenizer.get(shown)
+            if make is None:
+                skip, kept = shown
+                make = choose_detokenizer(self._tokenizer, skip_special_tokens=skip, kept=kept)
+                self._make_detokenizer[shown] = make
+            detokenizer = make(request.token_ids)
         self._states[request.request_id] = RequestState(request, samples, index, detokenizer)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:

@@ -4,7 +4,7 @@ Bounded without waiting: a slow reader gets fewer, longer deltas. Knows nothing 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from aioserve.outputs import RequestOutput
@@ -20,6 +20,8 @@ class RequestStream:
     def __init__(self, request_id: str, n: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = 0  # known before anybody reads
+        #: The prompt's last tokens: a chat template may have begun the reply with them.
+        self.prompt_end: Sequence[int] = ()
         self._abort = abort
         self._num_unfinished = n
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged

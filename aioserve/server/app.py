@@ -23,7 +23,8 @@ from aioserve.server import admin
 from aioserve.server.abort import abort_request
 from aioserve.server.chat import create_chat_completion
 from aioserve.server.completions import create_completion
-from aioserve.server.keys import ENGINE, RUNNING, TOKEN_TEXTS
+from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
 from aioserve.server.running import RunningResponses
@@ -55,6 +56,10 @@ def build_app(engine: AsyncEngine) -> web.Application:
     app[ENGINE] = engine
     app[RUNNING] = RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
+    server = engine.config.server
+    app[CHAT_FORMAT] = ChatFormat(
+        engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
+    )
     app.on_response_prepare.append(add_request_id)
     app.add_routes(
         [

@@ -1,32 +1,21 @@
 """POST /v1/chat/completions: a conversation in, the assistant's reply out.
 
 Knows the shape of that endpoint; the chat template is the engine's, admission and streaming
-are in `generation`.
+are in `generation`, what becomes of the reply's text in `chat_reply`.
 """
 
-from collections.abc import Sequence
-
+import msgspec
 from aiohttp import web
 
+from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.generation import Reply, read_body, respond
-from aioserve.server.logprobs import chat_logprobs
-from aioserve.server.protocol import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatReplyMessage,
-    RequestPart,
-    Usage,
-)
-from aioserve.server.sse import event
+from aioserve.server.chat_messages import template_messages
+from aioserve.server.chat_reply import ChatReply
+from aioserve.server.generation import read_body, respond
+from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.protocol import ChatCompletionRequest
+from aioserve.server.tool_use import tool_use
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
@@ -36,12 +25,20 @@ _decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, _decoder)
-    params = sampling_params(body)
-    if not body.messages:
-        raise RequestError("messages must not be empty", param="messages")
-    messages = [template_message(i, message) for i, message in enumerate(body.messages)]
+    use, chat_format = tool_use(body), request.app[CHAT_FORMAT]
+    params = msgspec.structs.replace(
+        sampling_params(body), kept_special_tokens=chat_format.kept_special_tokens
+    )
+    if use is not None:
+        chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
+        if use.must_call:
+            raise RequestError(
+                "tool_choice other than auto and none is not supported yet", "tool_choice"
+            )
+    conversation = Conversation(template_messages(body.messages), use.tools if use else ())
+    reply = ChatReply(request, body, use)
     try:
-        return await respond(request, body, [messages], params, ChatReply(request, body))
+        return await respond(request, body, [conversation], params, reply)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages
             error.param = "messages"
@@ -74,110 +71,3 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
     if top and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return top if body.logprobs else None
-
-
-def template_message(i: int, message: ChatMessage) -> dict[str, str]:
-    """What the chat template gets to see. Raises `RequestError` for anything but text."""
-    _refuse_all_but(("role", "content", "name"), message, f"messages[{i}]")
-    role = "system" if message.role == "developer" else message.role
-    rendered = {"role": role, "content": _text(i, message)}
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
-
-
-def _text(i: int, message: ChatMessage) -> str:
-    path = f"messages[{i}].content"
-    if message.content is None:
-        raise RequestError(f"{path} is missing", param=path)
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for j, part in enumerate(message.content):
-        if part.type != "text":
-            raise RequestError(
-                f"content parts of type {part.type!r} are not supported, only 'text'",
-                param=f"{path}[{j}]",
-            )
-        _refuse_all_but(("type", "text"), part, f"{path}[{j}]")
-        if part.text is None:
-            raise RequestError(f"{path}[{j}].text is missing", param=f"{path}[{j}].text")
-        texts.append(part.text)
-    return "".join(texts)
-
-
-def _refuse_all_but(names: tuple[str, ...], part: RequestPart, path: str) -> None:
-    """What is known but not served must be empty."""
-    for name in part.__struct_fields__:
-        if name not in names and getattr(part, name):
-            raise RequestError(
-                f"{name} in messages is not supported by this server", param=f"{path}.{name}"
-            )
-
-
-class ChatReply(Reply):
-    """Chunks carry deltas of a message; the first one of a choice says its role."""
-
-    id_prefix = "chatcmpl"
-    text_field = "content"
-
-    def __init__(self, request: web.Request, body: ChatCompletionRequest) -> None:
-        super().__init__(request, body)
-        self._opened: set[int] = set()  # choices whose role was said
-
-    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
-        delta = ChatDelta(content=output.text) if output.text else ChatDelta()
-        choice = ChatChunkChoice(
-            index=index,
-            delta=delta,
-            finish_reason=output.finish_reason,
-            logprobs=self._logprobs(output),
-        )
-        self.extend(choice, output)
-        chunk = self._envelope([choice])
-        self.add_usage(chunk, output)
-        return self._opening(index) + event(chunk)
-
-    def _opening(self, index: int) -> bytes:
-        if index in self._opened:
-            return b""
-        self._opened.add(index)
-        delta = ChatDelta(role="assistant", content="")
-        chunk = self._envelope([ChatChunkChoice(index=index, delta=delta)])
-        if self.include_usage:
-            chunk.usage = None
-        return event(chunk)
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        chunk = self._envelope([])
-        chunk.usage = usage
-        return event(chunk)
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
-            usage=usage,
-        )
-
-    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=self.id, created=self.created, model=self.model, choices=choices
-        )
-
-    def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
-        choice = ChatChoice(
-            index=index,
-            message=ChatReplyMessage(content=output.text),
-            finish_reason=output.finish_reason,
-            logprobs=self._logprobs(output),
-        )
-        self.extend(choice, output)
-        return choice
-
-    def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
-        if output.logprobs is None:
-            return None
-        return chat_logprobs(self.texts, output.token_ids, output.logprobs)

@@ -9,14 +9,14 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from aioserve.engine import RequestStream
+from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
@@ -39,8 +39,6 @@ _encoder = msgspec.json.Encoder()
 
 T = TypeVar("T", bound=GenerationRequest)
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
 
 class Reply(ABC):
     """How one request's outputs look on the wire. Holds what its chunks have in common."""
@@ -58,6 +56,7 @@ class Reply(ABC):
         self.return_token_ids = bool(body.return_token_ids)
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.prompt_end: Sequence[int] = ()  # the last tokens of the (first) prompt
         # By choice: the event of a delta that is text alone, without that text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
@@ -219,7 +218,7 @@ async def respond(
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     async with AsyncExitStack() as stack:
         is_aborted = stack.enter_context(request.app[RUNNING].enter(reply.id, ids))
-        streams = []
+        streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(
                 prompt, params, request_id=request_id, **body.request_fields()
@@ -227,6 +226,7 @@ async def respond(
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized
                 engine.abort(request_id)
+        reply.prompt_end = streams[0].prompt_end
         await reply.begin()
         if body.stream:
             return await _stream(request, streams, params.n, reply)
@@ -241,8 +241,13 @@ async def _stream(
 
     async def pump(first_index: int, stream: RequestStream) -> None:
         def write(output: RequestOutput) -> bool:
+            if not events.has_room:
+                return False
             chunk = reply.quick_chunk(first_index + output.index, output)
-            return chunk is not None and events.offer(chunk)
+            if chunk is None:
+                return False
+            events.write(chunk)
+            return True
 
         stream.offer_to(write)
         async for output in stream:

@@ -5,12 +5,14 @@ client chose may look like.
 from aiohttp import web
 
 from aioserve.engine import AsyncEngine
+from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", AsyncEngine)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
+CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
 MAX_ID_LENGTH = 128

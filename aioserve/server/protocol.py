@@ -183,21 +183,65 @@ class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
     refusal: Any = None
 
 
+class FunctionCall(RequestPart, kw_only=True, omit_defaults=True):
+    """What is called, and with what."""
+
+    name: str
+    arguments: str  # a JSON object, as text
+
+
+class ToolCall(RequestPart, kw_only=True):
+    """A call that a reply makes, as it is sent and as it comes back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: the call that it answers
+    reasoning_content: str | None = None  # of an assistant
+    reasoning: str | None = None  # vLLM's name for it
     # Sent back by clients that replay an assistant's message; refused unless empty.
-    tool_calls: Any = None
-    tool_call_id: Any = None
     function_call: Any = None
     audio: Any = None
     refusal: Any = None
     annotations: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+
+
+class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):
+    """What may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: there are none
+    strict: bool | None = None  # forced calls always are
+
+
+class Tool(RequestPart, kw_only=True):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestPart, kw_only=True):
+    """Which function is meant."""
+
+    name: str
+
+
+class NamedToolChoice(RequestPart, kw_only=True):
+    """A `tool_choice` that forces a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -208,6 +252,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call in a reply
+    include_reasoning: bool | None = None  # false: reasoning is left out
+    separate_reasoning: bool | None = None  # false: it stays in the content, as it was written
 
 
 # Responses
@@ -304,7 +353,9 @@ class ChatReplyMessage(msgspec.Struct, kw_only=True):
     """The assistant's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None  # null: calls are all that it says
+    reasoning_content: str | UnsetType = UNSET  # extension
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -321,11 +372,29 @@ class ChatCompletion(Envelope, kw_only=True):
     choices: list[ChatChoice]
 
 
+class FunctionCallDelta(msgspec.Struct, kw_only=True):
+    """The name comes first, with no arguments yet; then they, piece by piece."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The next piece of a call; the first one says its id."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     """The next piece of a message; the first one of a choice says the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # extension
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Choice, kw_only=True):

@@ -41,6 +41,18 @@ class EventStream:
         """Whether the client has seen a status code."""
         return self._response is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether something can be written at once."""
+        protocol = self._request.protocol
+        transport = protocol.transport
+        return (
+            self._is_chunked
+            and not protocol.writing_paused
+            and transport is not None
+            and not transport.is_closing()
+        )
+
     async def send(self, events: bytes) -> None:
         """Write whole events; waits while the client's socket is full."""
         if self._response is None:
@@ -49,23 +61,14 @@ class EventStream:
         await self._response.write(events)
         self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
 
-    def offer(self, events: bytes) -> bool:
-        """Write whole events, perhaps none, now or not at all: False if the socket is full.
+    def write(self, events: bytes) -> None:
+        """Write whole events, perhaps none, while it `has_room`.
 
         The same bytes as `send`, without the five calls and two coroutines of aiohttp's way down.
         """
-        protocol = self._request.protocol
-        transport = protocol.transport
-        if (
-            not self._is_chunked
-            or protocol.writing_paused
-            or transport is None
-            or transport.is_closing()
-        ):
-            return False
-        if events:
+        transport = self._request.protocol.transport
+        if events and transport is not None:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
-        return True
 
     async def end(self, events: bytes = DONE) -> web.StreamResponse:
         """Write the last events and close the stream."""

@@ -11,7 +11,7 @@ from aiohttp import web
 from aioserve.engine import Prompt
 from aioserve.errors import RequestError
 from aioserve.server.body import decode_body
-from aioserve.server.chat import template_message
+from aioserve.server.chat_messages import template_messages
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ChatMessage, Int, ModelRequest
 from aioserve.server.unserved import Unserved
@@ -88,14 +88,13 @@ def _prompt(body: TokenizeRequest) -> Prompt:
         raise RequestError("give either a prompt or messages", param="prompt")
     if body.prompt is not None:
         return body.prompt
-    if not body.messages:
-        raise RequestError("messages must not be empty", param="messages")
+    messages = template_messages(body.messages or [])
     if body.add_special_tokens:
         raise RequestError(
             "add_special_tokens is for a prompt: the chat template says which there are",
             param="add_special_tokens",
         )
-    return [template_message(i, message) for i, message in enumerate(body.messages)]
+    return messages
 
 
 async def detokenize(request: web.Request) -> web.Response:

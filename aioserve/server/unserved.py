@@ -25,7 +25,6 @@ class Unserved(NamedTuple):
 # Labels and hints: whatever they say, the answer is the same.
 HINTS = (
     "metadata",
-    "parallel_tool_calls",  # of tools, which are refused
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -42,8 +41,6 @@ _OPENAI = {
     "service_tier": Unserved(("auto", "default")),
     "store": Unserved(),
     "suffix": Unserved(("",), "a prompt with the model's own tokens for infilling, if it has any"),
-    "tool_choice": Unserved(("none", "auto")),
-    "tools": Unserved(([],)),
     "verbosity": Unserved(("medium",)),
     "web_search_options": Unserved(),
 }
@@ -60,7 +57,6 @@ _VLLM = {
     "guided_json": Unserved((), "structured_outputs.json"),
     "guided_regex": Unserved((), "structured_outputs.regex"),
     "guided_whitespace_pattern": Unserved(),
-    "include_reasoning": Unserved((True, False)),
     "kv_transfer_params": Unserved(),
     "length_penalty": Unserved((1, 1.0)),
     "logits_processors": Unserved(([],)),
@@ -83,9 +79,8 @@ _SGLANG = {
     "no_stop_trim": Unserved(),
     "regex": Unserved((), "structured_outputs.regex"),
     "return_hidden_states": Unserved(),
-    "separate_reasoning": Unserved((True, False)),
     "stop_regex": Unserved(),
-    "stream_reasoning": Unserved((True, False)),
+    "stream_reasoning": Unserved((True,)),
 }
 #: Of OpenAI, vLLM and SGLang, whose clients come here as they are: never ignored.
 UNSERVED: Mapping[str, Unserved] = _OPENAI | _VLLM | _SGLANG
@@ -126,8 +121,13 @@ FOREIGN: Mapping[str, Unserved] = {
 #: Served on the other endpoint, or under another name.
 NOT_ON_COMPLETIONS: Mapping[str, Unserved] = {
     "add_special_tokens": Unserved((True,)),
+    "include_reasoning": Unserved((True, False)),
     "max_completion_tokens": Unserved((), "max_tokens"),
     "messages": Unserved((), "/v1/chat/completions"),
+    "parallel_tool_calls": Unserved((True, False)),
+    "separate_reasoning": Unserved((True, False)),
+    "tool_choice": Unserved(("none", "auto"), "/v1/chat/completions"),
+    "tools": Unserved(([],), "/v1/chat/completions"),
     "top_logprobs": Unserved((0,), "logprobs, a number"),
 }
 NOT_ON_CHAT: Mapping[str, Unserved] = {

@@ -9,6 +9,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.chat_template import ChatTemplate
 from aioserve.engine.input_processor import INLINE_CHARACTERS, INLINE_MESSAGES
 from aioserve.engine.metrics import RATE_SECONDS, RecentRate
 from aioserve.errors import EngineOverloadedError, RequestError
@@ -39,7 +40,7 @@ def chat(*contents: str) -> list[dict[str, str]]:
 async def test_a_conversation_that_is_too_long_is_not_rendered(
     engine: AsyncEngine, messages: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.model_info.tokenizer, "apply_chat_template", None)
+    monkeypatch.setattr(ChatTemplate, "render", None)
     with pytest.raises(RequestError, match=r"has at least \d+ tokens, but the model's limit is"):
         await engine.add_request(messages, SHORT)
 
@@ -58,14 +59,13 @@ async def test_a_long_conversation_is_rendered_off_the_loop(
     is_off_the_loop: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer, threads = engine.model_info.tokenizer, []
-    render = tokenizer.apply_chat_template
+    threads, render = [], ChatTemplate.render
 
     def note(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
         return render(*args, **options)
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", note)
+    monkeypatch.setattr(ChatTemplate, "render", note)
     (await engine.add_request(messages, SHORT)).close()
     assert [thread is not threading.main_thread() for thread in threads] == [is_off_the_loop]
 

@@ -15,6 +15,7 @@ from aioserve.engine.byte_level import (
     ByteLevelDetokenizer,
     TokenPieces,
     prove_token_pieces,
+    special_token_ids,
 )
 
 PATH = str(Path(aioserve.__file__).parent / "embedded/tokenizer.json")
@@ -46,7 +47,8 @@ TOKEN_ID = st.one_of(
 
 @cache  # the table of a tokenizer is made once, as in a server
 def prove(skip: bool, tokenizer: Any = TOKENIZER) -> TokenPieces | None:
-    return prove_token_pieces(Wrapped(tokenizer), skip_special_tokens=skip)
+    wrapped = Wrapped(tokenizer)
+    return prove_token_pieces(wrapped, special_token_ids(wrapped) if skip else ())
 
 
 @given(st.lists(TOKEN_ID, max_size=40), st.lists(TOKEN_ID, max_size=6), st.integers(1, 3))
@@ -136,4 +138,4 @@ def test_a_decoder_that_only_calls_itself_byte_level_is_found_out() -> None:
 
 
 def test_a_tokenizer_without_a_fast_backend_is_left_to_the_window() -> None:
-    assert prove_token_pieces(object(), skip_special_tokens=True) is None
+    assert prove_token_pieces(object(), ()) is None

@@ -120,10 +120,6 @@ CHAT_ONLY = [
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         "messages[0].content[0].text",
     ),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls",
-    ),
     ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "messages"),
     ({"logprobs": 5}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -321,7 +317,7 @@ async def test_what_is_known_in_a_message_but_not_served_must_be_empty(server):
     empty = {"tool_calls": [], "refusal": None, "annotations": [], "audio": None, "reasoning": ""}
     message = {"role": "assistant", "content": "x", **empty}
     assert (await server.chat(messages=[message], max_tokens=2)).status == 200
-    for name in ("refusal", "annotations", "reasoning_content", "tool_call_id"):
+    for name in ("refusal", "annotations", "tool_call_id"):
         answer = await server.chat(messages=[{**message, name: "something"}])
         assert check(answer)["param"] == f"messages[0].{name}"
     part = {"type": "text", "text": "x", "image_url": {"url": "y"}}

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.chat import ChatReply
+from aioserve.server.chat_reply import ChatReply
 from aioserve.server.completions import CompletionReply
+from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.generation import Reply, best_outputs
-from aioserve.server.keys import TOKEN_TEXTS
+from aioserve.server.keys import CHAT_FORMAT, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.protocol import (
     ChatCompletionChunk,
@@ -32,6 +33,7 @@ MODEL = '"text":"\0","content":"\0"'
 def make_reply(chat: bool = False, **fields) -> Reply:
     app = web.Application()
     app[TOKEN_TEXTS] = TokenTexts(None)
+    app[CHAT_FORMAT] = ChatFormat(None, "none", "none")
     request = make_mocked_request("POST", "/", app=app)
     if chat:
         return ChatReply(request, ChatCompletionRequest(model=MODEL, messages=[], **fields))

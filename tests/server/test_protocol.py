@@ -5,7 +5,8 @@ import pytest
 
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.chat import sampling_params, template_message
+from aioserve.server.chat import sampling_params
+from aioserve.server.chat_messages import template_messages
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
 from aioserve.server.validation import BodyDecoder
@@ -22,7 +23,8 @@ def chat(**fields) -> ChatCompletionRequest:
     return CHAT.decode(msgspec.json.encode({"messages": [], **fields}))
 
 
-PYTHON_ONLY = {"output_kind", "bad_words_ids"}  # over HTTP: `stream`, `bad_words`
+# Over HTTP: `stream`, `bad_words`, and what the chat template shows.
+PYTHON_ONLY = {"output_kind", "bad_words_ids", "kept_special_tokens"}
 
 
 def test_every_sampling_parameter_can_be_asked_for_over_http():
@@ -97,7 +99,8 @@ def test_the_names_that_chat_uses_are_translated():
 
 def test_a_name_in_a_message_reaches_the_template():
     message = ChatMessage(role="user", content="Hi", name="Will")
-    assert template_message(0, message) == {"role": "user", "content": "Hi", "name": "Will"}
+    expected = [{"role": "user", "content": "Hi", "name": "Will"}]
+    assert template_messages([message]) == expected
 
 
 def test_a_missing_field_deep_down_is_named_by_its_path():

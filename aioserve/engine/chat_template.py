@@ -1,0 +1,323 @@
+"""A conversation as the prompt that the model's own template makes of it.
+
+Templates are programs that come with a model: they run in Jinja's sandbox, for so many seconds and
+on texts of so many characters. What they are given is what `transformers` gives them. Knows nothing
+about tokens.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from aioserve.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Messages = Sequence[Mapping[str, Any]]
+
+# Of the thread's CPU time, however busy the machine is. A message takes some 50 microseconds.
+TEMPLATE_SECONDS = 5.0
+MAX_TEXT = 2**26  # characters that a template may put together
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages as templates know them, and the tools that the model is told of.
+
+    Messages hold "role" and "content"; those of an assistant may hold "tool_calls", each a
+    {"id", "type", "function": {"name", "arguments"}} whose arguments are a mapping.
+    """
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+class TemplateTooSlowError(RequestError):
+    """A template took more time than it was given."""
+
+
+class ChatTemplate:
+    """The templates of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._text_arguments: dict[str, bool] = {}  # by template: how it wants them
+
+    def render(self, conversation: Conversation, seconds: float = TEMPLATE_SECONDS) -> str:
+        """The prompt. Raises `RequestError` if the template does, or makes too much of it, and
+        `TemplateTooSlowError` if it has not ended after so many seconds.
+        """
+        source = self._source(with_tools=bool(conversation.tools))
+        messages = [_with_reasoning(message) for message in conversation.messages]
+        tools = [dict(tool) for tool in conversation.tools]
+        if any(message.get("tool_calls") for message in messages) and self._wants_text(source):
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._render(source, messages, tools, seconds)
+
+    def _source(self, with_tools: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template: use a text prompt", "messages")
+        return str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None))
+
+    def _render(
+        self, source: str, messages: list[dict[str, Any]], tools: list[Any], seconds: float
+    ) -> str:
+        try:
+            with _limits.within(seconds):
+                pieces = _compile(source).generate(
+                    **self._tokenizer.special_tokens_map,
+                    messages=messages,
+                    tools=tools or None,
+                    documents=None,
+                    add_generation_prompt=True,
+                )
+                return "".join(_bounded(pieces))
+        except RequestError:
+            raise
+        except Exception as error:  # templates raise what they like for roles they do not know
+            where = _line_of(error)
+            raise RequestError(f"the chat template refused{where}: {error}", "messages") from error
+
+    def _wants_text(self, source: str) -> bool:
+        """Whether this template joins the arguments of a call to its text as they are.
+
+        Others, most of them, make JSON of them, or go through them: they need a mapping. Which it
+        is, is seen in what becomes of a call.
+        """
+        if source not in self._text_arguments:
+            as_mapping, as_text = (self._try(source, form) for form in (_PROBE, _as_text(_PROBE)))
+            self._text_arguments[source] = not as_mapping and as_text
+        return self._text_arguments[source]
+
+    def _try(self, source: str, message: dict[str, Any]) -> bool:
+        """Whether the arguments of the call show up as JSON."""
+        ask = {"role": "user", "content": "?"}
+        try:
+            text = self._render(source, [ask, message], [], TEMPLATE_SECONDS)
+        except RequestError:
+            return False
+        return '"probe_key"' in text or "probe_key>" in text
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _to_json(call["function"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _to_json(function: Mapping[str, Any]) -> str:
+    return json.dumps(function["arguments"], ensure_ascii=False)
+
+
+_PROBE: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "probe0000",  # nine letters and digits, for Mistral's
+            "type": "function",
+            "function": {"name": "probe", "arguments": {"probe_key": "probe_value"}},
+        }
+    ],
+}
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    return _as_text(message) if message.get("tool_calls") else message
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Under all names that templates have for it."""
+    reasoning = message.get("reasoning_content")
+    return {**message} if reasoning is None else {**message, "thinking": reasoning}
+
+
+class _Limits(threading.local):
+    """What the template that this thread runs may still do."""
+
+    deadline = float("inf")  # of the thread's CPU time
+
+    def within(self, seconds: float) -> "_Limits":
+        self._seconds = seconds
+        return self
+
+    def __enter__(self) -> None:
+        self.deadline = time.thread_time() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        self.deadline = float("inf")
+
+    def check_time(self) -> None:
+        if time.thread_time() > self.deadline:
+            raise TemplateTooSlowError("the chat template takes too long", "messages")
+
+
+_limits = _Limits()
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_TEXT:
+        raise RequestError("the chat template makes too long a text", "messages")
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        _check_size(size)
+        _limits.check_time()
+        yield piece
+
+
+@cache
+def _compile(source: str) -> "Template":
+    """Raises what Jinja does for a template that is none."""
+    template: Template = _make_environment().from_string(source)
+    return template
+
+
+@cache
+def _make_environment() -> Any:
+    """Jinja's sandbox as `transformers` sets it up, with the time looked at in every round of a
+    loop and every call, and the size of what operators make.
+    """
+    from jinja2 import nodes, pass_context
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """`{% generation %}` marks what to train on: of no interest here."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"+", "*", "**"})
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree = super()._parse(source, name, filename)
+            for loop in list(tree.find_all(nodes.For)):
+                loop.iter = self._filtered(loop.iter, "in_time")
+            for text in list(tree.find_all(nodes.Concat)):
+                text.nodes = [self._filtered(node, "in_size") for node in text.nodes]
+            return tree
+
+        def _filtered(self, node: Any, name: str) -> nodes.Filter:
+            filtered = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+            filtered.set_environment(self)
+            return filtered
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            _limits.check_time()
+            return super().call(context, obj, *args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**":
+                _check_size(_bits(left) * (right if isinstance(right, int) else 1))
+            elif operator == "+":
+                _check_size(_length(left) + _length(right))
+            else:
+                _check_size(max(_length(left) * _times(right), _length(right) * _times(left)))
+            return super().call_binop(context, operator, left, right)
+
+    @pass_context
+    def in_time(_context: Any, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            _limits.check_time()
+            yield item
+
+    @pass_context
+    def in_size(_context: Any, value: Any) -> Any:
+        _check_size(_length(value))
+        return value
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    class PlainNamespace(Namespace):
+        """Of names that do not lead into Python's own."""
+
+        def __init__(*args: Any, **attrs: Any) -> None:  # as Jinja's: `self` may be a name
+            self, *given = args
+            values = dict(*given, **attrs)
+            for name in values:
+                check_name(name)
+            Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_name(name)
+            super().__setitem__(name, value)
+
+    def check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"{name!r} is no name of a namespace in a chat template")
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters |= {"in_time": in_time, "in_size": in_size, "tojson": _tojson}
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": lambda *args, **items: dict(*args, **items),  # the class has more to offer
+        "namespace": PlainNamespace,
+    }
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, for text that is no HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _times(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the template it was raised, as Jinja's traceback knows."""
+    line: int | None = getattr(error, "lineno", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return "" if line is None else f" in line {line}"

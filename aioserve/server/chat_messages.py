@@ -1,0 +1,117 @@
+"""The messages of a chat request as chat templates know them.
+
+Refuses what no template could be told, with its place. Knows nothing about templates.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from aioserve.errors import RequestError
+from aioserve.server.protocol import ChatMessage, RequestPart, ToolCall
+
+# What a message may hold besides role and content, by its role.
+_SERVED = {
+    "system": ("name",),
+    "developer": ("name",),
+    "user": ("name",),
+    "assistant": ("name", "tool_calls", "reasoning_content", "reasoning"),
+    "tool": ("name", "tool_call_id"),
+}
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """What the chat template gets to see. Raises `RequestError`."""
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages")
+    names: dict[str, str] = {}  # of the functions that were called, by the ids of the calls
+    rendered = []
+    for i, message in enumerate(messages):
+        rendered.append(_template_message(f"messages[{i}]", message, names))
+        names.update((call.id, call.function.name) for call in message.tool_calls or ())
+    return rendered
+
+
+def _template_message(path: str, message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
+    _refuse_all_but(("role", "content", *_SERVED[message.role]), message, path)
+    role = "system" if message.role == "developer" else message.role
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, path)}
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.role == "assistant":
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            rendered["reasoning_content"] = reasoning
+        if message.tool_calls:
+            rendered["tool_calls"] = [
+                _template_call(call, f"{path}.tool_calls[{j}]")
+                for j, call in enumerate(message.tool_calls)
+            ]
+    elif message.role == "tool":
+        if not message.tool_call_id:
+            raise RequestError(
+                f"{path}.tool_call_id is missing: which call is answered",
+                param=f"{path}.tool_call_id",
+            )
+        rendered["tool_call_id"] = message.tool_call_id
+        if message.name is None and message.tool_call_id in names:
+            rendered["name"] = names[message.tool_call_id]  # some templates say it
+    return rendered
+
+
+def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
+    function = call.function
+    arguments: Any = {}
+    if function.arguments.strip():
+        try:
+            arguments = msgspec.json.decode(function.arguments)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                f"{path}.function.arguments is not valid JSON: {error}",
+                param=f"{path}.function.arguments",
+            ) from error
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{path}.function.arguments must be a JSON object",
+            param=f"{path}.function.arguments",
+        )
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": function.name, "arguments": arguments},
+    }
+
+
+def _content(message: ChatMessage, path: str) -> str | None:
+    path = f"{path}.content"
+    if message.content is None:
+        if message.tool_calls:
+            return None
+        if message.role == "assistant" and (message.reasoning_content or message.reasoning):
+            return ""
+        raise RequestError(f"{path} is missing", param=path)
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for j, part in enumerate(message.content):
+        if part.type != "text":
+            raise RequestError(
+                f"content parts of type {part.type!r} are not supported, only 'text'",
+                param=f"{path}[{j}]",
+            )
+        _refuse_all_but(("type", "text"), part, f"{path}[{j}]")
+        if part.text is None:
+            raise RequestError(f"{path}[{j}].text is missing", param=f"{path}[{j}].text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _refuse_all_but(names: tuple[str, ...], part: RequestPart, path: str) -> None:
+    """What is known but not served here must be empty."""
+    for name in part.__struct_fields__:
+        if name not in names and getattr(part, name):
+            role = f" of role {part.role}" if isinstance(part, ChatMessage) else ""
+            raise RequestError(
+                f"{name} in messages{role} is not supported by this server", param=f"{path}.{name}"
+            )

@@ -1,0 +1,161 @@
+"""A chat reply on the wire: its text told apart into content, reasoning and tool calls.
+
+Knows the shapes of OpenAI's messages and deltas. How a model writes them is known in `formats`.
+"""
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.generation import Reply
+from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.logprobs import chat_logprobs
+from aioserve.server.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    ChatReplyMessage,
+    Usage,
+)
+from aioserve.server.reply_reader import ReplyReader
+from aioserve.server.sse import event
+from aioserve.server.tool_use import ToolUse
+
+
+class ChatReply(Reply):
+    """Chunks carry deltas of a message; the first one of a choice says its role."""
+
+    id_prefix = "chatcmpl"
+    text_field = "content"
+
+    def __init__(
+        self, request: web.Request, body: ChatCompletionRequest, use: ToolUse | None = None
+    ) -> None:
+        super().__init__(request, body)
+        self._format = request.app[CHAT_FORMAT]
+        self._use = use
+        self._separates = body.separate_reasoning is not False
+        self._includes_reasoning = body.include_reasoning is not False
+        self._readers: dict[int, ReplyReader] = {}  # by choice
+        self._opened: set[int] = set()  # choices whose role was said
+        # Whether a reply is text and nothing else.
+        self._is_plain = use is None and not (self._separates and self._format.marks)
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        if self._is_plain:
+            return super().quick_chunk(index, output)
+        if index not in self._opened or output.finish_reason is not None:
+            return None
+        return self.chunk(index, output)
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        if self._is_plain:
+            return super().chunk(index, output)
+        return b"" if self.is_silent(output) else self._read_chunks(index, output)
+
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        delta = ChatDelta(content=output.text) if output.text else ChatDelta()
+        return self._opening(index) + event(self._last_chunk(index, delta, output))
+
+    def _read_chunks(self, index: int, output: RequestOutput) -> bytes:
+        """A chunk for each thing that the text turns out to say; the last one says the rest."""
+        reader = self._reader(index)
+        deltas = reader.deltas(reader.read(output))
+        if not deltas and not (output.finish_reason or output.logprobs or self.return_token_ids):
+            return b""
+        if not deltas or (output.finish_reason is not None and deltas[-1].tool_calls):
+            deltas.append(ChatDelta())  # as OpenAI ends its streams
+        *first, last = deltas
+        chunks = [self._envelope([ChatChunkChoice(index=index, delta=delta)]) for delta in first]
+        for chunk in chunks:
+            self.add_usage(chunk, output)
+        chunks.append(self._last_chunk(index, last, output, reader.finish_reason(output)))
+        return self._opening(index) + b"".join(map(event, chunks))
+
+    def _last_chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        output: RequestOutput,
+        finish_reason: FinishReason | None = None,
+    ) -> ChatCompletionChunk:
+        """A chunk with all that `output` says besides its text."""
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            finish_reason=finish_reason or output.finish_reason,
+            logprobs=self._logprobs(output),
+        )
+        self.extend(choice, output)
+        chunk = self._envelope([choice])
+        self.add_usage(chunk, output)
+        return chunk
+
+    def _opening(self, index: int) -> bytes:
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        delta = ChatDelta(role="assistant", content="")
+        chunk = self._envelope([ChatChunkChoice(index=index, delta=delta)])
+        if self.include_usage:
+            chunk.usage = None
+        return event(chunk)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        chunk = self._envelope([])
+        chunk.usage = usage
+        return event(chunk)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
+            usage=usage,
+        )
+
+    def _envelope(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.model, choices=choices
+        )
+
+    def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
+        message, finish_reason = ChatReplyMessage(content=output.text), output.finish_reason
+        if not self._is_plain:
+            reader = self._reader(index)
+            message = reader.message(reader.read(output))
+            finish_reason = reader.finish_reason(output)
+        choice = ChatChoice(
+            index=index,
+            message=message,
+            finish_reason=finish_reason,
+            logprobs=self._logprobs(output),
+        )
+        self.extend(choice, output)
+        return choice
+
+    def _reader(self, index: int) -> ReplyReader:
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = ReplyReader(
+                self._format.make_parser(
+                    None if self._use is None else self._use.may_call,
+                    self.prompt_end,
+                    with_reasoning=self._separates,
+                ),
+                self._format.make_id,
+                max_calls=1 if self._use is not None and not self._use.is_parallel else None,
+                with_reasoning=self._includes_reasoning,
+            )
+        return reader
+
+    def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
+        if output.logprobs is None:
+            return None
+        return chat_logprobs(self.texts, output.token_ids, output.logprobs)

@@ -1,0 +1,41 @@
+"""Llama 3: `{"name": ..., "parameters": ...}`, alone, after `<|python_tag|>`, or joined by `;`.
+
+Without the tag a reply is calls from its beginning or not at all; after it, anywhere.
+"""
+
+from collections.abc import Sequence
+
+from aioserve.server.formats.call_object import CallObject
+from aioserve.server.formats.call_parser import Function, Literal, alternatives, any_of
+from aioserve.server.formats.plain_json import PlainJsonParser
+
+_TAG = "<|python_tag|>"
+_TAGGED = any_of([_TAG])
+
+
+class Llama3Parser(PlainJsonParser):
+    """As plain JSON, and the tag makes any name a call."""
+
+    markers = (_TAG,)
+
+    @classmethod
+    def fits(cls, template: str) -> bool:
+        return _TAG in template or ("<|start_header_id|>" in template and "tools" in template)
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        more = f" ({literal('; ')} call)*" if is_parallel else ""
+        return f"calls: call{more}\n" + alternatives(functions, ("name", "parameters"))
+
+    def _rest(self) -> bool:
+        return self._read_content(_TAGGED, self._after_tag)
+
+    def _after_tag(self) -> bool:
+        if not self._skip_space():
+            return False
+        if self._text[self._at] == "{":
+            self._object = CallObject()
+            self._state = self._read_call
+        else:
+            self._close()
+        return True

@@ -1,0 +1,38 @@
+"""One reply from text to events: reasoning first, then content and calls.
+
+Knows that both parsers may be absent. Knows nothing about which are chosen.
+"""
+
+from aioserve.server.formats.call_parser import CallParser
+from aioserve.server.formats.events import Content, Event
+from aioserve.server.formats.reasoning import ReasoningParser
+
+
+class ReplyParser:
+    """The pieces of a reply, as they come; cut in any way, the joined events are the same."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def append(self, text: str) -> list[Event]:
+        """What this text completes."""
+        if self._reasoning is None:
+            return self._read_content(text)
+        return self._read_each(self._reasoning.append(text))
+
+    def flush(self) -> list[Event]:
+        """What was held back, now that nothing more comes."""
+        events = [] if self._reasoning is None else self._read_each(self._reasoning.flush())
+        return events if self._calls is None else events + self._calls.flush()
+
+    def _read_each(self, events: list[Event]) -> list[Event]:
+        told: list[Event] = []
+        for event in events:
+            told += self._read_content(event.text) if isinstance(event, Content) else [event]
+        return told
+
+    def _read_content(self, text: str) -> list[Event]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return self._calls.append(text)

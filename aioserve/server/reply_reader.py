@@ -1,0 +1,101 @@
+"""One choice of a chat reply: its text read into content, reasoning and calls, in wire structs.
+
+Knows ids and numbers of calls, and which of them are let through. Knows no format and no envelope.
+"""
+
+from collections.abc import Callable
+
+from msgspec import UNSET
+
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning, joined
+from aioserve.server.formats.reply_parser import ReplyParser
+from aioserve.server.protocol import (
+    ChatDelta,
+    ChatReplyMessage,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+
+
+class ReplyReader:
+    """Reads the outputs of one choice, in their order."""
+
+    def __init__(
+        self,
+        parser: ReplyParser,
+        make_id: Callable[[], str],
+        *,
+        max_calls: int | None,
+        with_reasoning: bool,
+    ) -> None:
+        """Calls after the first `max_calls` are left out, and reasoning unless it is wanted."""
+        self._parser = parser
+        self._make_id = make_id
+        self._max_calls = max_calls
+        self._with_reasoning = with_reasoning
+        self._num_calls = 0  # that were made, left out or not
+        self._index = -1  # of the last that was let through
+
+    def read(self, output: RequestOutput) -> list[Event]:
+        """What its text completes; at the end, what was held back."""
+        events = self._parser.append(output.text)
+        if output.finish_reason is not None:
+            events += self._parser.flush()
+        return [event for event in joined(events) if self._lets_through(event)]
+
+    def _lets_through(self, event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return self._with_reasoning
+        if isinstance(event, Content):
+            return True
+        self._num_calls += isinstance(event, Call)
+        return self._max_calls is None or self._num_calls <= self._max_calls
+
+    def finish_reason(self, output: RequestOutput) -> FinishReason | None:
+        """Why it ended: a reply that stops and has called something waits for the answers."""
+        if output.finish_reason is FinishReason.STOP and self._num_calls:
+            return FinishReason.TOOL_CALLS
+        return output.finish_reason
+
+    def deltas(self, events: list[Event]) -> list[ChatDelta]:
+        """One for each event, as OpenAI streams them."""
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> ChatDelta:
+        match event:
+            case Content():
+                return ChatDelta(content=event.text)
+            case Reasoning():
+                return ChatDelta(reasoning_content=event.text)
+            case Call():
+                self._index += 1
+                call = ToolCallDelta(
+                    index=self._index,
+                    id=self._make_id(),
+                    type="function",
+                    function=FunctionCallDelta(name=event.name, arguments=""),
+                )
+            case Arguments():
+                function = FunctionCallDelta(arguments=event.text)
+                call = ToolCallDelta(index=self._index, function=function)
+        return ChatDelta(tool_calls=[call])
+
+    def message(self, events: list[Event]) -> ChatReplyMessage:
+        """All events of a reply as one message."""
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls: list[ToolCall] = []
+        for event in events:
+            if isinstance(event, Call):
+                function = FunctionCall(name=event.name, arguments="")
+                calls.append(ToolCall(id=self._make_id(), function=function))
+            elif isinstance(event, Arguments):
+                calls[-1].function.arguments += event.text
+        return ChatReplyMessage(
+            content=content or (None if calls else ""),
+            reasoning_content=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )

@@ -1,0 +1,128 @@
+"""What becomes of a conversation, and of templates that mean no good."""
+
+import pytest
+
+from aioserve.config import ModelConfig
+from aioserve.engine.chat_template import ChatTemplate, Conversation, TemplateTooSlowError
+from aioserve.errors import RequestError
+from aioserve.model_info import ModelInfo
+
+USER = {"role": "user", "content": "Hi"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "reasoning_content": "Hm.",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"ä": [1]}}}
+    ],
+}
+ANSWER = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"}
+QWEN = """
+{%- if tools %}{{- '<|im_start|>system\n' }}
+    {%- for tool in tools %}{{ "\n" }}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for message in messages[::-1] %}{% if loop.first %}{% set ns.last = loop.length %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role ~ loop.index0 ~ ns.last }}
+    {%- if message.content is string %}{{ '\n' + message.content }}{% endif %}
+    {%- if message.reasoning_content %}{{ message.thinking }}{% endif %}
+    {%- if loop.last or loop.nextitem.role == "tool" %}{{ '!' }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {%- if call.function %}{% set call = call.function %}{% endif %}
+        {{- '<tool_call>{"name": "' + call.name + '", "arguments": ' }}
+        {{- call.arguments | tojson }}{{ '}</tool_call>' }}
+        {%- if loop.index > 5 %}{% break %}{% endif %}
+    {%- endfor %}
+    {%- if message.role == "assistant" %}{% generation %}{{ '<|im_end|>\n' }}{% endgeneration %}
+    {%- else %}{{ '<|im_end|>\n' * 1 }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ModelInfo(ModelConfig()).tokenizer
+
+
+@pytest.fixture
+def render(tokenizer, monkeypatch):
+    """The conversation as a template has it."""
+
+    def render(source, *messages, tools=(), **options):
+        monkeypatch.setattr(tokenizer, "chat_template", source)
+        return ChatTemplate(tokenizer).render(Conversation(messages or [USER], tools), **options)
+
+    return render
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_prompt_is_what_transformers_makes_of_the_conversation(tokenizer, render, tools):
+    for source in (tokenizer.chat_template, QWEN):
+        messages = [USER, CALL, ANSWER]
+        expected = tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert render(source, *messages, tools=tools) == expected
+
+
+def test_arguments_are_text_for_a_template_that_joins_them(render):
+    joins = """{% for message in messages %}{% for call in message.tool_calls or [] %}
+        {{- '```json\n' + call['function']['arguments'] + '\n```' }}{% endfor %}{% endfor %}"""
+    assert render(joins, USER, CALL) == '```json\n{"ä": [1]}\n```'
+    prints = joins.replace(" + ", " ~ ")  # a mapping would not make it raise
+    assert render(prints, USER, CALL) == '```json\n{"ä": [1]}\n```'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(render, source):
+    with pytest.raises(TemplateTooSlowError, match="takes too long"):
+        render(source, seconds=0.01)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10 ** 9 }}",
+        "{{ 10 ** 999999999 }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}",
+        "{% set x = 'x' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+    ],
+)
+def test_a_template_does_not_fill_the_memory(render, source):
+    with pytest.raises(RequestError, match="too long a text"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("\n{{ raise_exception('roles must alternate') }}", r"in line 2: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", r"in line 1: can only concatenate str"),
+        ("{% for %}", r"in line 1: "),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "is unsafe|undefined"),
+        ("{{ messages.append(1) }}", "is unsafe"),
+        ("{{ dict.__base__ }}{{ dict.mro() }}", "has no attribute|unsafe"),
+        ("{{ namespace(__init__=1) }}", "no name of a namespace"),
+        ("{{ cycler.__init__.__globals__.os.popen('id') }}", "unsafe|undefined"),
+    ],
+)
+def test_a_template_that_raises_or_breaks_out_is_refused(render, source, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        render(source)
+    assert caught.value.param == "messages"

@@ -1,0 +1,47 @@
+"""A model that says what it is told to, and a chat template for it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import aioserve
+from aioserve.config import EngineConfig, ModelConfig
+from aioserve.model_info import ModelInfo
+from aioserve.runner.simulated import SimulatedRunner
+
+EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+
+
+def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:
+    """The files of a model with another chat template and a special token; no weights."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, path)
+    tokenizer = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = special
+    del tokenizer["model"]["vocab"]["<|pad|>"]
+    tokenizer["model"]["vocab"][special] = 0
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": special}))
+    (path / "chat_template.jinja").write_text(template)
+    return str(path)
+
+
+class ScriptedRunner(SimulatedRunner):
+    """Says `text`, whatever it is asked."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        info = ModelInfo(model)
+        super().__init__(config, info)
+        self._tokenizer = info.tokenizer
+        self._script: list[int] = []
+        self._is_plain = False  # each token is asked for
+
+    def say(self, text: str) -> None:
+        self._script = self._tokenizer.encode(text, add_special_tokens=False)
+        self._script.append(self._tokenizer.eos_token_id)
+
+    def _sample(self, row):
+        position = row.num_tokens - row.num_prompt_tokens
+        row.num_tokens += 1
+        return self._script[position]
