@@ -67,7 +67,10 @@ class InputProcessor:
             if self._backend is not None:
                 self._backend.no_truncation()
                 self._backend.no_padding()
-            self._max_token_bytes = max(map(len, self._tokenizer.get_vocab()), default=1)
+            vocabulary = self._tokenizer.get_vocab()
+            self._max_token_bytes = max(map(len, vocabulary), default=1)
+            # A tokenizer may know tokens that were added without weights for them.
+            self._has_strangers = max(vocabulary.values(), default=0) >= self._vocab_size
         self._random = random.Random(seed)
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
@@ -247,15 +250,22 @@ class InputProcessor:
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
             if self._backend is None:
-                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-            # The batch call releases the GIL; "fast" skips offsets that nobody reads.
-            encoding = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            return list(encoding[0].ids)
+                ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            else:
+                # The batch call releases the GIL; "fast" skips offsets that nobody reads.
+                encode = self._backend.encode_batch_fast
+                ids = encode([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:  # who says what, tokenizers do not agree
             what = "the prompt" if field == "prompt" else field
             raise RequestError(f"{what} is not valid Unicode: {error}", field) from error
+        if self._has_strangers and (stranger := max(ids, default=0)) >= self._vocab_size:
+            what = "the prompt" if field == "prompt" else field
+            raise RequestError(
+                f"{what} has the token {self._tokenizer.convert_ids_to_tokens(stranger)!r}, "
+                f"which is number {stranger} of the tokenizer: the model has {self._vocab_size}",
+                field,
+            )
+        return ids
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))

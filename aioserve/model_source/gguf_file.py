@@ -69,8 +69,6 @@ class GgufFile(ModelSource):
             )
 
     def _why_no_model(self, metadata: dict[str, Any]) -> str | None:
-        if not self._architecture:
-            return "does not name its architecture (general.architecture)"
         if self._architecture == "clip" or metadata.get("general.type") == "mmproj":
             return "is the image part of a model (mmproj): give the file of its text model"
         if metadata.get("general.type") == "adapter":
@@ -81,6 +79,8 @@ class GgufFile(ModelSource):
                 f"is part {metadata.get('split.no', 0) + 1} of {parts}, which are not read: join "
                 "them with llama-gguf-split --merge FIRST_PART OUTPUT.gguf"
             )
+        if not self._architecture:
+            return "does not name its architecture (general.architecture)"
         if _EMBEDDING not in self._tensors:
             return f"has no weights of a language model: there is no {_EMBEDDING} in it"
         return None
@@ -151,8 +151,8 @@ class GgufFile(ModelSource):
             ) from error
 
     def _without_strangers(self, tokenizer: Any) -> Any:
-        """Without the tokens that `transformers` adds to some vocabularies: the model has no
-        weights for them, and a prompt that spells one would read another's memory.
+        """Without the tokens that `transformers` adds to some vocabularies and the model has no
+        weights for: what spells one is plain text to the model.
         """
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast

@@ -1,12 +1,16 @@
 """What is refused is refused before the work is done, and hears when to come again."""
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
+import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.chat_template import ChatTemplate
@@ -151,3 +155,22 @@ def test_a_recent_rate_is_fair_to_a_young_one() -> None:
     for tenth in range(30):
         rate.add(1.0, tenth / 10)
     assert rate.per_second(3.0) == pytest.approx(10, rel=0.1)
+
+
+async def test_text_with_a_token_that_the_model_has_no_weights_for_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Else a row beyond the end of the embedding would be read."""
+    path = tmp_path / "model"
+    shutil.copytree(Path(aioserve.__file__).parent / "embedded", path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<|late|>", special=True)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = EngineConfig(
+        model=ModelConfig(model=str(path)), runner=RunnerConfig(runner="simulated")
+    )
+    async with AsyncEngine(config) as engine:
+        for prompt in ("a<|late|>", chat("<|late|>")):
+            with pytest.raises(RequestError, match=r"the token '<\|late\|>', which is number 2048"):
+                await engine.add_request(prompt, SHORT)
+        await engine.add_request("<|lat|>", SHORT)

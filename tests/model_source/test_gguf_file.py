@@ -168,6 +168,12 @@ def edit(**fields: Any) -> Any:
     return change
 
 
+def second_part(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    """As llama-gguf-split writes it: without the metadata of the model."""
+    writer.kv_data[0].clear()
+    edit(split__count=2, split__no=1)(writer, tensors)
+
+
 def drop(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
     del tensors["blk.1.ffn_up.weight"]
 
@@ -199,6 +205,7 @@ def long_factors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> Non
         (edit(general__architecture="clip"), "is the image part of a model (mmproj)"),
         (edit(general__type="adapter"), "is an adapter (LoRA)"),
         (edit(split__count=2, split__no=0), "is part 1 of 2, which are not read: join them"),
+        (second_part, "is part 2 of 2, which are not read: join them"),
         (edit(general__architecture="llama99"), "architecture llama99 is not supported"),
         (drop_embedding, "there is no token_embd.weight in it"),
         (drop, "1 weights of LlamaForCausalLM are not in"),
