@@ -34,6 +34,11 @@ RANGES: list[tuple[str, Callable[[float], bool], str]] = [
     ("presence_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
     ("frequency_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
     ("repetition_penalty", lambda v: v > 0, "above 0"),
+    (
+        "truncate_prompt_tokens",
+        lambda v: v == -1 or v >= 1,
+        "-1 (what leaves room for max_tokens) or at least 1",
+    ),
     ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
 ]
 
@@ -49,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     n: int = 1  # independent samples of one prompt
     max_tokens: int | None = None  # None: until a stop or the model's length limit
+    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: leave max_tokens
     min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0

@@ -161,7 +161,7 @@ class AsyncEngine:
         stream = RequestStream(request_id, params.n, abort=lambda: self._drop(samples, parts))
         samples = parts.output_processor.claim(stream, params.n)
         try:
-            token_ids = await self._tokenize(prompt, parts)
+            token_ids = await self._tokenize(prompt, params, parts)
             await parts.input_processor.check_grammar(params)
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
@@ -198,14 +198,17 @@ class AsyncEngine:
             self._abort(samples.ids, parts)
         return stream
 
-    async def _tokenize(self, prompt: Prompt, parts: EngineParts) -> list[int]:
+    async def _tokenize(
+        self, prompt: Prompt, params: SamplingParams, parts: EngineParts
+    ) -> list[int]:
         """Refuses what is too long, or too much for the queue, before the work is done."""
-        least = parts.input_processor.least_tokens(prompt)
+        keep = parts.input_processor.num_kept_tokens(params)
+        least = parts.input_processor.least_tokens(prompt, keep)
         parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
         self._num_arriving += 1
         self._arriving_tokens += least
         try:
-            return await parts.input_processor.tokenize(prompt)
+            return await parts.input_processor.tokenize(prompt, keep)
         finally:
             self._num_arriving -= 1
             self._arriving_tokens -= least

@@ -75,8 +75,15 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
-    def least_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has at least, as far as its length alone can tell.
+    def num_kept_tokens(self, params: SamplingParams) -> int | None:
+        """How many tokens at the end of a prompt `truncate_prompt_tokens` keeps; None: all."""
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        return max(1, self._max_model_len - (params.max_tokens or 1))
+
+    def least_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
+        """How many tokens a prompt has at least, as far as its length alone can tell, if no more
+        than `keep` are kept.
 
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text cost everybody time.
@@ -90,36 +97,47 @@ class InputProcessor:
         elif isinstance(prompt[0], Mapping):
             num_tokens = self._least_tokens_of_messages(prompt)
         else:
-            self._check_length(len(prompt), "")
-            return len(prompt)
+            num_tokens = _at_most(len(prompt), keep)
+            self._check_length(num_tokens, "")
+            return num_tokens
         if not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
+        num_tokens = _at_most(num_tokens, keep)
         self._check_length(num_tokens, "at least ")
         return num_tokens
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt that `least_tokens` has let pass, checked against the vocabulary
-        and the length limit. Raises `RequestError`.
+    async def tokenize(self, prompt: Prompt, keep: int | None = None) -> list[int]:
+        """Token ids of a prompt that `least_tokens` has let pass, the last `keep` of them, checked
+        against the vocabulary and the length limit. Raises `RequestError`.
         """
-        token_ids = await self.encode(prompt)
+        token_ids = await self.encode(prompt, keep=keep)
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         self._check_length(len(token_ids), "")
         return token_ids
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[int]:
         """As `tokenize`, however many there are. The flag is for text."""
+        token_ids = await self._encode_all(prompt, add_special_tokens, keep)
+        return token_ids if keep is None else token_ids[-keep:]
+
+    async def _encode_all(
+        self, prompt: Prompt, add_special_tokens: bool, keep: int | None
+    ) -> list[int]:
         if isinstance(prompt, str):
             is_long = len(prompt) > INLINE_CHARACTERS
             return await self._run(is_long, self._encode, prompt, add_special_tokens)
         if isinstance(prompt, Conversation):
-            return await self._encode_conversation(prompt)
+            return await self._encode_conversation(prompt, keep)
         if isinstance(prompt[0], Mapping):
-            return await self._encode_conversation(Conversation(cast(Messages, prompt)))
-        self._check_length(len(prompt), "")
+            return await self._encode_conversation(Conversation(cast(Messages, prompt)), keep)
+        if keep is None:
+            self._check_length(len(prompt), "")
         return self._check_vocabulary(prompt, "prompt")
 
-    async def _encode_conversation(self, conversation: Conversation) -> list[int]:
+    async def _encode_conversation(self, conversation: Conversation, keep: int | None) -> list[int]:
         messages, render = conversation.messages, self._render_and_encode
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
@@ -130,8 +148,8 @@ class InputProcessor:
         )
         if not is_long:
             with suppress(TemplateTooSlowError):
-                return render(conversation, INLINE_TEMPLATE_SECONDS)
-        return await self._run(True, render, conversation, TEMPLATE_SECONDS)
+                return render(conversation, keep, INLINE_TEMPLATE_SECONDS)
+        return await self._run(True, render, conversation, keep, TEMPLATE_SECONDS)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with the special ones. Raises `RequestError`."""
@@ -242,9 +260,11 @@ class InputProcessor:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
-    def _render_and_encode(self, conversation: Conversation, seconds: float) -> list[int]:
+    def _render_and_encode(
+        self, conversation: Conversation, keep: int | None, seconds: float
+    ) -> list[int]:
         text = self._chat_template.render(conversation, seconds)
-        self._check_length(self._least_tokens_of(text), "at least ")
+        self._check_length(_at_most(self._least_tokens_of(text), keep), "at least ")
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
@@ -289,3 +309,7 @@ class InputProcessor:
                 f"{self._max_model_len} for prompt and output together",
                 param="prompt",
             )
+
+
+def _at_most(num_tokens: int, keep: int | None) -> int:
+    return num_tokens if keep is None else min(num_tokens, keep)

@@ -94,6 +94,7 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     stream_options: StreamOptions | None = None
     n: Int | None = None
     min_tokens: Int | None = None
+    truncate_prompt_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None

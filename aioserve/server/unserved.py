@@ -66,7 +66,6 @@ _VLLM = {
     "return_tokens_as_token_ids": Unserved(),
     "spaces_between_special_tokens": Unserved((True,)),
     "structural_tag": Unserved((), "structured_outputs.structural_tag"),
-    "truncate_prompt_tokens": Unserved(),
     "use_beam_search": Unserved(),
     "vllm_xargs": Unserved(({},)),
 }

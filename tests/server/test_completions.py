@@ -137,6 +137,25 @@ async def test_logprobs_cover_every_token_with_running_offsets(server):
         assert [value for part in streamed for value in part[name]] == values
 
 
+async def test_only_the_end_of_a_long_prompt_is_kept_if_asked_for(start_server):
+    async with start_server(model={"max_model_len": 64}) as server:
+        tokenizer = server.engine.model_info.tokenizer
+        text = "What news, my lord? " * 100
+        token_ids = tokenizer.encode(text)
+        fields = {"max_tokens": 9, "ignore_eos": True}
+        for prompt in (text, token_ids):
+            assert (await server.complete(prompt, **fields)).status == 400
+            for keep, num_kept in ((20, 20), (-1, 55), (63, 63)):
+                kept = await server.complete(token_ids[-num_kept:], **fields)
+                answer = await server.complete(prompt, truncate_prompt_tokens=keep, **fields)
+                assert answer.json()["choices"] == kept.json()["choices"]
+                assert answer.json()["usage"]["prompt_tokens"] == num_kept
+            answer = await server.complete(prompt, truncate_prompt_tokens=64, **fields)
+            assert (answer.status, answer.json()["error"]["param"]) == (400, "prompt")
+        answer = await server.chat(text, truncate_prompt_tokens=-1, max_tokens=63)
+        assert answer.json()["usage"]["prompt_tokens"] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_echo_is_the_prompt_before_each_choice(server, stream):
     fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream": stream}

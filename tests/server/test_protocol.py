@@ -45,6 +45,7 @@ def test_every_shared_field_reaches_the_sampling_params():
     fields = {
         "n": 2,
         "min_tokens": 1,
+        "truncate_prompt_tokens": -1,
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 5,
