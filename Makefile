@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install model serve test test-isa test-arm check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-isa test-arm test-schemas check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,6 +22,9 @@ test: .venv/test check  ## install what tests need, check style and types, run t
 
 test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated
 	$(BIN)/python -m tests.isa
+
+test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outputs
+	$(BIN)/python -m tests.json_schema_suite
 
 # The flags are those of setup.py's baseline: keep in step.
 ARM := aarch64-linux-gnu
