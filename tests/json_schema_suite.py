@@ -1,8 +1,8 @@
 """The JSON-Schema test-suite against our grammars: `make test-schemas`.
 
-No schema that is served may allow a text that the suite calls invalid. That it refuses a valid one is
-told: it may be stricter, as with the order of properties. Fetches the suite inside the source package
-of `jsonschema`; knows nothing about the engine.
+No schema that is served may allow a text that the suite calls invalid. That it refuses a valid one
+is told: it may be stricter, as with the order of properties. Fetches the suite inside the source
+package of `jsonschema`; knows nothing about the engine.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def fetch(folder: Path) -> Path:
 
 
 async def main() -> int:
-    """Prints what is served, and each text that is judged otherwise; 1 if an invalid one is let by."""
+    """Prints what is served, and each text judged otherwise; 1 if an invalid one is let by."""
     info = ModelInfo(ModelConfig())
     compiler, tokenizer = GrammarCompiler(info), info.tokenizer
     refused: Counter[str] = Counter()
