@@ -7,9 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
 
+from aioserve.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
-from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED
+from aioserve.server.unserved import (
+    FOREIGN,
+    HINTS,
+    HINTS_ON_MESSAGES,
+    NOT_ON_MESSAGES,
+    UNSERVED,
+    UNSERVED_ANTHROPIC,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,7 +73,7 @@ def test_the_policies_read_what_the_page_says() -> None:
 
 
 def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> None:
-    page = (ROOT / "docs/http-api.md").read_text()
+    page = re.sub(ANTHROPICS, "", (ROOT / "docs/http-api.md").read_text(), flags=re.DOTALL)
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page, re.MULTILINE)
     listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
     for name, field in {**UNSERVED, **FOREIGN}.items():
@@ -78,6 +88,34 @@ def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> No
     assert listed.keys() - {"failing", "draining", "dead"} <= served | set(HINTS)
     for name in served:
         assert f"`{name}`" in page, name
+
+
+ANTHROPICS = r"\n## Anthropic's messages\n.*?(?=\n## )"
+
+
+def test_the_table_of_anthropics_fields_holds_all_that_are_known_and_the_clients() -> None:
+    [section] = re.findall(ANTHROPICS, (ROOT / "docs/http-api.md").read_text(), re.DOTALL)
+    rows = re.findall(r"^\| (`.*?) \| (both|messages) \| (.*?) \|$", section, re.MULTILINE)
+    listed = {n: (on, rest) for cell, on, rest in rows for n in re.findall(r"`(\w+)`", cell)}
+    served, counted = (
+        {field.name for field in msgspec.structs.fields(body)}
+        for body in (MessagesRequest, CountTokensRequest)
+    )
+    refused = {**UNSERVED_ANTHROPIC, **NOT_ON_MESSAGES}
+    assert listed.keys() == served | refused.keys() | set(HINTS_ON_MESSAGES)
+    on_both = {name for name, (on, _) in listed.items() if on == "both"}
+    assert on_both == counted | UNSERVED_ANTHROPIC.keys() | set(HINTS_ON_MESSAGES)
+    for name, (_, rest) in listed.items():
+        assert rest.startswith("refused") == (name in refused), name
+        if name in refused and not refused[name].instead:
+            told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", rest)]
+            assert told == list(refused[name].no_ops), name
+    headers = {"user_profile_id", "workspace_id"}
+    for params, on in (
+        (MessageCreateParamsNonStreaming, listed.keys()),
+        (MessageCountTokensParams, on_both),
+    ):
+        assert set(params.__annotations__) - headers <= on
 
 
 def anchors(page: Path) -> set[str]:

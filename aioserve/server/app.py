@@ -26,6 +26,7 @@ from aioserve.server.completions import create_completion
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
+from aioserve.server.messages import count_tokens, create_message
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
@@ -65,6 +66,8 @@ def build_app(engine: AsyncEngine) -> web.Application:
         [
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/v1/messages", create_message),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.post("/v1/abort", abort_request),

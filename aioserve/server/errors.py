@@ -13,6 +13,7 @@ from aioserve.errors import (
     RequestFailedError,
     RequestIdInUseError,
 )
+from aioserve.server.anthropic_protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 
@@ -57,6 +58,26 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
     return kind.status, ErrorResponse(
         error=ErrorInfo(message=message, type=kind.type, param=param, code=kind.code)
     )
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
+    """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
+    if info.code == "engine_overloaded":
+        status = 529
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    names_field = info.param is None or info.param in info.message
+    message = info.message if names_field else f"{info.param}: {info.message}"
+    return status, MessagesError(error=ErrorDetail(type=kind, message=message))
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:

@@ -1,6 +1,6 @@
 """From a decoded request to its response: admission, streaming or collecting, usage.
 
-What both endpoints share. How a delta looks on the wire is the business of a `Reply`.
+What all routes share that generate. How a delta looks on the wire is the business of an `Answer`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,7 @@ from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.body import decode_body
+from aioserve.server.errors import to_wire
 from aioserve.server.keys import (
     ENGINE,
     MAX_ID_LENGTH,
@@ -30,7 +31,7 @@ from aioserve.server.keys import (
     is_sane_id,
 )
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
-from aioserve.server.sse import DONE, EventStream
+from aioserve.server.sse import DONE, EventStream, event
 from aioserve.server.validation import BodyDecoder, check_stream_options
 
 logger = logging.getLogger(__name__)
@@ -40,22 +41,25 @@ _encoder = msgspec.json.Encoder()
 T = TypeVar("T", bound=GenerationRequest)
 
 
-class Reply(ABC):
-    """How one request's outputs look on the wire. Holds what its chunks have in common."""
+class Asked(Protocol):
+    """What a body says about how its requests run and are answered."""
+
+    stream: bool | None
+
+    def request_fields(self) -> dict[str, Any]:
+        """Keyword arguments of `AsyncEngine.add_request`, but for the id."""
+
+
+class Answer(ABC):
+    """How one request's outputs become bytes: what its route calls a delta, an end and an error."""
 
     id_prefix: str
-    text_field: str  # of a choice: what its text is called
+    text_field: str  # of a delta's event: what its text is called
+    says_more = False  # in every delta than its text
 
-    def __init__(self, request: web.Request, body: GenerationRequest) -> None:
-        options = body.stream_options
-        given = body.request_id
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}" if given is None else given
-        self.created = int(time.time())
-        self.model = body.model or request.app[ENGINE].config.model.served_name
-        self.texts = request.app[TOKEN_TEXTS]
-        self.return_token_ids = bool(body.return_token_ids)
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
+    def __init__(self, request: web.Request, model: str | None, given_id: str | None) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}" if given_id is None else given_id
+        self.model = model or request.app[ENGINE].config.model.served_name
         self.prompt_end: Sequence[int] = ()  # the last tokens of the (first) prompt
         # By choice: the event of a delta that is text alone, without that text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
@@ -67,8 +71,7 @@ class Reply(ABC):
         if self.is_silent(output):
             return b""
         chunk = self.make_chunk(index, output)
-        says_more = self.continuous_usage or self.return_token_ids or output.logprobs is not None
-        if index not in self._frames and not says_more:
+        if index not in self._frames and not self.says_more and output.logprobs is None:
             self._frames[index] = self._frame(index)
         return chunk
 
@@ -96,21 +99,47 @@ class Reply(ABC):
         """The events that tell a delta which is not silent."""
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The event that tells the usage of the whole request."""
+    def ending(self, usage: Usage) -> bytes:
+        """The last events of a stream."""
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Envelope:
+    def failure(self, error: BaseException) -> bytes:
+        """The last events of a stream that has failed."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
         """The body of a response that is not streamed; outputs in the order of choices."""
 
     def is_silent(self, output: RequestOutput) -> bool:
         """Whether a delta says nothing yet: its text is held back."""
-        return not (
-            output.text
-            or output.finish_reason is not None
-            or output.logprobs
-            or (self.return_token_ids and output.token_ids)
-        )
+        return not (output.text or output.finish_reason is not None or output.logprobs)
+
+
+class Reply(Answer):
+    """An answer in OpenAI's words. Holds what its chunks have in common."""
+
+    def __init__(self, request: web.Request, body: GenerationRequest) -> None:
+        super().__init__(request, body.model, body.request_id)
+        options = body.stream_options
+        self.created = int(time.time())
+        self.texts = request.app[TOKEN_TEXTS]
+        self.return_token_ids = bool(body.return_token_ids)
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.says_more = self.continuous_usage or self.return_token_ids
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The event that tells the usage of the whole request."""
+
+    def ending(self, usage: Usage) -> bytes:
+        return self.usage_chunk(usage) + DONE if self.include_usage else DONE
+
+    def failure(self, error: BaseException) -> bytes:
+        return event(to_wire(error)[1])
+
+    def is_silent(self, output: RequestOutput) -> bool:
+        return super().is_silent(output) and not (self.return_token_ids and output.token_ids)
 
     def extend(self, choice: Choice, output: RequestOutput) -> None:
         """Add the extensions that were asked for."""
@@ -191,10 +220,10 @@ async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
 
 async def respond(
     request: web.Request,
-    body: GenerationRequest,
+    body: Asked,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    reply: Reply,
+    reply: Answer,
     best_of: int | None = None,
 ) -> web.StreamResponse:
     """Run `prompts` together and answer as `body` asks. With `best_of`, so many samples are drawn
@@ -234,7 +263,7 @@ async def respond(
 
 
 async def _stream(
-    request: web.Request, streams: Sequence[RequestStream], n: int, reply: Reply
+    request: web.Request, streams: Sequence[RequestStream], n: int, reply: Answer
 ) -> web.StreamResponse:
     events = EventStream(request)
     tally = _Tally(streams)
@@ -265,14 +294,12 @@ async def _stream(
             raise
         if not isinstance(error, AioserveError):
             logger.exception("%s failed while streaming", reply.id)
-        return await events.fail(error)
-    return await events.end(
-        reply.usage_chunk(tally.usage()) + DONE if reply.include_usage else DONE
-    )
+        return await events.end(reply.failure(error))
+    return await events.end(reply.ending(tally.usage()))
 
 
 async def _collect(
-    streams: Sequence[RequestStream], n: int, reply: Reply, wanted: SamplingParams
+    streams: Sequence[RequestStream], n: int, reply: Answer, wanted: SamplingParams
 ) -> web.Response:
     choices = [_Collected() for _ in range(len(streams) * n)]
     tally = _Tally(streams)

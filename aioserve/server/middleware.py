@@ -1,4 +1,4 @@
-"""Around every handler: errors in OpenAI's shape, one log line, the X-Request-Id header.
+"""Around every handler: errors in the shape of its routes, one log line, X-Request-Id.
 
 Knows nothing about what the handlers do.
 """
@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
-from aioserve.server.errors import to_wire
+from aioserve.server.errors import to_messages_error, to_wire
 from aioserve.server.keys import RESPONSE_ID, is_sane_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
@@ -63,20 +63,27 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPException as error:
         return _http_error(request, error)
     except web.RequestPayloadError as error:
-        return _error(RequestError(f"the body cannot be read: {error}"))
+        return _error(request, RequestError(f"the body cannot be read: {error}"))
     except ConnectionError:
         raise  # the client has gone: nobody is left to be told
     except AioserveError as error:
-        return _error(error)
+        return _error(request, error)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return _error(error)
+        return _error(request, error)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, before headers leave: name the request in the caller's terms or ours."""
     if request_id := _given_request_id(request) or request.get(RESPONSE_ID):
         response.headers[REQUEST_ID_HEADER] = request_id
+        if _is_anthropic(request):
+            response.headers["Request-Id"] = request_id
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    """Whether a client of Anthropic's reads the answer."""
+    return request.path.startswith("/v1/messages")
 
 
 def _given_request_id(request: web.Request) -> str | None:
@@ -84,12 +91,12 @@ def _given_request_id(request: web.Request) -> str | None:
     return given if is_sane_id(given) else None
 
 
-def _error(error: Exception) -> web.Response:
+def _error(request: web.Request, error: Exception) -> web.Response:
     status, body = to_wire(error)
     headers: dict[str, str] = {}
     if isinstance(error, EngineOverloadedError):
         headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after)))
-    return _json(status, body, headers)
+    return _json(request, status, body.error, headers)
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -106,10 +113,15 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
         limit = request.client_max_size // 2**20
         message = f"the body is larger than {limit} MiB, the limit of this server"
     info = ErrorInfo(message=message, type="invalid_request_error")
-    return _json(error.status, ErrorResponse(error=info), headers)
+    return _json(request, error.status, info, headers)
 
 
-def _json(status: int, body: ErrorResponse, headers: dict[str, str]) -> web.Response:
+def _json(
+    request: web.Request, status: int, info: ErrorInfo, headers: dict[str, str]
+) -> web.Response:
+    body: msgspec.Struct = ErrorResponse(error=info)
+    if _is_anthropic(request):
+        status, body = to_messages_error(status, info)
     return web.Response(
         body=_encoder.encode(body), status=status, headers=headers, content_type="application/json"
     )

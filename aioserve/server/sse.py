@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from aioserve.server.errors import to_wire
-
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -23,6 +21,12 @@ _HEADERS = {
 def event(struct: Any) -> bytes:
     """One event."""
     return b"data: " + _encoder.encode(struct) + b"\n\n"
+
+
+def typed_event(struct: Any) -> bytes:
+    """One event that is named as its struct's `type` says."""
+    name: str = struct.type
+    return b"event: " + name.encode() + b"\n" + event(struct)
 
 
 class EventStream:
@@ -70,15 +74,10 @@ class EventStream:
         if events and transport is not None:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
-    async def end(self, events: bytes = DONE) -> web.StreamResponse:
+    async def end(self, events: bytes) -> web.StreamResponse:
         """Write the last events and close the stream."""
         await self.send(events)
         assert self._response is not None
         self._is_chunked = False
         await self._response.write_eof()
         return self._response
-
-    async def fail(self, error: BaseException) -> web.StreamResponse:
-        """Tell a client that already reads what went wrong, and close the stream."""
-        _status, body = to_wire(error)
-        return await self.end(event(body))

@@ -135,3 +135,28 @@ NOT_ON_CHAT: Mapping[str, Unserved] = {
     "echo": Unserved(),
     "prompt": Unserved((), "/v1/completions"),
 }
+
+# Of Anthropic's routes.
+
+#: Labels and hints: prefixes are cached without being told.
+HINTS_ON_MESSAGES = ("cache_control",)
+#: What neither of them serves.
+UNSERVED_ANTHROPIC: Mapping[str, Unserved] = {
+    "context_management": Unserved(({},)),
+    "mcp_servers": Unserved(([],)),
+    "output_config": Unserved(({},)),
+    "output_format": Unserved(),
+    "speed": Unserved(("standard",)),
+    "thinking": Unserved(({"type": "disabled"},)),
+    "tool_choice": Unserved(({"type": "auto"}, {"type": "none"})),
+    "tools": Unserved(([],)),
+}
+NOT_ON_MESSAGES: Mapping[str, Unserved] = {
+    "container": Unserved(),
+    "diagnostics": Unserved(),
+    "inference_geo": Unserved(("global",)),
+    "max_completion_tokens": Unserved((), "max_tokens"),
+    "service_tier": Unserved(("auto", "standard_only")),
+    "stop": Unserved((), "stop_sequences"),
+    "user": Unserved((), "metadata.user_id"),
+}

@@ -7,7 +7,16 @@ import json
 
 import pytest
 
-from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
+from aioserve.server.unserved import (
+    FOREIGN,
+    HINTS,
+    HINTS_ON_MESSAGES,
+    NOT_ON_CHAT,
+    NOT_ON_COMPLETIONS,
+    NOT_ON_MESSAGES,
+    UNSERVED,
+    UNSERVED_ANTHROPIC,
+)
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -136,13 +145,17 @@ CHAT_ONLY = [
 
 
 def check(answer, status=400):
-    """The body is an error of OpenAI's shape; returns it."""
+    """The body is an error of OpenAI's shape, or of Anthropic's; returns it."""
     assert answer.status == status
     assert answer.headers["Content-Type"].startswith("application/json")
     body = answer.json()
-    assert body.keys() == {"error"}
     error = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    if "type" in body:
+        assert body == {"type": "error", "error": error}
+        assert error.keys() == {"type", "message"}
+    else:
+        assert body.keys() == {"error"}
+        assert error.keys() == {"message", "type", "param", "code"}
     assert error["message"]
     assert "Traceback" not in error["message"]
     return error
@@ -198,6 +211,15 @@ GOOD = {
     "/tokenize": {"messages": MESSAGES, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6], "model": "embedded"},
     "/v1/abort": {"request_id": "x"},
+    "/v1/messages": {
+        "model": "embedded",
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "stop_sequences": ["a"],
+        "metadata": {"user_id": "ann"},
+    },
+    "/v1/messages/count_tokens": {"messages": MESSAGES, "system": "Be brief."},
 }
 
 
@@ -221,20 +243,21 @@ async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next
 
 
 @pytest.mark.parametrize(
-    ("path", "base", "own"),
+    ("path", "base", "unserved", "hints"),
     [
-        ("/v1/completions", COMPLETION, NOT_ON_COMPLETIONS),
-        ("/v1/chat/completions", CHAT, NOT_ON_CHAT),
+        ("/v1/completions", COMPLETION, {**UNSERVED, **FOREIGN, **NOT_ON_COMPLETIONS}, HINTS),
+        ("/v1/chat/completions", CHAT, {**UNSERVED, **FOREIGN, **NOT_ON_CHAT}, HINTS),
+        ("/v1/messages", CHAT, {**UNSERVED_ANTHROPIC, **NOT_ON_MESSAGES}, HINTS_ON_MESSAGES),
     ],
-    ids=["completions", "chat"],
+    ids=["completions", "chat", "messages"],
 )
 async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(
-    server, path, base, own
+    server, path, base, unserved, hints
 ):
-    for name, field in {**UNSERVED, **FOREIGN, **own}.items():
+    for name, field in unserved.items():
         answer = await server.request("POST", path, json={**base, name: "something"})
         error = check(answer)
-        assert error["param"] == name
+        assert error.get("param", name) == name
         assert f"{name} is not supported" in error["message"]
         assert field.instead in error["message"]
         for value in (None, *field.no_ops):
@@ -243,7 +266,7 @@ async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_fo
         answer = await server.request("POST", path, json={**base, name: False})
         is_asked = any(no_op is True for no_op in field.no_ops) and False not in field.no_ops
         assert answer.status == (400 if is_asked else 200), (name, answer)
-    for name in HINTS:
+    for name in hints:
         answer = await server.request("POST", path, json={**base, name: {"a": ["b"]}})
         assert answer.status == 200, (name, answer)
 

@@ -1,0 +1,217 @@
+"""The wire structs of Anthropic's Messages API.
+
+Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or the engine.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.protocol import Int, ModelRequest, RequestPart, Usage
+
+# Requests
+
+
+class Block(RequestPart, kw_only=True, omit_defaults=True):
+    """One block of a message, or of the system prompt; only text is understood."""
+
+    type: str
+    text: str | None = None
+    cache_control: Any = None  # a hint: prefixes are cached by themselves
+    # Of blocks of other types; refused unless empty.
+    caller: Any = None
+    citations: Any = None
+    content: Any = None
+    context: Any = None
+    data: Any = None
+    id: Any = None
+    input: Any = None
+    is_error: Any = None
+    name: Any = None
+    signature: Any = None
+    source: Any = None
+    thinking: Any = None
+    title: Any = None
+    tool_use_id: Any = None
+
+
+class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class Metadata(RequestPart, kw_only=True, omit_defaults=True):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class CountTokensRequest(ModelRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/messages/count_tokens: the fields that make a prompt."""
+
+    messages: list[InputMessage]
+    system: str | list[Block] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Int
+    metadata: Metadata | None = None
+    stop_sequences: tuple[str, ...] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    # Extensions, as on OpenAI's routes.
+    request_id: str | None = None
+    priority: Int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The request's sampling parameters. Raises `RequestError` that names the field."""
+        names = ("max_tokens", "temperature", "top_k", "top_p")
+        given = {name: getattr(self, name) for name in names}
+        given["stop"] = self.stop_sequences
+        return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+
+    def request_fields(self) -> dict[str, Any]:
+        """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
+        given = {name: getattr(self, name) for name in ("priority", "timeout", "cache_salt")}
+        given["user"] = self.metadata and self.metadata.user_id
+        return {k: v for k, v in given.items() if v is not None}
+
+
+# Responses
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Response of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class TextBlock(msgspec.Struct, kw_only=True):
+    """A block of the reply."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Token counts; the three of the input are apart, and their sum is the prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0  # caching costs nothing, so nothing is counted
+    cache_read_input_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> "MessageUsage":
+        """The same counts."""
+        details = usage.prompt_tokens_details
+        cached = 0 if details is None else details.cached_tokens
+        return cls(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+class Stop(msgspec.Struct, kw_only=True):
+    """Why a message ended: Anthropic's words, or `abort` and `timeout`, for which it has none."""
+
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class Message(Stop, kw_only=True):
+    """Response of /v1/messages; without content, the beginning of a stream."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock]
+    usage: MessageUsage
+
+
+# Events
+
+
+class MessageStart(msgspec.Struct, kw_only=True):
+    """The first event."""
+
+    type: Literal["message_start"] = "message_start"
+    message: Message
+
+
+class BlockStart(msgspec.Struct, kw_only=True):
+    """A block begins."""
+
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int
+    content_block: TextBlock
+
+
+class Ping(msgspec.Struct, kw_only=True):
+    """Nothing new."""
+
+    type: Literal["ping"] = "ping"
+
+
+class TextDelta(msgspec.Struct, kw_only=True):
+    """More text."""
+
+    type: Literal["text_delta"] = "text_delta"
+    text: str
+
+
+class BlockDelta(msgspec.Struct, kw_only=True):
+    """The next piece of a block."""
+
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int
+    delta: TextDelta
+
+
+class BlockStop(msgspec.Struct, kw_only=True):
+    """A block is whole."""
+
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int
+
+
+class MessageDelta(msgspec.Struct, kw_only=True):
+    """Why the message has ended, and what it took."""
+
+    type: Literal["message_delta"] = "message_delta"
+    delta: Stop
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, kw_only=True):
+    """The last event."""
+
+    type: Literal["message_stop"] = "message_stop"
+
+
+# Errors
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """Body of every error, and the last event of a stream that failed."""
+
+    type: Literal["error"] = "error"
+    error: ErrorDetail
