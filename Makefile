@@ -86,7 +86,7 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/test: requirements/test.txt .venv/runtime
-	@echo "requirements/test.txt: 220 MB"
+	@echo "requirements/test.txt: 220 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) -r requirements/test.txt
 	@touch $@
 
