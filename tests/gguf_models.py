@@ -3,7 +3,8 @@
 Knows what llama.cpp's converter does to names, rows and metadata; the weights stay float32.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write_gguf(
     name, and `change` may edit the tensors, by GGUF name, before they are written.
     """
     config = AutoConfig.from_pretrained(directory)
-    kind = architecture or config.model_type
+    kind = architecture or config.model_type.replace("_moe", "moe")
     writer = gguf.GGUFWriter(path, kind)
     writer.add_type("model")
     _add_shape(writer, config, fields)
@@ -60,6 +61,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any, fields: Mapping[str, Any]) 
     head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_rope_dimension_count(head_size)
     writer.add_key_length(head_size)
+    if experts := getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if value := getattr(config, name, None):
             getattr(writer, f"add_{name}")(value)
@@ -89,9 +94,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 
 def _tensors(directory: Path, config: Any) -> dict[str, np.ndarray]:
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(architectures[config.model_type], config.num_hidden_layers)
+    architecture = architectures[config.model_type.replace("_moe", "moe")]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = {}
-    for name, weights in load_file(directory / "model.safetensors").items():
+    for name, weights in _with_experts_together(load_file(directory / "model.safetensors")):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         if config.model_type == "llama" and (".attn_q." in found or ".attn_k." in found):
@@ -104,3 +110,18 @@ def _tensors(directory: Path, config: Any) -> dict[str, np.ndarray]:
             weights = weights + 1
         tensors[found] = weights.astype(np.float32)
     return tensors
+
+
+def _with_experts_together(
+    weights: Mapping[str, np.ndarray],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Those of a layer in one array, as the file has them; everything else as it is."""
+    experts = defaultdict(list)
+    for name in sorted(weights):
+        before, found, after = name.partition(".experts.")
+        if found:  # NUMBER.gate_proj.weight
+            experts[f"{before}.experts.{after.partition('.')[2]}"].append(weights[name])
+        else:
+            yield name, weights[name]
+    for name, parts in experts.items():
+        yield name, np.stack(parts)

@@ -34,6 +34,8 @@ _FIELDS = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -184,12 +186,12 @@ class GgufFile(ModelSource):
                     self.read_config(), dtype=dtype, attn_implementation=attn_implementation
                 )
             module.tie_weights()
+            self._fill(module)
         except ConfigError:
             raise
         except Exception as error:
             why = why_not_loaded(error, attn_implementation)
             raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
-        self._fill(module)
         self._warn_of_unread()
         stored = sum(tensor.num_bytes for tensor in self._header.tensors)
         logger.info(
