@@ -27,15 +27,53 @@ TEMPLATE_SECONDS = 5.0
 MAX_TEXT = 2**26  # characters that a template may put together
 
 
+# What every template is given, or what `transformers` takes with it.
+_OWN_NAMES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tokenize",
+    "tools",
+}
+# Where the last message ends in the prompt: no text of a client holds it, nor does a template.
+_END_MARK = "\ue0ff\uf8ff\ue0ff"
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """Messages as templates know them, and the tools that the model is told of.
 
     Messages hold "role" and "content"; those of an assistant may hold "tool_calls", each a
-    {"id", "type", "function": {"name", "arguments"}} whose arguments are a mapping.
+    {"id", "type", "function": {"name", "arguments"}} whose arguments are a mapping. Raises
+    `RequestError` for what cannot go together.
     """
 
     messages: Messages
     tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool | None = None  # None: unless the last message goes on
+    continue_final_message: bool = False  # the reply goes on with it, as if it had begun so
+    template_kwargs: Mapping[str, Any] = {}  # what else the template looks at, by name
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other: one goes "
+                    "on with the last message, one begins the next",
+                    param="continue_final_message",
+                )
+            if not self.messages or not isinstance(self.messages[-1].get("content"), str):
+                raise RequestError(
+                    "continue_final_message needs a last message with text",
+                    param="continue_final_message",
+                )
+        for name in self.template_kwargs:
+            if name in _OWN_NAMES:
+                raise RequestError(
+                    f"chat_template_kwargs must not hold {name!r}: the request has a field for it, "
+                    "or the server has the say",
+                    param=f"chat_template_kwargs.{name}",
+                )
 
 
 class TemplateTooSlowError(RequestError):
@@ -58,25 +96,37 @@ class ChatTemplate:
         tools = [dict(tool) for tool in conversation.tools]
         if any(message.get("tool_calls") for message in messages) and self._wants_text(source):
             messages = [_with_text_arguments(message) for message in messages]
-        return self._render(source, messages, tools, seconds)
+        _check_read(source, conversation.template_kwargs)
+        names = {
+            "documents": None,
+            **conversation.template_kwargs,
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        if conversation.add_generation_prompt is None:
+            names["add_generation_prompt"] = not conversation.continue_final_message
+        if not conversation.continue_final_message:
+            return self._render(source, names, seconds)
+        last = messages[-1]
+        names["messages"] = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        text, mark, _ = self._render(source, names, seconds).rpartition(_END_MARK)
+        if not mark:
+            raise RequestError(
+                "the chat template leaves the last message out: it cannot be continued",
+                param="continue_final_message",
+            )
+        return text
 
     def _source(self, with_tools: bool) -> str:
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt", "messages")
         return str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None))
 
-    def _render(
-        self, source: str, messages: list[dict[str, Any]], tools: list[Any], seconds: float
-    ) -> str:
+    def _render(self, source: str, names: Mapping[str, Any], seconds: float) -> str:
         try:
             with _limits.within(seconds):
-                pieces = _compile(source).generate(
-                    **self._tokenizer.special_tokens_map,
-                    messages=messages,
-                    tools=tools or None,
-                    documents=None,
-                    add_generation_prompt=True,
-                )
+                pieces = _compile(source).generate({**self._tokenizer.special_tokens_map, **names})
                 return "".join(_bounded(pieces))
         except RequestError:
             raise
@@ -99,7 +149,8 @@ class ChatTemplate:
         """Whether the arguments of the call show up as JSON."""
         ask = {"role": "user", "content": "?"}
         try:
-            text = self._render(source, [ask, message], [], TEMPLATE_SECONDS)
+            names = {"messages": [ask, message], "add_generation_prompt": True}
+            text = self._render(source, names, TEMPLATE_SECONDS)
         except RequestError:
             return False
         return '"probe_key"' in text or "probe_key>" in text
@@ -182,6 +233,27 @@ def _compile(source: str) -> "Template":
     """Raises what Jinja does for a template that is none."""
     template: Template = _make_environment().from_string(source)
     return template
+
+
+def _check_read(source: str, kwargs: Mapping[str, Any]) -> None:
+    """What a template does not look at may only ask for nothing."""
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _names_read(source):
+            raise RequestError(
+                f"the chat template of this model does not look at {name!r}",
+                param=f"chat_template_kwargs.{name}",
+            )
+
+
+@cache
+def _names_read(source: str) -> frozenset[str]:
+    """What a template may be given; nothing if it is none."""
+    from jinja2 import TemplateError, meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_make_environment().parse(source)))
+    except TemplateError:
+        return frozenset()
 
 
 @cache

@@ -35,7 +35,13 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
             raise RequestError(
                 "tool_choice other than auto and none is not supported yet", "tool_choice"
             )
-    conversation = Conversation(template_messages(body.messages), use.tools if use else ())
+    conversation = Conversation(
+        template_messages(body.messages),
+        use.tools if use else (),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+    )
     reply = ChatReply(request, body, use)
     try:
         return await respond(request, body, [conversation], params, reply)

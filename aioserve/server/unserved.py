@@ -45,10 +45,7 @@ _OPENAI = {
     "web_search_options": Unserved(),
 }
 _VLLM = {
-    "add_generation_prompt": Unserved((True,)),
-    "chat_template": Unserved(),
-    "chat_template_kwargs": Unserved(({},)),
-    "continue_final_message": Unserved(),
+    "chat_template": Unserved((), "the model's own, with chat_template_kwargs"),
     "documents": Unserved(([],)),
     "early_stopping": Unserved(),
     "guided_choice": Unserved((), "structured_outputs.choice"),
@@ -119,7 +116,10 @@ FOREIGN: Mapping[str, Unserved] = {
 
 #: Served on the other endpoint, or under another name.
 NOT_ON_COMPLETIONS: Mapping[str, Unserved] = {
+    "add_generation_prompt": Unserved((True,)),
     "add_special_tokens": Unserved((True,)),
+    "chat_template_kwargs": Unserved(({},), "/v1/chat/completions"),
+    "continue_final_message": Unserved((), "/v1/chat/completions"),
     "include_reasoning": Unserved((True, False)),
     "max_completion_tokens": Unserved((), "max_tokens"),
     "messages": Unserved((), "/v1/chat/completions"),

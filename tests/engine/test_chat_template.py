@@ -3,7 +3,12 @@
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.engine.chat_template import ChatTemplate, Conversation, TemplateTooSlowError
+from aioserve.engine.chat_template import (
+    TEMPLATE_SECONDS,
+    ChatTemplate,
+    Conversation,
+    TemplateTooSlowError,
+)
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 
@@ -51,9 +56,10 @@ def tokenizer():
 def render(tokenizer, monkeypatch):
     """The conversation as a template has it."""
 
-    def render(source, *messages, tools=(), **options):
+    def render(source, *messages, tools=(), seconds=TEMPLATE_SECONDS, **options):
         monkeypatch.setattr(tokenizer, "chat_template", source)
-        return ChatTemplate(tokenizer).render(Conversation(messages or [USER], tools), **options)
+        conversation = Conversation(messages or [USER], tools, **options)
+        return ChatTemplate(tokenizer).render(conversation, seconds)
 
     return render
 
@@ -70,6 +76,60 @@ def test_a_prompt_is_what_transformers_makes_of_the_conversation(tokenizer, rend
             add_generation_prompt=True,
         )
         assert render(source, *messages, tools=tools) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"template_kwargs": {"title": "King", "unread": False}},
+    ],
+)
+def test_what_a_client_says_of_the_prompt_is_what_transformers_makes_of_it(
+    tokenizer, render, options
+):
+    messages = [USER, {"role": "assistant", "content": "Good morrow, Hi"}]
+    given = {"add_generation_prompt": "continue_final_message" not in options, **options}
+    given |= given.pop("template_kwargs", {})
+    for source in (tokenizer.chat_template, QWEN + "{{ title }}"):
+        if source != tokenizer.chat_template or "template_kwargs" not in options:
+            expected = tokenizer.apply_chat_template(
+                messages, chat_template=source, tokenize=False, **given
+            )
+            assert render(source, *messages, **options) == expected
+
+
+def test_a_reply_goes_on_after_the_spaces_of_the_last_message(render):
+    trims = "{% for m in messages %}{{ m.content | trim }};{% endfor %}"
+    last = {"role": "assistant", "content": "Hi, \n"}
+    assert render(trims, USER, last, continue_final_message=True) == "Hi;Hi, \n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "param"),
+    [
+        ([USER], {"template_kwargs": {"unread": 0}}, "chat_template_kwargs.unread"),
+        ([USER], {"template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ([USER], {"template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ([USER, CALL], {"continue_final_message": True}, "continue_final_message"),
+        (
+            [USER],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            [USER, {"role": "critic", "content": "x"}],
+            {"continue_final_message": True},
+            "continue_final_message",
+        ),
+    ],
+)
+def test_what_no_prompt_can_be_made_of_is_refused(render, messages, options, param):
+    source = "{% for m in messages if m.role != 'critic' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RequestError) as caught:
+        render(source, *messages, **options)
+    assert caught.value.param == param
 
 
 def test_arguments_are_text_for_a_template_that_joins_them(render):

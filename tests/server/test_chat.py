@@ -43,6 +43,24 @@ async def test_without_a_limit_a_reply_runs_to_its_own_end(server):
     assert choice["finish_reason"] == "stop"
 
 
+async def test_a_reply_can_go_on_with_the_last_message(server):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good"}]
+    tokenizer = server.engine.model_info.tokenizer
+    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    plain = (await server.complete(ids, max_tokens=8)).json()
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 8}
+    answer = (await server.request("POST", "/v1/chat/completions", json=body)).json()
+    assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert answer["usage"] == plain["usage"] | {
+        "prompt_tokens_details": answer["usage"]["prompt_tokens_details"]
+    }
+    refused = await server.chat(chat_template_kwargs={"enable_thinking": True})
+    assert refused.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
+    refused = await server.chat(chat_template="{{ messages }}")
+    assert refused.json()["error"]["param"] == "chat_template"
+
+
 async def test_text_parts_are_joined(server):
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     plain = (await server.chat("Hello there", max_tokens=8)).json()
