@@ -9,6 +9,10 @@ import msgspec
 import pytest
 from anthropic.types import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import (
+    CompletionCreateParamsStreaming as CompletionParams,
+)
 
 from aioserve.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -16,6 +20,8 @@ from aioserve.server.unserved import (
     FOREIGN,
     HINTS,
     HINTS_ON_MESSAGES,
+    NOT_ON_CHAT,
+    NOT_ON_COMPLETIONS,
     NOT_ON_MESSAGES,
     UNSERVED,
     UNSERVED_ANTHROPIC,
@@ -86,8 +92,17 @@ def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> No
         for field in msgspec.structs.fields(body)
     }
     assert listed.keys() - {"failing", "draining", "dead"} <= served | set(HINTS)
-    for name in served:
+    for name in (*served, *HINTS):
         assert f"`{name}`" in page, name
+
+
+def test_every_field_of_openais_client_is_known() -> None:
+    for params, body, elsewhere in (
+        (ChatParams, ChatCompletionRequest, NOT_ON_CHAT),
+        (CompletionParams, CompletionRequest, NOT_ON_COMPLETIONS),
+    ):
+        known = {*body.__struct_fields__, *elsewhere, *UNSERVED, *HINTS}
+        assert set(params.__annotations__) <= known
 
 
 ANTHROPICS = r"\n## Anthropic's messages\n.*?(?=\n## )"

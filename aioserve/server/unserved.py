@@ -26,8 +26,10 @@ class Unserved(NamedTuple):
 HINTS = (
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
+    "session_id",
 )
 
 _OPENAI = {
@@ -48,6 +50,7 @@ _VLLM = {
     "chat_template": Unserved((), "the model's own, with chat_template_kwargs"),
     "documents": Unserved(([],)),
     "early_stopping": Unserved(),
+    "ec_transfer_params": Unserved(),
     "guided_choice": Unserved((), "structured_outputs.choice"),
     "guided_decoding_backend": Unserved(),
     "guided_grammar": Unserved((), "structured_outputs.grammar"),
@@ -57,14 +60,24 @@ _VLLM = {
     "kv_transfer_params": Unserved(),
     "length_penalty": Unserved((1, 1.0)),
     "logits_processors": Unserved(([],)),
+    "logprob_token_ids": Unserved(),
+    "media_io_kwargs": Unserved(({},)),
     "mm_processor_kwargs": Unserved(({},)),
     "prompt_embeds": Unserved(),
     "prompt_logprobs": Unserved(),
+    "repetition_detection": Unserved(),
+    "return_prompt_text": Unserved(),
+    "return_token_offsets": Unserved(),
     "return_tokens_as_token_ids": Unserved(),
+    "routed_experts_prompt_start": Unserved((0,)),
     "spaces_between_special_tokens": Unserved((True,)),
+    "stream_interval": Unserved((1,)),
     "structural_tag": Unserved((), "structured_outputs.structural_tag"),
+    "thinking_token_budget": Unserved(),
+    "truncation_side": Unserved(("left",)),
     "use_beam_search": Unserved(),
     "vllm_xargs": Unserved(({},)),
+    "watermarking": Unserved(),
 }
 _SGLANG = {
     "custom_logit_processor": Unserved(),
