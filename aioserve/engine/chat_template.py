@@ -53,6 +53,7 @@ class Conversation(msgspec.Struct, frozen=True):
     add_generation_prompt: bool | None = None  # None: unless the last message goes on
     continue_final_message: bool = False  # the reply goes on with it, as if it had begun so
     template_kwargs: Mapping[str, Any] = {}  # what else the template looks at, by name
+    reasoning_effort: str | None = None  # "none", or how much, in the template's words
 
     def __post_init__(self) -> None:
         if self.continue_final_message:
@@ -99,6 +100,7 @@ class ChatTemplate:
         _check_read(source, conversation.template_kwargs)
         names = {
             "documents": None,
+            **_effort_kwargs(source, conversation.reasoning_effort),
             **conversation.template_kwargs,
             "messages": messages,
             "tools": tools or None,
@@ -243,6 +245,21 @@ def _check_read(source: str, kwargs: Mapping[str, Any]) -> None:
                 f"the chat template of this model does not look at {name!r}",
                 param=f"chat_template_kwargs.{name}",
             )
+
+
+def _effort_kwargs(source: str, effort: str | None) -> dict[str, Any]:
+    """How a template is told how much to reason: as vLLM does, by either of two names."""
+    if effort is None:
+        return {}
+    told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    told = {name: value for name, value in told.items() if name in _names_read(source)}
+    if not told and effort != "none":
+        raise RequestError(
+            "the chat template of this model does not look at reasoning_effort, nor at "
+            "enable_thinking",
+            param="reasoning_effort",
+        )
+    return told
 
 
 @cache

@@ -41,6 +41,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning_effort,
     )
     reply = ChatReply(request, body, use)
     try:

@@ -256,6 +256,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None  # false: the template begins no reply
     continue_final_message: bool | None = None  # the reply goes on with the last message
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     chat_template_kwargs: dict[str, Any] | None = None  # what else the template looks at
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: at most one call in a reply

@@ -100,6 +100,18 @@ def test_what_a_client_says_of_the_prompt_is_what_transformers_makes_of_it(
             assert render(source, *messages, **options) == expected
 
 
+def test_the_effort_of_reasoning_is_told_by_the_name_that_the_template_knows(render):
+    said = {
+        (name, effort): render("{{ " + name + " }}", reasoning_effort=effort)
+        for name in ("reasoning_effort", "enable_thinking")
+        for effort in ("none", "low")
+    }
+    assert list(said.values()) == ["none", "low", "False", "True"]
+    options = {"reasoning_effort": "low", "template_kwargs": {"enable_thinking": False}}
+    assert render("{{ enable_thinking }}", **options) == "False"
+    assert render("", reasoning_effort="none") == ""
+
+
 def test_a_reply_goes_on_after_the_spaces_of_the_last_message(render):
     trims = "{% for m in messages %}{{ m.content | trim }};{% endfor %}"
     last = {"role": "assistant", "content": "Hi, \n"}
@@ -112,6 +124,7 @@ def test_a_reply_goes_on_after_the_spaces_of_the_last_message(render):
         ([USER], {"template_kwargs": {"unread": 0}}, "chat_template_kwargs.unread"),
         ([USER], {"template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ([USER], {"template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ([USER], {"reasoning_effort": "low"}, "reasoning_effort"),
         ([USER, CALL], {"continue_final_message": True}, "continue_final_message"),
         (
             [USER],
