@@ -14,26 +14,32 @@ from aioserve.server.protocol import Int, ModelRequest, RequestPart, Usage
 
 
 class Block(RequestPart, kw_only=True, omit_defaults=True):
-    """One block of a message, or of the system prompt; only text is understood."""
+    """One block of a message, of the system prompt or of a tool's result; its type says which
+    fields it has.
+    """
 
     type: str
     text: str | None = None
     cache_control: Any = None  # a hint: prefixes are cached by themselves
-    # Of blocks of other types; refused unless empty.
+    # Of tool_use.
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    # Of tool_result.
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+    # Of thinking.
+    thinking: str | None = None
+    signature: str | None = None  # by whom it was thought is not checked
+    # Of blocks that are not understood, or what these may hold besides; refused unless empty.
     caller: Any = None
     citations: Any = None
-    content: Any = None
     context: Any = None
     data: Any = None
-    id: Any = None
-    input: Any = None
-    is_error: Any = None
-    name: Any = None
-    signature: Any = None
     source: Any = None
-    thinking: Any = None
     title: Any = None
-    tool_use_id: Any = None
+    toolset_name: Any = None
 
 
 class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
@@ -49,11 +55,46 @@ class Metadata(RequestPart, kw_only=True, omit_defaults=True):
     user_id: str | None = None
 
 
+class ToolDefinition(RequestPart, kw_only=True, omit_defaults=True):
+    """What may be called."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None  # custom: all others would run at Anthropic's
+    strict: bool | None = None
+    cache_control: Any = None  # hints
+    eager_input_streaming: Any = None
+    # Refused unless empty.
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    input_examples: Any = None
+
+
+class ToolChoice(RequestPart, kw_only=True, omit_defaults=True):
+    """Which tools may, or must, be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of a tool
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestPart, kw_only=True, omit_defaults=True):
+    """Whether a model's reasoning is told; it reasons as its chat template has it."""
+
+    type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: Int | None = None
+    display: str | None = None
+
+
 class CountTokensRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/messages/count_tokens: the fields that make a prompt."""
 
     messages: list[InputMessage]
     system: str | list[Block] | None = None
+    thinking: Thinking | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
@@ -96,10 +137,30 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 
 class TextBlock(msgspec.Struct, kw_only=True):
-    """A block of the reply."""
+    """What is said to the user."""
 
     type: Literal["text"] = "text"
-    text: str
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True):
+    """What the model thought aloud."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True):
+    """A call; in a stream its input follows as JSON text. Empty if it was cut off."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
@@ -136,7 +197,7 @@ class Message(Stop, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[ReplyBlock]
     usage: MessageUsage
 
 
@@ -155,7 +216,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
     type: Literal["content_block_start"] = "content_block_start"
     index: int
-    content_block: TextBlock
+    content_block: ReplyBlock
 
 
 class Ping(msgspec.Struct, kw_only=True):
@@ -171,12 +232,26 @@ class TextDelta(msgspec.Struct, kw_only=True):
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, kw_only=True):
+    """More of the thoughts."""
+
+    type: Literal["thinking_delta"] = "thinking_delta"
+    thinking: str
+
+
+class InputDelta(msgspec.Struct, kw_only=True):
+    """More of the input of a call, as JSON text."""
+
+    type: Literal["input_json_delta"] = "input_json_delta"
+    partial_json: str
+
+
 class BlockDelta(msgspec.Struct, kw_only=True):
     """The next piece of a block."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, kw_only=True):

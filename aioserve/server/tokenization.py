@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from aioserve.engine import Prompt
+from aioserve.engine import Conversation, Prompt
 from aioserve.errors import RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.chat_messages import template_messages
 from aioserve.server.keys import ENGINE
-from aioserve.server.protocol import ChatMessage, Int, ModelRequest
+from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
+from aioserve.server.tool_use import tool_use
 from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
 
@@ -25,6 +26,11 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None  # of a prompt; default true
     return_token_strs: bool | None = None
+    # Of messages, as on chat.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -51,16 +57,13 @@ class Detokenized(msgspec.Struct, kw_only=True):
 _tokenize = BodyDecoder(
     TokenizeRequest,
     {
-        "add_generation_prompt": Unserved((True,)),
         "chat_template": Unserved(),
-        "chat_template_kwargs": Unserved(({},)),
-        "continue_final_message": Unserved(),
         "mm_processor_kwargs": Unserved(({},)),
-        "tools": Unserved(([],)),
     },
     shared={},
     hints=(),
 )
+_OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools")
 _detokenize = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
 _encoder = msgspec.json.Encoder()
 
@@ -87,6 +90,9 @@ def _prompt(body: TokenizeRequest) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either a prompt or messages", param="prompt")
     if body.prompt is not None:
+        for name in _OF_MESSAGES:
+            if getattr(body, name):
+                raise RequestError(f"{name} is for messages, not for a prompt", param=name)
         return body.prompt
     messages = template_messages(body.messages or [])
     if body.add_special_tokens:
@@ -94,7 +100,14 @@ def _prompt(body: TokenizeRequest) -> Prompt:
             "add_special_tokens is for a prompt: the chat template says which there are",
             param="add_special_tokens",
         )
-    return messages
+    use = tool_use(ChatCompletionRequest(messages=[], tools=body.tools))
+    return Conversation(
+        messages,
+        use.tools if use else (),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+    )
 
 
 async def detokenize(request: web.Request) -> web.Response:

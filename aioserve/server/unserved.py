@@ -160,9 +160,6 @@ UNSERVED_ANTHROPIC: Mapping[str, Unserved] = {
     "output_config": Unserved(({},)),
     "output_format": Unserved(),
     "speed": Unserved(("standard",)),
-    "thinking": Unserved(({"type": "disabled"},)),
-    "tool_choice": Unserved(({"type": "auto"}, {"type": "none"})),
-    "tools": Unserved(([],)),
 }
 NOT_ON_MESSAGES: Mapping[str, Unserved] = {
     "container": Unserved(),

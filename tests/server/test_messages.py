@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import anthropic
 import msgspec
 import pytest
+from scripted import ScriptedRunner, make_model
 from serving import SIMULATED, running
+from test_bad_input import check, mutations
+from test_tools import HERMES, THINKING, TWO_CALLS
 
-from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
+from aioserve.server.anthropic_prompt import template_messages
 from aioserve.server.anthropic_protocol import CountTokensRequest
-from aioserve.server.messages import template_messages
 from tests.processes import PATIENCE
 
 # The loop is the subject of other tests; these load a model each.
@@ -21,6 +25,39 @@ BODY = {"model": "embedded", "messages": [TURN], "max_tokens": 24, "temperature"
 # The package sends sampling parameters only as extra fields.
 ASKED = {k: v for k, v in BODY.items() if k != "temperature"} | {"extra_body": {"temperature": 0}}
 BLOCKS = {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}
+
+
+TOOLS = [
+    {
+        "name": name,
+        "description": "does it",
+        "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    }
+    for name in ("add", "sub")
+]
+CALLING = [
+    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+    {"type": "text", "text": "So."},
+    {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}},
+]
+ANSWERS = {
+    "role": "user",
+    "content": [
+        {"type": "tool_result", "tool_use_id": "t", "content": "3", "is_error": True},
+        {"type": "text", "text": "Well?"},
+    ],
+}
+
+
+@asynccontextmanager
+async def saying(text, path, template=HERMES):
+    """A server of the model "embedded" that says `text`, whatever it is asked."""
+    model = ModelConfig(model=make_model(path, template), served_model_name="embedded")
+    config = msgspec.structs.replace(SIMULATED, model=model)
+    runner = ScriptedRunner(config, model)
+    runner.say(text)
+    async with running(config, runner) as server:
+        yield server
 
 
 @pytest.fixture(params=["simulated", "model"])
@@ -173,6 +210,26 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
+        (
+            {"messages": [TURN, {"role": "assistant", "content": CALLING}, ANSWERS]},
+            [
+                TURN,
+                {
+                    "role": "assistant",
+                    "content": "So.",
+                    "reasoning_content": "Hm.",
+                    "tool_calls": [
+                        {
+                            "id": "t",
+                            "type": "function",
+                            "function": {"name": "add", "arguments": {"a": 1}},
+                        }
+                    ],
+                },
+                {"role": "tool", "content": "Error: 3", "tool_call_id": "t", "name": "add"},
+                {"role": "user", "content": "Well?"},
+            ],
+        ),
         ({"messages": [TURN]}, [TURN]),
         ({"messages": [TURN], "system": ""}, [TURN]),
         ({"messages": [TURN], "system": "S"}, [{"role": "system", "content": "S"}, TURN]),
@@ -201,14 +258,26 @@ async def test_what_the_template_gets_to_see(body, expected):
     ("messages", "where"),
     [
         ([], "messages must not be empty"),
-        ([TURN, {"role": "assistant", "content": "x"}], "messages[1].role: the last message"),
         (
             [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
             "messages[0].content[0]: blocks of type 'image'",
         ),
         (
-            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}],
-            "messages[0].content[0]: blocks of type 'tool_result'",
+            [{"role": "user", "content": [{"type": "tool_use", "id": "t"}]}],
+            "messages[0].content[0]: blocks of type 'tool_use'",
+        ),
+        ([{"role": "user", "content": [{"type": "tool_result"}]}], "content[0].tool_use_id is"),
+        (
+            [TURN, {"role": "assistant", "content": CALLING}],
+            "messages[1].content: the last message",
+        ),
+        (
+            [
+                TURN,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "a"}]},
+                TURN,
+            ],
+            "messages[1].content[0].input is missing",
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}],
@@ -227,3 +296,107 @@ async def test_messages_that_cannot_be_rendered_are_refused_with_their_place(
     answer = await server.request("POST", path, json=body)
     assert answer.status == 400
     assert where in answer.json()["error"]["message"]
+
+
+async def test_a_client_calls_tools_and_answers_them(tmp_path):
+    async with saying(TWO_CALLS, tmp_path) as server, client_of(server.url) as client:
+        ask = {"model": "embedded", "messages": [TURN], "max_tokens": 500, "tools": TOOLS}
+        whole = await client.messages.create(**ask)
+        assert whole.stop_reason == "tool_use"
+        text, *calls = whole.content
+        assert text.text == "Let me see."
+        told = [("add", {"a": 1}), ("sub", {"ä": [2, "</tool_call>"]})]
+        assert [(call.name, call.input) for call in calls] == told
+        assert len({call.id for call in calls}) == 2
+        async with client.messages.stream(**ask) as stream:
+            streamed = await stream.get_final_message()
+        assert streamed.stop_reason == "tool_use"
+        assert streamed.content[0].text == text.text
+        assert [(call.name, call.input) for call in streamed.content[1:]] == told
+
+        results = [{"type": "tool_result", "tool_use_id": call.id} for call in calls]
+        more = [
+            {"role": "assistant", "content": [b.model_dump(mode="json") for b in whole.content]},
+            {"role": "user", "content": results},
+        ]
+        answered = await client.messages.create(**{**ask, "messages": [TURN, *more]})
+        assert answered.usage.input_tokens > 0
+
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        one = await client.messages.create(**ask, tool_choice=choice)
+        assert [block.type for block in one.content] == ["text", "tool_use"]
+        none = await client.messages.create(**ask, tool_choice={"type": "none"})
+        assert [block.text for block in none.content] == [TWO_CALLS]
+        cut = await client.messages.create(**{**ask, "max_tokens": 20})
+        assert cut.stop_reason == "max_tokens"
+
+
+async def test_a_reply_goes_on_with_an_assistants_last_message(server):
+    turns = [TURN, {"role": "assistant", "content": "I am thy father's"}]
+    counted = await server.request("POST", "/v1/messages/count_tokens", json={"messages": turns})
+    body = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    expected = (await server.chat(**body, max_tokens=1)).json()["usage"]["prompt_tokens"]
+    assert counted.json() == {"input_tokens": expected}
+    usage = (await ask(server, messages=turns)).json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_told_to_those_who_ask_for_it(tmp_path, stream):
+    async with saying("I wonder.</think>So be it.", tmp_path, THINKING) as server:
+
+        async def blocks(**fields):
+            answer = await ask(server, max_tokens=99, **fields, stream=stream)
+            if not stream:
+                told = answer.json()["content"]
+                return [(block["type"], block.get("thinking", block.get("text"))) for block in told]
+            found = []
+            for name, data in events_of(answer):
+                if name == "content_block_start":
+                    found.append((data["content_block"]["type"], ""))
+                elif name == "content_block_delta":
+                    assert data["index"] == len(found) - 1
+                    kind, text = found[-1]
+                    found[-1] = (kind, text + data["delta"].get(kind, ""))
+            return found
+
+        said = [("text", "So be it.")]
+        assert await blocks() == said
+        assert await blocks(thinking={"type": "disabled"}) == said
+        assert await blocks(thinking={"type": "adaptive"}) == [("thinking", "I wonder."), *said]
+
+
+async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path):
+    tool = TOOLS[0]
+    async with saying("Hello", tmp_path) as server:
+        for change, where in (
+            ({"tools": [{**tool, "type": "bash_20250124"}]}, "tools[0]: tools of type 'bash_2"),
+            ({"tools": [tool, tool]}, "tools[1].name: there are two"),
+            ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: the name of a tool"),
+            ({"tools": [{"name": "a"}]}, "tools[0].input_schema is missing"),
+            ({"tools": [{**tool, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+            ({"tools": [{**tool, "input_schema": {"type": 5}}]}, "tools[0].input_schema"),
+            ({"tools": [{**tool, "defer_loading": True}]}, "tools[0].defer_loading is not"),
+            ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
+            ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+            ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "use adaptive"),
+        ):
+            answer = await ask(server, **change)
+            assert answer.status == 400, change
+            assert where in check(answer)["message"], change
+        good = {**BODY, "tools": TOOLS[:1], "tool_choice": {"type": "auto"}}
+        good["messages"] = [TURN, {"role": "assistant", "content": CALLING}]
+        good["messages"] += [{"role": "user", "content": ANSWERS["content"][:1]}]
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            if "count" in path:
+                del good["max_tokens"], good["temperature"]
+            for body in mutations(good):
+                answer = await server.request("POST", path, data=json.dumps(body).encode())
+                assert answer.status in (200, 400, 404), body
+                if answer.status != 200:
+                    check(answer, answer.status)
+            assert (await server.request("POST", path, json=good)).status == 200
+    async with running() as server:
+        assert "not supported with this model" in check(await ask(server, tools=TOOLS))["message"]

@@ -24,6 +24,21 @@ async def test_messages_have_the_tokens_of_a_chat(server):
     assert tokens["token_strs"] == spell(tokens["tokens"])
 
 
+async def test_messages_are_rendered_as_a_chat_renders_them(server):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Nay, answer me"}]
+    counts = set()
+    for fields in (
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"add_generation_prompt": True},
+    ):
+        body = {"messages": messages, **fields}
+        counts.add((await server.request("POST", "/tokenize", json=body)).json()["count"])
+        chat = await server.chat(**body, max_tokens=1)
+        assert chat.json()["usage"]["prompt_tokens"] in counts
+    assert len(counts) > 1
+
+
 async def test_more_tokens_than_the_model_takes_are_counted(start_server):
     async with start_server(model={"max_model_len": 16}) as server:
         body = {"prompt": "word " * 30}
@@ -53,7 +68,9 @@ async def test_special_tokens_are_left_out_of_a_prompt_when_asked(server, monkey
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools[0].type"),
+        ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template"),
         ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
         ("/tokenize", {"prompt": "x", "model": "gpt"}, "model"),

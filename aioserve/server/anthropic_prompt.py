@@ -1,0 +1,195 @@
+"""Messages and tools of Anthropic's as chat templates know them.
+
+Refuses what no template could be told, with its place. Knows nothing about templates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aioserve.errors import RequestError
+from aioserve.server.anthropic_protocol import (
+    Block,
+    CountTokensRequest,
+    InputMessage,
+    ToolDefinition,
+)
+from aioserve.server.protocol import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    RequestPart,
+    Tool,
+)
+from aioserve.server.tool_use import ToolUse, tool_use
+
+# By who speaks: the types of blocks, with the fields that each has.
+_SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
+_BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "user": {**_SYSTEM, "tool_result": ("tool_use_id", "content", "is_error")},
+    "assistant": {
+        **_SYSTEM,
+        "tool_use": ("id", "name", "input"),
+        "thinking": ("thinking", "signature"),
+    },
+}
+_REQUIRED = {
+    "text": ("text",),
+    "tool_result": ("tool_use_id",),
+    "tool_use": ("id", "name", "input"),
+    "thinking": ("thinking",),
+}
+_HINTS = ("cache_control", "eager_input_streaming")
+
+
+def template_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """What the chat template gets to see; messages of one role in a row become one.
+
+    Raises `RequestError`.
+    """
+    if not body.messages:
+        raise RequestError("messages must not be empty", param="messages")
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        system = _blocks(body.system, _SYSTEM, "system")
+        messages.append({"role": "system", "content": _text(system)})
+    names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
+    for i, message in enumerate(body.messages):
+        for told in _tell(message, f"messages[{i}].content", names):
+            if messages[-1:] and messages[-1]["role"] == told["role"] != "tool":
+                _join(messages[-1], told)
+            else:
+                messages.append(told)
+    if messages[-1].get("tool_calls"):
+        raise RequestError(
+            "the last message calls a tool: its tool_result must follow",
+            param=f"messages[{len(body.messages) - 1}].content",
+        )
+    return messages
+
+
+def _tell(message: InputMessage, path: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    blocks = _blocks(message.content, _BLOCKS[message.role], path)
+    if message.role == "assistant":
+        return [_assistants(blocks, names)]
+    told = []
+    for i, block in enumerate(blocks):
+        if block.type == "tool_result":
+            text = _text(_blocks(block.content or "", _SYSTEM, f"{path}[{i}].content"))
+            result = {
+                "role": "tool",
+                "content": f"Error: {text}" if block.is_error else text,
+                "tool_call_id": block.tool_use_id,
+            }
+            if block.tool_use_id in names:
+                result["name"] = names[block.tool_use_id]  # some templates say it
+            told.append(result)
+    texts = [block for block in blocks if block.type == "text"]
+    if texts or not told:
+        told.append({"role": "user", "content": _text(texts)})
+    return told
+
+
+def _assistants(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
+    thoughts = "".join(block.thinking or "" for block in blocks)
+    if thoughts:
+        told["reasoning_content"] = thoughts
+    calls = [block for block in blocks if block.type == "tool_use"]
+    names.update((block.id or "", block.name or "") for block in calls)
+    if calls:
+        told["tool_calls"] = [
+            {
+                "id": block.id,
+                "type": "function",
+                "function": {"name": block.name, "arguments": block.input},
+            }
+            for block in calls
+        ]
+    return told
+
+
+def _join(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """One message of two: texts a line each, calls one after the other."""
+    for name, value in second.items():
+        if name == "tool_calls":
+            first[name] = first.get(name, []) + value
+        elif name != "role":
+            first[name] = "\n".join(filter(None, (first.get(name), value)))
+
+
+def _blocks(
+    content: str | list[Block], types: Mapping[str, Sequence[str]], path: str
+) -> Sequence[Block]:
+    """Checked: of a type that is understood there, with its fields and no others."""
+    if isinstance(content, str):
+        return [Block(type="text", text=content)]
+    for i, block in enumerate(content):
+        place = f"{path}[{i}]"
+        if block.type not in types:
+            known = " and ".join(map(repr, types))
+            raise RequestError(
+                f"{place}: blocks of type {block.type[:64]!r} are not supported here, only {known}",
+                param=place,
+            )
+        _refuse_all_but(("type", *types[block.type]), block, place)
+        for name in _REQUIRED[block.type]:
+            if getattr(block, name) is None:
+                raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
+    return content
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    return "".join(block.text or "" for block in blocks)
+
+
+def _refuse_all_but(names: Sequence[str], part: RequestPart, path: str) -> None:
+    for name in part.__struct_fields__:
+        if name not in (*names, *_HINTS) and getattr(part, name):
+            raise RequestError(
+                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
+            )
+
+
+def tools_of(body: CountTokensRequest) -> ToolUse | None:
+    """As `tool_use` of a chat. Raises `RequestError` with the paths that chat has for them."""
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    asked = ChatCompletionRequest(messages=[], tools=tools)
+    choice = body.tool_choice
+    if choice is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise RequestError(
+                "tool_choice has a name if it is of type tool, and only then",
+                param="tool_choice.name",
+            )
+        asked.parallel_tool_calls = not choice.disable_parallel_tool_use
+        if choice.name is not None:
+            asked.tool_choice = NamedToolChoice(
+                type="function", function=FunctionName(name=choice.name)
+            )
+        elif choice.type in ("auto", "none"):
+            asked.tool_choice = choice.type
+        else:
+            asked.tool_choice = "required"
+    return tool_use(asked)
+
+
+def _tool(tool: ToolDefinition, path: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise RequestError(
+            f"{path}: tools of type {tool.type[:64]!r} are not supported by this server, only "
+            "'custom'",
+            param=path,
+        )
+    _refuse_all_but(("name", "input_schema", "description", "type", "strict"), tool, path)
+    if tool.input_schema is None:
+        raise RequestError(f"{path}.input_schema is missing", param=f"{path}.input_schema")
+    return Tool(
+        type="function",
+        function=FunctionDefinition(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
+        ),
+    )

@@ -1,0 +1,197 @@
+"""A reply as Anthropic's message: its text told apart into blocks of text, thinking and tool use.
+
+Knows the shapes of messages and events. How a model writes calls is known in `formats`.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.anthropic_protocol import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    Message,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    ReplyBlock,
+    Stop,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from aioserve.server.errors import to_messages_error, to_wire
+from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning
+from aioserve.server.generation import Answer
+from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.protocol import Usage
+from aioserve.server.reply_reader import ReplyReader
+from aioserve.server.sse import typed_event
+from aioserve.server.tool_use import ToolUse
+
+
+class MessageAnswer(Answer):
+    """The first delta opens the message; a block is opened when there is something to say in it."""
+
+    id_prefix = "msg"
+    text_field = "text"
+
+    def __init__(self, request: web.Request, body: MessagesRequest, use: ToolUse | None) -> None:
+        super().__init__(request, body.model, body.request_id)
+        self._format = request.app[CHAT_FORMAT]
+        self._use = use
+        self._tells_thoughts = body.thinking is not None and body.thinking.type != "disabled"
+        self._max_tokens = body.max_tokens
+        # Whether a reply is text and nothing else.
+        self._is_plain = use is None and not self._format.marks
+        self._reader: ReplyReader | None = None
+        self._is_begun = False
+        self._index = -1  # of the last block
+        self._block: ReplyBlock | None = None  # the one that is open, empty
+        self._stop = Stop()
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        if self._is_plain:
+            return super().quick_chunk(index, output)
+        if not self._is_begun or output.finish_reason is not None:
+            return None
+        return self.chunk(index, output)
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        if self._is_plain:
+            return super().chunk(index, output)
+        return b"" if self.is_silent(output) else self.make_chunk(index, output)
+
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        told = b"" if self._is_begun else self._beginning(output)
+        told += b"".join(map(self._tell, self._read(output)))
+        if output.finish_reason is not None:
+            self._stop = self._stop_of(output)
+        return told
+
+    def _beginning(self, output: RequestOutput) -> bytes:
+        self._is_begun = True
+        usage = Usage.of(
+            output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens
+        )
+        message = Message(id=self.id, model=self.model, content=[], usage=MessageUsage.of(usage))
+        told = typed_event(MessageStart(message=message)) + typed_event(Ping())
+        return told + self._open(TextBlock()) if self._is_plain else told
+
+    def _read(self, output: RequestOutput) -> list[Event]:
+        if self._is_plain:
+            return [Content(output.text)] if output.text else []
+        if self._reader is None:
+            use = self._use
+            names = None if use is None else use.may_call
+            self._reader = ReplyReader(
+                self._format.make_parser(names, self.prompt_end, with_reasoning=True),
+                self._format.make_id,
+                max_calls=1 if use is not None and not use.is_parallel else None,
+                with_reasoning=self._tells_thoughts,
+            )
+        return self._reader.read(output)
+
+    def _tell(self, event: Event) -> bytes:
+        """What opens the block of the event, if it is another than the open one, and the delta."""
+        match event:
+            case Content():
+                opening = b"" if isinstance(self._block, TextBlock) else self._open(TextBlock())
+                return opening + self._delta(TextDelta(text=event.text))
+            case Reasoning():
+                is_open = isinstance(self._block, ThinkingBlock)
+                opening = b"" if is_open else self._open(ThinkingBlock())
+                return opening + self._delta(ThinkingDelta(thinking=event.text))
+            case Call():
+                return self._open(ToolUseBlock(id=self._format.make_id(), name=event.name))
+            case Arguments():
+                return self._delta(InputDelta(partial_json=event.text))
+
+    def _open(self, block: ReplyBlock) -> bytes:
+        closing = self._close()
+        self._index, self._block = self._index + 1, block
+        return closing + typed_event(BlockStart(index=self._index, content_block=block))
+
+    def _close(self) -> bytes:
+        is_open, self._block = self._block is not None, None
+        return typed_event(BlockStop(index=self._index)) if is_open else b""
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta) -> bytes:
+        return typed_event(BlockDelta(index=self._index, delta=delta))
+
+    def ending(self, usage: Usage) -> bytes:
+        return (
+            self._close()
+            + typed_event(MessageDelta(delta=self._stop, usage=MessageUsage.of(usage)))
+            + typed_event(MessageStop())
+        )
+
+    def failure(self, error: BaseException) -> bytes:
+        status, body = to_wire(error)
+        return typed_event(to_messages_error(status, body.error)[1])
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
+        [output] = outputs
+        events = self._read(output)
+        stop = self._stop_of(output)
+        return Message(
+            id=self.id,
+            model=self.model,
+            content=[TextBlock(text=output.text)] if self._is_plain else self._blocks(events),
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            usage=MessageUsage.of(usage),
+        )
+
+    def _blocks(self, events: Sequence[Event]) -> list[ReplyBlock]:
+        blocks: list[ReplyBlock] = []
+        arguments = ""
+        for event in (*events, None):
+            if not isinstance(event, Arguments) and arguments:
+                call = blocks[-1]
+                assert isinstance(call, ToolUseBlock)
+                call.input, arguments = _decoded(arguments), ""
+            match event:
+                case Content():
+                    blocks.append(TextBlock(text=event.text))
+                case Reasoning():
+                    blocks.append(ThinkingBlock(thinking=event.text))
+                case Call():
+                    blocks.append(ToolUseBlock(id=self._format.make_id(), name=event.name))
+                case Arguments():
+                    arguments += event.text
+        return blocks
+
+    def _stop_of(self, output: RequestOutput) -> Stop:
+        reason = output.finish_reason
+        if self._reader is not None:
+            reason = self._reader.finish_reason(output)
+        match reason:
+            case FinishReason.TOOL_CALLS:
+                return Stop(stop_reason="tool_use")
+            case FinishReason.STOP if isinstance(output.stop_reason, str):
+                return Stop(stop_reason="stop_sequence", stop_sequence=output.stop_reason)
+            case FinishReason.STOP:
+                return Stop(stop_reason="end_turn")
+            case FinishReason.LENGTH if output.num_output_tokens < self._max_tokens:
+                return Stop(stop_reason="model_context_window_exceeded")
+            case FinishReason.LENGTH:
+                return Stop(stop_reason="max_tokens")
+        return Stop(stop_reason=reason)
+
+
+def _decoded(arguments: str) -> dict[str, object]:
+    """The input of a call; of one that was cut off nothing, since it must be an object."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, object])
+    except msgspec.DecodeError:
+        return {}
