@@ -143,6 +143,7 @@ ALLOWED = {
         "aioserve.config",
         "aioserve.engine",
         "aioserve.engine.byte_level",
+        "aioserve.engine.chat_template",
         "aioserve.errors",
         "aioserve.outputs",
         "aioserve.request",

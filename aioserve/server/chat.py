@@ -10,6 +10,7 @@ from aiohttp import web
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioserve.server.binding import bind, leaves_room_for_reasoning
 from aioserve.server.chat_messages import template_messages
 from aioserve.server.chat_reply import ChatReply
 from aioserve.server.generation import read_body, respond
@@ -26,15 +27,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, _decoder)
     use, chat_format = tool_use(body), request.app[CHAT_FORMAT]
+    if use is not None:
+        chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
     params = msgspec.structs.replace(
         sampling_params(body), kept_special_tokens=chat_format.kept_special_tokens
     )
-    if use is not None:
-        chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
-        if use.must_call:
-            raise RequestError(
-                "tool_choice other than auto and none is not supported yet", "tool_choice"
-            )
     conversation = Conversation(
         template_messages(body.messages),
         use.tools if use else (),
@@ -43,12 +40,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
     )
-    reply = ChatReply(request, body, use)
+    has_reasoning = leaves_room_for_reasoning(params, use)
+    params = bind(params, use, chat_format, conversation)
+    reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
         return await respond(request, body, [conversation], params, reply)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages
             error.param = "messages"
+        if use is not None and (error.param or "").startswith("structured_outputs"):
+            raise RequestError(f"the tools cannot be compiled: {error}", param="tools") from error
         raise
 
 

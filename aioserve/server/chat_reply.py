@@ -34,12 +34,17 @@ class ChatReply(Reply):
     text_field = "content"
 
     def __init__(
-        self, request: web.Request, body: ChatCompletionRequest, use: ToolUse | None = None
+        self,
+        request: web.Request,
+        body: ChatCompletionRequest,
+        use: ToolUse | None = None,
+        *,
+        separates_reasoning: bool = True,
     ) -> None:
         super().__init__(request, body)
         self._format = request.app[CHAT_FORMAT]
         self._use = use
-        self._separates = body.separate_reasoning is not False
+        self._separates = separates_reasoning and body.separate_reasoning is not False
         self._includes_reasoning = body.include_reasoning is not False
         self._readers: dict[int, ReplyReader] = {}  # by choice
         self._opened: set[int] = set()  # choices whose role was said

@@ -194,21 +194,28 @@ def any_of(markers: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-def alternatives(functions: Sequence[Function], keys: tuple[str, str]) -> str:
+# Of a forced reply: without a limit, a model that is unsure goes on until its text is cut.
+MAX_FORCED_CALLS = 16
+
+
+def repeated(call: str, separator: str, is_parallel: bool) -> str:
+    """One, or several, in a grammar."""
+    return f"{call} ({separator} {call}){{0,{MAX_FORCED_CALLS - 1}}}" if is_parallel else call
+
+
+def alternatives(functions: Sequence[Function], keys: tuple[str, str], literal: Literal) -> str:
     """Grammar rules of which `call` is the JSON object of a call, by the names of its two keys."""
-    name, arguments = keys
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
     for i, function in enumerate(functions):
-        schema = {
-            "type": "object",
-            "properties": {name: {"const": function.name}, arguments: function.parameters},
-            "required": [name, arguments],
-            "additionalProperties": False,
-        }
-        rules.append(f"call_{i}: {json_rule(schema)}")
+        before = f'{{"{keys[0]}": "{function.name}", "{keys[1]}": '
+        rules.append(f"call_{i}: {literal(before)} arguments_{i} {literal('}')}")
+        rules.append(f"arguments_{i}: {json_rule(function.parameters)}")
     return "\n".join(rules)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A schema inside of a grammar."""
-    return f"%json {msgspec.json.encode(schema).decode()}"
+    """A schema inside of a grammar; JSON is written as templates write it."""
+    options = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    text = msgspec.json.encode({**schema, "x-guidance": options}).decode()
+    # What looks like the sign of another notation can only stand in a text.
+    return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"

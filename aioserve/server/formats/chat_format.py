@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from aioserve.engine import Conversation
 from aioserve.engine.byte_level import special_token_ids
+from aioserve.engine.chat_template import ChatTemplate
 from aioserve.errors import RequestError
-from aioserve.server.formats.call_parser import CallParser, Function
+from aioserve.server.formats.call_parser import CallParser
 from aioserve.server.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from aioserve.server.formats.hermes import HermesParser
 from aioserve.server.formats.llama3 import Llama3Parser
@@ -28,6 +30,8 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "llama3_json": Llama3Parser,
     "json": PlainJsonParser,
 }
+
+PROBE_SECONDS = 0.05  # for a template to render a message
 
 
 class ChatFormat:
@@ -70,18 +74,38 @@ class ChatFormat:
         """Special tokens that the parsers need to see in the text."""
         return tuple(self._special.values())
 
-    def grammar(self, functions: Sequence[Function], *, is_parallel: bool) -> str:
-        """What binds a reply to calls of `functions`, after reasoning if there is any."""
-        rules = self.call_parser.grammar(functions, is_parallel, self._literal)
-        if self.marks is None:
-            return f"start: calls\n{rules}"
-        raise NotImplementedError
-
-    def _literal(self, text: str) -> str:
+    def literal(self, text: str) -> str:
         """How a grammar writes it: a special token by its id, since its text is not its own."""
         if text in self._special:
             return f"<[{self._special[text]}]>"
         return msgspec.json.encode(text).decode()
+
+    def thought(self, conversation: Conversation) -> tuple[str, list[str]]:
+        """What may stand before a reply that is bound, in a grammar, and the rules of that."""
+        if self.marks is None:
+            return "", []
+        end = self.literal(self.marks.end)
+        rules = [f"thought[suffix={end}]: /(.|\\n)*/"]
+        if self.marks.end in self._special:
+            rules = [f"thought: /(.|\\n)*/ {end}"]
+        rules.append("blank: /[ \\n]{0,4}/")
+        if self._prompt_opens_reasoning(conversation):
+            return "thought blank ", rules
+        return f"({self.literal(self.marks.start)} thought blank)? ", rules
+
+    def _prompt_opens_reasoning(self, conversation: Conversation) -> bool:
+        """Whether a reply begins inside of reasoning, as another conversation shows."""
+        assert self.marks is not None
+        ask = Conversation(
+            [{"role": "user", "content": "?"}],
+            add_generation_prompt=conversation.add_generation_prompt,
+            template_kwargs=conversation.template_kwargs,
+        )
+        try:
+            prompt = ChatTemplate(self._tokenizer).render(ask, PROBE_SECONDS)
+        except RequestError:  # it is said to whoever asks
+            prompt = ""
+        return ReasoningParser(self.marks, prompt).is_open
 
     def make_parser(
         self, names: Sequence[str] | None, prompt_end: Sequence[int], *, with_reasoning: bool

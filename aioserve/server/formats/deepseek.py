@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from aioserve.server.formats.call_parser import (
     CallParser,
@@ -9,6 +10,7 @@ from aioserve.server.formats.call_parser import (
     Literal,
     any_of,
     json_rule,
+    repeated,
 )
 from aioserve.server.formats.events import Arguments, Call
 from aioserve.server.formats.json_value import JsonValue
@@ -31,6 +33,7 @@ _LINE = re.compile(r"[^\n]*")
 class DeepSeekV31Parser(CallParser):
     """Reads both forms: `name<sep>{...}` as V3.1 writes it, and V3's, with the name in a line."""
 
+    _between: ClassVar[str] = ""  # two calls
     markers = (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END)
 
     @classmethod
@@ -44,10 +47,11 @@ class DeepSeekV31Parser(CallParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        calls = " | ".join(f"call_{i}" for i in range(len(functions)))
+        each = " | ".join(f"call_{i}" for i in range(len(functions)))
+        calls = repeated("call", literal(cls._between), is_parallel)
         rules = [
-            f"calls: {literal(_CALLS)} call{'+' if is_parallel else ''} {literal(_CALLS_END)}",
-            f"call: {literal(_CALL)} ({calls}) {literal(_CALL_END)}",
+            f"calls: {literal(_CALLS)} {calls} {literal(_CALLS_END)}",
+            f"call: {literal(_CALL)} ({each}) {literal(_CALL_END)}",
         ]
         for i, function in enumerate(functions):
             before, after = cls._call(function.name, literal)
@@ -150,6 +154,8 @@ class DeepSeekV31Parser(CallParser):
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Writes V3's form where a call is forced."""
+
+    _between = "\n"
 
     @classmethod
     def fits(cls, template: str) -> bool:

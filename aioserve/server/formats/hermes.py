@@ -9,6 +9,7 @@ from aioserve.server.formats.call_parser import (
     Literal,
     alternatives,
     any_of,
+    repeated,
 )
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -27,13 +28,12 @@ class HermesParser(CallParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        more = f" ({literal(chr(10))} marked)*" if is_parallel else ""
         return "\n".join(
             [
-                f"calls: marked{more}",
+                f"calls: {repeated('marked', literal(chr(10)), is_parallel)}",
                 f"marked: {literal(_OPEN)} {literal(chr(10))} call "
                 f"{literal(chr(10))} {literal(_CLOSE)}",
-                alternatives(functions, ("name", "arguments")),
+                alternatives(functions, ("name", "arguments"), literal),
             ]
         )
 

@@ -6,7 +6,7 @@ Without the tag a reply is calls from its beginning or not at all; after it, any
 from collections.abc import Sequence
 
 from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import Function, Literal, alternatives, any_of
+from aioserve.server.formats.call_parser import Function, Literal, alternatives, any_of, repeated
 from aioserve.server.formats.plain_json import PlainJsonParser
 
 _TAG = "<|python_tag|>"
@@ -24,8 +24,8 @@ class Llama3Parser(PlainJsonParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        more = f" ({literal('; ')} call)*" if is_parallel else ""
-        return f"calls: call{more}\n" + alternatives(functions, ("name", "parameters"))
+        calls = repeated("call", literal("; "), is_parallel)
+        return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
 
     def _rest(self) -> bool:
         return self._read_content(_TAGGED, self._after_tag)

@@ -12,6 +12,7 @@ from aioserve.server.formats.call_parser import (
     Literal,
     alternatives,
     any_of,
+    repeated,
 )
 from aioserve.server.formats.events import Call
 from aioserve.server.formats.json_value import JsonValue
@@ -39,11 +40,11 @@ class MistralParser(CallParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        more = f" ({literal(', ')} call)*" if is_parallel else ""
+        calls = repeated("call", literal(", "), is_parallel)
         return "\n".join(
             [
-                f"calls: {literal(_CALLS)} {literal('[')} call{more} {literal(']')}",
-                alternatives(functions, ("name", "arguments")),
+                f"calls: {literal(_CALLS)} {literal('[')} {calls} {literal(']')}",
+                alternatives(functions, ("name", "arguments"), literal),
             ]
         )
 

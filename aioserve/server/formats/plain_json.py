@@ -7,7 +7,13 @@ import re
 from collections.abc import Collection, Sequence
 
 from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import CallParser, Function, Literal, alternatives
+from aioserve.server.formats.call_parser import (
+    CallParser,
+    Function,
+    Literal,
+    alternatives,
+    repeated,
+)
 from aioserve.server.formats.text import match_end
 
 _SEPARATORS = re.compile(r"[\s,;]*")
@@ -26,12 +32,11 @@ class PlainJsonParser(CallParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
-        opening, comma, closing = literal("["), literal(", "), literal("]")
-        more = f" ({comma} call)*" if is_parallel else ""
+        calls = repeated("call", literal(", "), is_parallel)
         return "\n".join(
             [
-                f"calls: {opening} call{more} {closing}",
-                alternatives(functions, ("name", "arguments")),
+                f"calls: {literal('[')} {calls} {literal(']')}",
+                alternatives(functions, ("name", "arguments"), literal),
             ]
         )
 

@@ -53,6 +53,11 @@ class ReasoningParser:
         self._rest = ""  # it may be the beginning of a mark
         self._space: list[str] = []  # told if more reasoning follows
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes is reasoning."""
+        return self._is_thinking
+
     def append(self, text: str) -> list[Event]:
         """What this text completes."""
         events: list[Event] = []

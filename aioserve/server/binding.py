@@ -1,0 +1,76 @@
+"""What binds a chat reply: a call that is forced, a schema of its content, or either of them.
+
+Knows how both become one grammar, behind reasoning if there is any. Knows nothing about how
+grammars are compiled.
+"""
+
+from typing import Any
+
+import msgspec
+
+from aioserve.engine import Conversation
+from aioserve.errors import RequestError
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.formats.call_parser import json_rule
+from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.tool_use import ToolUse
+from aioserve.structured_outputs import StructuredOutputs
+
+
+def bind(
+    params: SamplingParams,
+    use: ToolUse | None,
+    chat_format: ChatFormat,
+    conversation: Conversation,
+) -> SamplingParams:
+    """`params` with all that the reply is bound to.
+
+    Raises `RequestError` for what `structured_outputs` asks beside tools and is no JSON.
+    """
+    wanted = params.structured_outputs
+    if use is None and (wanted is None or chat_format.marks is None):
+        return params
+    rules = []
+    if use is not None and (use.must_call or wanted is not None):
+        grammar = chat_format.call_parser.grammar
+        rules.append(grammar(use.functions(), use.is_parallel, chat_format.literal))
+    if wanted is not None and not (use and use.must_call):
+        schema = _schema(wanted)
+        if schema is not None:
+            rules.append(f"answer: {json_rule(schema)}")
+        elif use is None:
+            return params  # it is the whole text that is bound
+        else:
+            raise RequestError(
+                f"structured_outputs.{wanted.way} leaves no room for the calls of tools: bind the "
+                "content to JSON, or set tool_choice to none",
+                param=f"structured_outputs.{wanted.way}",
+            )
+    if not rules:
+        return params
+    before, thought_rules = chat_format.thought(conversation)
+    reply = " | ".join(rule.partition(":")[0] for rule in rules)
+    grammar_text = "\n".join([f"start: {before}({reply})", *thought_rules, *rules])
+    return msgspec.structs.replace(
+        params, structured_outputs=StructuredOutputs(grammar=grammar_text)
+    )
+
+
+def leaves_room_for_reasoning(params: SamplingParams, use: ToolUse | None) -> bool:
+    """Whether a reply is free, or bound to what may follow reasoning, and not all of its text."""
+    wanted = params.structured_outputs
+    return wanted is None or _schema(wanted) is not None or (use is not None and use.must_call)
+
+
+def _schema(wanted: StructuredOutputs) -> dict[str, Any] | None:
+    """The JSON schema that is asked for; None if it is something else."""
+    if wanted.json_object:
+        return {"type": "object"}
+    if not isinstance(wanted.json, str):
+        return wanted.json
+    try:
+        return msgspec.json.decode(wanted.json, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise RequestError(
+            f"structured_outputs.json is no JSON object: {error}", param="structured_outputs.json"
+        ) from error
