@@ -6,6 +6,7 @@ tokenizer; knows nothing about requests or logits.
 
 import asyncio
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 18  # of what is to be compiled, as JSON
 MAX_SECONDS = 10.0  # until whoever waits is refused
@@ -44,21 +46,37 @@ class GrammarCompiler:
     def __init__(self, model_info: ModelInfo) -> None:
         self._model_info = model_info
         self._tokenizer: LLTokenizer | None = None  # of the compiling thread
+        self._why_not = ""  # if it can be none
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._executor: ThreadPoolExecutor | None = None
+
+    async def prepare(self) -> None:
+        """Make what all matchers share, or find out why that cannot be. To be called at the start:
+        llguidance lets no other thread run meanwhile, which is a second for a large vocabulary.
+        """
+        if not self._model_info.eos_token_ids:
+            self._why_not = "the model has no EOS token to end the text with"
+            return
+        try:
+            await asyncio.wrap_future(self._submit(self._get_tokenizer))
+        except Exception as error:  # whatever a tokenizer of somebody's own provokes
+            self._why_not = f"its tokenizer cannot be read for that: {_first_line(str(error))}"
+            logger.warning("structured outputs cannot be served: %s", self._why_not)
 
     async def check(self, wanted: StructuredOutputs) -> None:
         """Compile `wanted`. Raises `RequestError` for what cannot be, or takes too long.
 
         Nobody else waits meanwhile: llguidance lets other threads run.
         """
+        if self._why_not:
+            raise RequestError(
+                f"structured_outputs cannot be served: {self._why_not}", "structured_outputs"
+            )
         key = _key(wanted)
         with self._lock:
             if key in self._cache:
                 return
-        if self._tokenizer is None:  # once: takes a second for a large vocabulary
-            await asyncio.shield(asyncio.wrap_future(self._submit(self._get_tokenizer)))
         try:
             async with asyncio.timeout(MAX_SECONDS):
                 compiled = self._submit(self._compile, key, wanted)

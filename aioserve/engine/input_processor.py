@@ -54,7 +54,6 @@ class InputProcessor:
     ) -> None:
         """`grammars` is what the runner masks by; None if it does not."""
         self._grammars = grammars
-        self._has_eos = bool(model_info.eos_token_ids)
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
         self._eos_token_ids = frozenset(model_info.eos_token_ids)
@@ -190,18 +189,15 @@ class InputProcessor:
         wanted = params.structured_outputs
         if wanted is None:
             return
-        reason = ""
-        if not self._has_tokenizer:
-            reason = NO_TOKENIZER
-        elif self._grammars is None:
-            reason = "this engine's runner has no logits to mask"
-        elif not self._has_eos:
-            reason = "the model has no EOS token to end the text with"
-        if reason:
+        if self._grammars is None:
+            reason = (
+                "this engine's runner has no logits to mask"
+                if self._has_tokenizer
+                else NO_TOKENIZER
+            )
             raise RequestError(
                 f"structured_outputs cannot be served: {reason}", "structured_outputs"
             )
-        assert self._grammars is not None
         await self._grammars.check(wanted)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 def config(dtype: str = "auto", **scheduler: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(max_model_len=1024, dtype=dtype),
-        cache=CacheConfig(num_kv_blocks=100),  # less than 16 requests want together
+        cache=CacheConfig(num_kv_blocks=66),  # less than 16 requests want together
         scheduler=SchedulerConfig(max_num_seqs=16, **scheduler),
         runner=RunnerConfig(threads=1),
     )

@@ -40,6 +40,8 @@ class ThreadedRunner(RunnerInterface):
 
     async def load(self) -> None:
         await self._submit(self._load)
+        if self.grammars is not None:
+            await self.grammars.prepare()
 
     @property
     def num_kv_blocks(self) -> int:

@@ -70,6 +70,8 @@ class OverlappedRunner(RunnerInterface):
             thread.start()
             self._threads.append(thread)
         await loaded.future
+        if self.grammars is not None:
+            await self.grammars.prepare()
 
     @property
     def num_kv_blocks(self) -> int:
