@@ -72,7 +72,7 @@ class DeepSeekV31Parser(CallParser):
         if not self._skip_space():
             return False
         is_end = self._skip_end(_CALLS_END)
-        is_call = self._skip(_CALL)
+        is_call = False if is_end else self._skip(_CALL)
         if is_end:
             self._held = None
             self._state = self._begin

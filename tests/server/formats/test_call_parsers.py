@@ -105,6 +105,11 @@ CASES: list[tuple[type[CallParser], str, list[Event]]] = [
     ),
     (
         DeepSeekV31Parser,
+        deepseek("<calls▁begin><calls▁end><call▁begin>:"),
+        [Content(deepseek("<call▁begin>:"))],
+    ),
+    (
+        DeepSeekV31Parser,
         deepseek("<calls▁begin>what <call▁begin>that?"),
         [Content(deepseek("<calls▁begin>what <call▁begin>that?"))],
     ),
