@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install model serve test test-isa test-arm test-schemas check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-isa test-arm test-schemas check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -18,6 +18,9 @@ model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/:
 	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: .venv/test check  ## the slow tests as well
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated

@@ -67,6 +67,7 @@ def test_it_passes_the_contract_by_name_from_anywhere(
     assert "failed" not in printed
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(environment: dict[str, str]) -> None:
     printed = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE))
     assert re.search(r"\d+ passed", printed)

@@ -23,7 +23,19 @@ def show(program: str) -> None:
         exec(program, {})
 
 
-@pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda broken: broken.__name__)
+# Those that hypothesis takes longest to find.
+RARE = {"RollsGlobalDice", "ThrowsOutThePrompts", "ExceedsTheBudget", "KeepsWrongDrafts"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(
+            broken, marks=[pytest.mark.slow] * (broken.__name__ in RARE), id=broken.__name__
+        )
+        for broken in CAUGHT_BY
+    ],
+)
 def test_the_contract_catches(broken: type[BaseScheduler]) -> None:
     with pytest.raises((ContractViolation, PolicyError), match=CAUGHT_BY[broken]) as caught:
         run_contract(broken)
@@ -35,6 +47,7 @@ def test_the_contract_catches(broken: type[BaseScheduler]) -> None:
         show(program)
 
 
+@pytest.mark.slow
 def test_without_the_bug_nothing_is_caught() -> None:
     run_contract(SoundScheduler)
 

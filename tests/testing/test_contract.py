@@ -19,6 +19,7 @@ class TestInstalledPolicies(PolicyContract):
         return Subject(load_policy(name), max_examples=EXAMPLES)
 
 
+@pytest.mark.slow
 class TestHostileScheduler(PolicyContract):
     policy = HostileScheduler
     max_examples = 200

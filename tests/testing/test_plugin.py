@@ -101,6 +101,7 @@ def test_a_contract_in_a_file_of_ones_own_is_told_the_same_way(tmp_path: Path) -
     assert "2 failed" in output
 
 
+@pytest.mark.slow
 def test_options_reach_the_policy_and_wrong_ones_are_named(tmp_path: Path) -> None:
     arguments = ("--aioserve-policy=mine:Good", "--aioserve-policy-options")
     assert run_pytest(tmp_path, *arguments, '{"most": 5}')[0] == 0
@@ -119,6 +120,7 @@ def test_an_unknown_policy_is_a_usage_error(tmp_path: Path) -> None:
     assert "unknown policy 'fcsf'" in output
 
 
+@pytest.mark.slow
 def test_the_contract_runs_alone_unless_other_tests_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")

@@ -50,6 +50,7 @@ def compile_all(capability: int) -> None:
     build(triton_kernels._uniform_kernel, {"BLOCK": 4096}, out="*fp32")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_cards(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     code = (

@@ -101,6 +101,7 @@ def test_greedy_rows_alone_and_unlimited_rows_alone_are_the_cpu_samplers_too() -
         assert portable.draw(logits, columns).tolist() == sample(logits, inputs).token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_triton_kernels_do_the_same_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     code = (

@@ -121,7 +121,9 @@ def compare(seeds: range, **settings: Any) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("hundred", range(4))
+@pytest.mark.parametrize(
+    "hundred", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]
+)
 def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
     compare(range(100 * hundred, 100 * hundred + 100))
 

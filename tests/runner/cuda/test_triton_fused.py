@@ -36,6 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     "llama, odd sizes": {"hidden_size": 60, "intermediate_size": 70, "head_dim": 12},
 }
+
+# A process for all of them, in which Triton interprets: half a minute.
+pytestmark = pytest.mark.slow
+
 NARROW = "narrow types"
 
 
