@@ -13,16 +13,20 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming as CompletionParams,
 )
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from aioserve.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
+from aioserve.server.responses_protocol import ResponsesRequest
 from aioserve.server.unserved import (
     FOREIGN,
     HINTS,
     HINTS_ON_MESSAGES,
+    HINTS_ON_RESPONSES,
     NOT_ON_CHAT,
     NOT_ON_COMPLETIONS,
     NOT_ON_MESSAGES,
+    NOT_ON_RESPONSES,
     UNSERVED,
     UNSERVED_ANTHROPIC,
 )
@@ -79,7 +83,9 @@ def test_the_policies_read_what_the_page_says() -> None:
 
 
 def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> None:
-    page = re.sub(ANTHROPICS, "", (ROOT / "docs/http-api.md").read_text(), flags=re.DOTALL)
+    page = (ROOT / "docs/http-api.md").read_text()
+    for section in (ANTHROPICS, RESPONSES):
+        page = re.sub(section, "", page, flags=re.DOTALL)
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page, re.MULTILINE)
     listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
     for name, field in {**UNSERVED, **FOREIGN}.items():
@@ -106,6 +112,22 @@ def test_every_field_of_openais_client_is_known() -> None:
 
 
 ANTHROPICS = r"\n## Anthropic's messages\n.*?(?=\n## )"
+
+RESPONSES = r"\n## Responses\n.*?(?=\n## )"
+
+
+def test_the_table_of_responses_holds_all_fields_that_are_known_and_the_clients() -> None:
+    [section] = re.findall(RESPONSES, (ROOT / "docs/http-api.md").read_text(), re.DOTALL)
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
+    listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
+    served = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
+    assert listed.keys() == served | NOT_ON_RESPONSES.keys() | set(HINTS_ON_RESPONSES)
+    for name, rest in listed.items():
+        assert rest.startswith("refused") == (name in NOT_ON_RESPONSES), name
+        if name in NOT_ON_RESPONSES and not NOT_ON_RESPONSES[name].instead:
+            told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", rest)]
+            assert told == list(NOT_ON_RESPONSES[name].no_ops), name
+    assert set(ResponseCreateParamsNonStreaming.__annotations__) <= listed.keys()
 
 
 def test_the_table_of_anthropics_fields_holds_all_that_are_known_and_the_clients() -> None:

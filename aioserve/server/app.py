@@ -24,10 +24,12 @@ from aioserve.server.abort import abort_request
 from aioserve.server.chat import create_chat_completion
 from aioserve.server.completions import create_completion
 from aioserve.server.formats.chat_format import ChatFormat
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, RUNNING, TOKEN_TEXTS
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.messages import count_tokens, create_message
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
+from aioserve.server.response_store import ResponseStore
+from aioserve.server.responses import create_response
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
 from aioserve.server.tokenization import detokenize, tokenize
@@ -55,6 +57,7 @@ def build_app(engine: AsyncEngine) -> web.Application:
         client_max_size=_max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
+    app[RESPONSES] = ResponseStore()
     app[RUNNING] = RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
     server = engine.config.server
@@ -66,6 +69,7 @@ def build_app(engine: AsyncEngine) -> web.Application:
         [
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/v1/responses", create_response),
             web.post("/v1/messages", create_message),
             web.post("/v1/messages/count_tokens", count_tokens),
             web.post("/tokenize", tokenize),

@@ -7,9 +7,11 @@ from aiohttp import web
 from aioserve.engine import AsyncEngine
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
+from aioserve.server.response_store import ResponseStore
 from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", AsyncEngine)
+RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)

@@ -170,3 +170,35 @@ NOT_ON_MESSAGES: Mapping[str, Unserved] = {
     "stop": Unserved((), "stop_sequences"),
     "user": Unserved((), "metadata.user_id"),
 }
+
+# Of /v1/responses.
+
+#: Labels and hints: whatever they say, the answer is the same.
+HINTS_ON_RESPONSES = (
+    "max_tool_calls",  # of tools, which are refused
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+)
+NOT_ON_RESPONSES: Mapping[str, Unserved] = {
+    "access_programs": Unserved(),
+    "background": Unserved(),
+    "context_management": Unserved(([],)),
+    "conversation": Unserved(),
+    "image": Unserved(),
+    "include": Unserved(([],)),
+    "moderation": Unserved(),
+    "prompt": Unserved(),
+    "reasoning": Unserved(({},)),
+    "service_tier": Unserved(("auto", "default")),
+    "stream_options": Unserved(({}, {"include_obfuscation": False})),
+    "text": Unserved(({}, {"format": {"type": "text"}})),
+    "tool_choice": Unserved(("auto", "none")),
+    "tools": Unserved(([],)),
+    "top_logprobs": Unserved((0,)),
+    "truncation": Unserved(("disabled",)),
+    "max_tokens": Unserved((), "max_output_tokens"),
+    "messages": Unserved((), "input"),
+}

@@ -11,9 +11,11 @@ from aioserve.server.unserved import (
     FOREIGN,
     HINTS,
     HINTS_ON_MESSAGES,
+    HINTS_ON_RESPONSES,
     NOT_ON_CHAT,
     NOT_ON_COMPLETIONS,
     NOT_ON_MESSAGES,
+    NOT_ON_RESPONSES,
     UNSERVED,
     UNSERVED_ANTHROPIC,
 )
@@ -219,6 +221,11 @@ GOOD = {
         "stop_sequences": ["a"],
         "metadata": {"user_id": "ann"},
     },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+        "max_output_tokens": 2,
+        "metadata": {"a": "b"},
+    },
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": "Be brief."},
 }
 
@@ -248,8 +255,9 @@ async def test_whatever_is_wrong_with_a_body_it_is_refused_in_words_and_the_next
         ("/v1/completions", COMPLETION, {**UNSERVED, **FOREIGN, **NOT_ON_COMPLETIONS}, HINTS),
         ("/v1/chat/completions", CHAT, {**UNSERVED, **FOREIGN, **NOT_ON_CHAT}, HINTS),
         ("/v1/messages", CHAT, {**UNSERVED_ANTHROPIC, **NOT_ON_MESSAGES}, HINTS_ON_MESSAGES),
+        ("/v1/responses", {"input": "Hello"}, NOT_ON_RESPONSES, HINTS_ON_RESPONSES),
     ],
-    ids=["completions", "chat", "messages"],
+    ids=["completions", "chat", "messages", "responses"],
 )
 async def test_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(
     server, path, base, unserved, hints
