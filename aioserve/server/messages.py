@@ -14,6 +14,7 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.server.anthropic_prompt import template_messages, tools_of
 from aioserve.server.anthropic_protocol import CountTokensRequest, InputTokens, MessagesRequest
+from aioserve.server.binding import bind
 from aioserve.server.body import decode_body
 from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, ENGINE
@@ -47,6 +48,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             body.sampling_params(),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
+        params = bind(params, use, request.app[CHAT_FORMAT], conversation)
         answer = MessageAnswer(request, body, use)
         return await respond(request, body, [conversation], params, answer)
 
@@ -75,10 +77,6 @@ def _conversation(
         )
     if use is not None:
         request.app[CHAT_FORMAT].call_parser  # noqa: B018 - refuses tools that no reply could call
-        if use.must_call:
-            raise RequestError(
-                "tool_choice other than auto and none is not supported yet", "tool_choice"
-            )
     return Conversation(
         messages,
         use.tools if use else (),
@@ -94,5 +92,7 @@ def _own_names() -> Iterator[None]:
         param, message = _NAMES.get(error.param or "", error.param), str(error)
         for name, own in _PARTS.items():
             param, message = param and param.replace(name, own), message.replace(name, own)
+        if (param or "").startswith("structured_outputs"):  # what binds a forced call
+            param, message = "tools", f"the tools cannot be compiled: {message}"
         error.param, error.args = param, (message,)
         raise

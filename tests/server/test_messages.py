@@ -12,7 +12,7 @@ from serving import SIMULATED, running
 from test_bad_input import check, mutations
 from test_tools import HERMES, THINKING, TWO_CALLS
 
-from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
+from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.server.anthropic_prompt import template_messages
 from aioserve.server.anthropic_protocol import CountTokensRequest
 from tests.processes import PATIENCE
@@ -35,6 +35,7 @@ TOOLS = [
     }
     for name in ("add", "sub")
 ]
+TO_SELL = {"type": "tool", "name": "sell"}
 CALLING = [
     {"type": "thinking", "thinking": "Hm.", "signature": "s"},
     {"type": "text", "text": "So."},
@@ -377,7 +378,6 @@ async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path
             ({"tools": [{**tool, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
             ({"tools": [{**tool, "input_schema": {"type": 5}}]}, "tools[0].input_schema"),
             ({"tools": [{**tool, "defer_loading": True}]}, "tools[0].defer_loading is not"),
-            ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
             ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
@@ -400,3 +400,32 @@ async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path
             assert (await server.request("POST", path, json=good)).status == 200
     async with running() as server:
         assert "not supported with this model" in check(await ask(server, tools=TOOLS))["message"]
+
+
+async def test_a_forced_call_is_made_and_fits_its_schema():
+    config = EngineConfig(
+        runner=RunnerConfig(threads=1),
+        server=ServerConfig(tool_call_parser="hermes", reasoning_parser="none"),
+    )
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    tools = [{"name": name, "input_schema": schema} for name in ("paint", "sell")]
+    async with running(config) as server, client_of(server.url) as client:
+        asked = {**ASKED, "max_tokens": 3000, "tools": tools}
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, TO_SELL):
+            async with client.messages.stream(**asked, tool_choice=choice) as stream:
+                streamed = await stream.get_final_message()
+            whole = await client.messages.create(**asked, tool_choice=choice)
+            for message in (whole, streamed):
+                [call] = message.content
+                assert message.stop_reason == "tool_use"
+                assert call.name == "sell" or choice is not TO_SELL
+                assert call.input["colour"] in ("red", "blue")
+        bad = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
+        tools = [{"name": "x", "input_schema": bad}]
+        answer = await ask(server, tools=tools, tool_choice={"type": "any"})
+        assert check(answer)["message"].startswith("the tools cannot be compiled")
