@@ -78,9 +78,11 @@ class StepExecutor:
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._threads.begin_step()
         self._backend.prepare(inputs)
-        logits = self._model.forward(ModelInputs.of(inputs), self._backend)
-        columns = self._batch.sampling_inputs(inputs)
-        sampled = sample(logits, columns, None if masks is None else masks.result())
+        try:
+            logits = self._model.forward(ModelInputs.of(inputs), self._backend)
+        finally:  # also if that fails: rows may change only when nobody reads them
+            made = None if masks is None else masks.result()
+        sampled = sample(logits, self._batch.sampling_inputs(inputs), made)
         self._threads.end_step()
         token_ids = self._batch.append(inputs, sampled.token_ids)
         guesses = self._batch.guesses(inputs) if masks is not None and self._takes_guesses else {}
