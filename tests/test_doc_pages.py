@@ -15,9 +15,9 @@ from openai.types.completion_create_params import (
 )
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-from aioserve.server.anthropic_protocol import CountTokensRequest, MessagesRequest
+from aioserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
-from aioserve.server.responses_protocol import ResponsesRequest
+from aioserve.server.responses.protocol import ResponsesRequest
 from aioserve.server.unserved import (
     FOREIGN,
     HINTS,

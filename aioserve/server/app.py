@@ -21,15 +21,15 @@ from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server import admin
 from aioserve.server.abort import abort_request
-from aioserve.server.chat import create_chat_completion
+from aioserve.server.anthropic.routes import count_tokens, create_message
+from aioserve.server.chat.routes import create_chat_completion
 from aioserve.server.completions import create_completion
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
-from aioserve.server.messages import count_tokens, create_message
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
-from aioserve.server.response_store import ResponseStore
-from aioserve.server.responses import create_response
+from aioserve.server.responses.routes import create_response
+from aioserve.server.responses.store import ResponseStore
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
 from aioserve.server.tokenization import detokenize, tokenize

@@ -13,7 +13,7 @@ from aioserve.errors import (
     RequestFailedError,
     RequestIdInUseError,
 )
-from aioserve.server.anthropic_protocol import ErrorDetail, MessagesError
+from aioserve.server.anthropic.protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 

@@ -7,7 +7,7 @@ from aiohttp import web
 from aioserve.engine import AsyncEngine
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
-from aioserve.server.response_store import ResponseStore
+from aioserve.server.responses.store import ResponseStore
 from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", AsyncEngine)

@@ -11,10 +11,10 @@ from aiohttp import web
 from aioserve.engine import Conversation, Prompt
 from aioserve.errors import RequestError
 from aioserve.server.body import decode_body
-from aioserve.server.chat_messages import template_messages
+from aioserve.server.chat.messages import template_messages
+from aioserve.server.chat.tool_use import tool_use
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
-from aioserve.server.tool_use import tool_use
 from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
 

@@ -12,9 +12,9 @@ from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.binding import bind, leaves_room_for_reasoning
+from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
+from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.formats.chat_format import CALL_PARSERS, ChatFormat
-from aioserve.server.tool_use import ToolUse
 from aioserve.structured_outputs import StructuredOutputs
 
 PARAMETERS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aioserve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.chat_reply import ChatReply
+from aioserve.server.chat.reply import ChatReply
 from aioserve.server.completions import CompletionReply
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.generation import Reply, best_outputs

@@ -13,8 +13,8 @@ from test_bad_input import check, mutations
 from test_tools import HERMES, THINKING, TWO_CALLS
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
-from aioserve.server.anthropic_prompt import template_messages
-from aioserve.server.anthropic_protocol import CountTokensRequest
+from aioserve.server.anthropic.prompt import template_messages
+from aioserve.server.anthropic.protocol import CountTokensRequest
 from tests.processes import PATIENCE
 
 # The loop is the subject of other tests; these load a model each.

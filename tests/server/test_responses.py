@@ -9,7 +9,7 @@ from serving import SIMULATED, running
 from test_bad_input import check
 
 from aioserve.config import EngineConfig, RunnerConfig
-from aioserve.server.response_store import ResponseStore
+from aioserve.server.responses.store import ResponseStore
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])

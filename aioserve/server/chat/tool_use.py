@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.server.chat.schema_check import check_schema
 from aioserve.server.formats.call_parser import Function
 from aioserve.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
-from aioserve.server.schema_check import check_schema
 
 # What every way to write calls can tell from what stands around it.
 _NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioserve.errors import RequestError
-from aioserve.server.anthropic_protocol import (
+from aioserve.server.anthropic.protocol import (
     Block,
     CountTokensRequest,
     InputMessage,
     ToolDefinition,
 )
+from aioserve.server.chat.tool_use import ToolUse, tool_use
 from aioserve.server.protocol import (
     ChatCompletionRequest,
     FunctionDefinition,
@@ -21,7 +22,6 @@ from aioserve.server.protocol import (
     RequestPart,
     Tool,
 )
-from aioserve.server.tool_use import ToolUse, tool_use
 
 # By who speaks: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import Reply
 from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.logprobs import chat_logprobs
@@ -22,9 +24,7 @@ from aioserve.server.protocol import (
     ChatReplyMessage,
     Usage,
 )
-from aioserve.server.reply_reader import ReplyReader
 from aioserve.server.sse import event
-from aioserve.server.tool_use import ToolUse
 
 
 class ChatReply(Reply):

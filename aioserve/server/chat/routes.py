@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: a conversation in, the assistant's reply out.
 
 Knows the shape of that endpoint; the chat template is the engine's, admission and streaming
-are in `generation`, what becomes of the reply's text in `chat_reply`.
+are in `generation`, what becomes of the reply's text in `reply`.
 """
 
 import msgspec
@@ -10,13 +10,13 @@ from aiohttp import web
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.binding import bind, leaves_room_for_reasoning
-from aioserve.server.chat_messages import template_messages
-from aioserve.server.chat_reply import ChatReply
+from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
+from aioserve.server.chat.messages import template_messages
+from aioserve.server.chat.reply import ChatReply
+from aioserve.server.chat.tool_use import tool_use
 from aioserve.server.generation import read_body, respond
 from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.protocol import ChatCompletionRequest
-from aioserve.server.tool_use import tool_use
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API, for text.
 
 Knows the shape of that endpoint; the chat template is the engine's, admission and streaming are in
-`generation`, what is remembered in `response_store`.
+`generation`, what is remembered in `store`.
 """
 
 import time
@@ -15,14 +15,13 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.body import decode_body
+from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.errors import to_wire
 from aioserve.server.formats.events import Content
 from aioserve.server.generation import Answer, respond
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
 from aioserve.server.protocol import Usage
-from aioserve.server.reply_reader import ReplyReader
-from aioserve.server.response_store import Turn
-from aioserve.server.responses_protocol import (
+from aioserve.server.responses.protocol import (
     ErrorEvent,
     Incomplete,
     InputItem,
@@ -37,6 +36,7 @@ from aioserve.server.responses_protocol import (
     TextDone,
     TextEvent,
 )
+from aioserve.server.responses.store import Turn
 from aioserve.server.sse import typed_event
 from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
 from aioserve.server.validation import BodyDecoder

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
 
 Knows the shape of these endpoints; the chat template is the engine's, admission and streaming are
-in `generation`, what becomes of the reply's text in `message_answer`.
+in `generation`, what becomes of the reply's text in `answer`.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from aiohttp import web
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.server.anthropic_prompt import template_messages, tools_of
-from aioserve.server.anthropic_protocol import CountTokensRequest, InputTokens, MessagesRequest
-from aioserve.server.binding import bind
+from aioserve.server.anthropic.answer import MessageAnswer
+from aioserve.server.anthropic.prompt import template_messages, tools_of
+from aioserve.server.anthropic.protocol import CountTokensRequest, InputTokens, MessagesRequest
 from aioserve.server.body import decode_body
+from aioserve.server.chat.binding import bind
+from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, ENGINE
-from aioserve.server.message_answer import MessageAnswer
-from aioserve.server.tool_use import ToolUse
 from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
 

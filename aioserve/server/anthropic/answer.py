@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.outputs import FinishReason, RequestOutput
-from aioserve.server.anthropic_protocol import (
+from aioserve.server.anthropic.protocol import (
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -29,14 +29,14 @@ from aioserve.server.anthropic_protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_messages_error, to_wire
 from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning
 from aioserve.server.generation import Answer
 from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.protocol import Usage
-from aioserve.server.reply_reader import ReplyReader
 from aioserve.server.sse import typed_event
-from aioserve.server.tool_use import ToolUse
 
 
 class MessageAnswer(Answer):

@@ -11,9 +11,9 @@ import msgspec
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.formats.call_parser import json_rule
 from aioserve.server.formats.chat_format import ChatFormat
-from aioserve.server.tool_use import ToolUse
 from aioserve.structured_outputs import StructuredOutputs
 
 

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its wire structs, its prompts, its answers, its routes."""

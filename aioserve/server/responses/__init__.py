@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its wire structs, what it remembers, its routes."""
