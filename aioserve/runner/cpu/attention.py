@@ -218,34 +218,36 @@ def _attend(
     size, num_kv_heads, _ = kv_rows.shape
     queries_per_kv = query.shape[1] // key_cache.shape[1]
     query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
-    key, value = _gather(key_cache, kv_rows), _gather(value_cache, kv_rows)
+    # In float32, as fused attention computes: scores and weights rounded to two bytes had logits
+    # three times as far from the reference's.
+    key, value = _gather(key_cache, kv_rows).float(), _gather(value_cache, kv_rows).float()
 
     # [B * Q, Hq, D] -> [B * Hkv, queries_per_kv * Q, D]: all queries of a KV head in one product
     q = query[:, query_heads].index_select(0, group.queries)
     q = q.view(size, -1, num_kv_heads, queries_per_kv, q.shape[-1]).permute(0, 2, 3, 1, 4)
-    q = q.reshape(size * num_kv_heads, -1, q.shape[-1])
+    q = q.reshape(size * num_kv_heads, -1, q.shape[-1]).float()
     scores = q.new_empty(q.shape[0], q.shape[1], key.shape[1])
     torch.baddbmm(scores, q, key.transpose(1, 2), beta=0, alpha=options.scaling, out=scores)
     by_head = scores.view(size, num_kv_heads, queries_per_kv, -1, key.shape[1])
     if options.softcap is not None:
         torch.tanh_(by_head.div_(options.softcap)).mul_(options.softcap)
-    # filled, not added: scores with what others left may be infinite in float16
+    # filled, not added: scores with what others left may be infinite
     by_head.masked_fill_(group.hidden, float("-inf"))
     if options.sinks is None:
-        probs = torch.softmax(scores, dim=-1)  # computes in float32 for bfloat16 input
+        probs = torch.softmax(scores, dim=-1)
     else:
         sink = options.sinks[query_heads].view(1, num_kv_heads, queries_per_kv, 1, 1)
         probs = _softmax_with_sinks(by_head, sink).view_as(scores)
     attended = torch.bmm(probs, value)
     attended = attended.view(size, num_kv_heads, queries_per_kv, -1, value.shape[-1])
     attended = attended.permute(0, 3, 1, 2, 4).reshape(len(group.queries), -1, value.shape[-1])
-    out[:, query_heads].index_copy_(0, group.queries, attended)
+    out[:, query_heads].index_copy_(0, group.queries, attended.to(out.dtype))
 
 
 def _softmax_with_sinks(scores: Tensor, sink: Tensor) -> Tensor:
     """Softmax over the last axis and one more logit, `sink`, whose share is dropped."""
-    dtype, scores, sink = scores.dtype, scores.float(), sink.float()
+    sink = sink.float()
     highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
     weights = torch.exp(scores - highest)
     total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - highest)
-    return (weights / total).to(dtype)
+    return weights / total

@@ -12,7 +12,7 @@ from torch import Tensor
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerAttention
 from aioserve.runner.cuda.plan import Limits, Sections, StepPlan
 
-GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 128 MiB in bfloat16, a guess
+GATHER_ELEMENTS = 1 << 26  # keys, or scores, at a time: 256 MiB, a guess
 FP8_MAX = 448.0  # of float8_e4m3fn, which has no infinity to saturate to
 
 
@@ -111,9 +111,7 @@ class _GatheredStep(DeviceStep):
         kv_width = caches[0].shape[2] * caches[0].shape[3]
         for tokens, pages, position in self._pieces(query.shape[1], kv_width):
             rows = len(pages)
-            keys, values = (
-                cache[pages].view(rows, -1, *cache.shape[2:]).to(query.dtype) for cache in caches
-            )
+            keys, values = (cache[pages].view(rows, -1, *cache.shape[2:]) for cache in caches)
             key_position = torch.arange(keys.shape[1], device=query.device)
             hidden = key_position > position
             if options.sliding_window is not None:
@@ -166,17 +164,19 @@ def multiply(
     hidden: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """[N, Q, Hq, D] on [N, L, Hkv, D] where not `hidden` [N, Q, L]: [N, Q, Hq, Dv]."""
+    """[N, Q, Hq, D] on [N, L, Hkv, D] where not `hidden` [N, Q, L]: [N, Q, Hq, Dv], computed in
+    float32, as fused attention is.
+    """
     size, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     grouped = query.view(size, num_queries, num_kv_heads, -1, head_dim)
-    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped, key).float() * options.scaling
+    scores = torch.einsum("nqhgd,nlhd->nhgql", grouped.float(), key.float()) * options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     if options.sinks is not None:  # one more logit, whose share is dropped
         sink = options.sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    probs = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype)
-    attended = torch.einsum("nhgql,nlhd->nqhgd", probs, value)
-    return attended.reshape(size, num_queries, num_heads, -1)
+    probs = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+    attended = torch.einsum("nhgql,nlhd->nqhgd", probs, value.float())
+    return attended.reshape(size, num_queries, num_heads, -1).to(query.dtype)
