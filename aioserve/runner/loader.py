@@ -27,6 +27,7 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
+from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
@@ -47,6 +48,14 @@ class AnyModel(ServedModel):
         self.attention_calls = tuple(probe.calls)
         self._attention_modules = probe.modules
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
+        self._parts: BodyAndHead | None = None
+        self.has_hidden = False
+
+    def take_apart(self, info: ModelInfo) -> None:
+        """Find out whether `hidden` and `logits` can be called."""
+        ids, positions = _probe_inputs(self.module, info)
+        self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
+        self.has_hidden = self._parts is not None
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         keep = inputs.logits_rows
@@ -60,6 +69,17 @@ class AnyModel(ServedModel):
         with serving(PagedAttentionHandler(self._attention_modules, attention)):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
+
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        assert self._parts is not None, "has_hidden"
+        ids, positions = inputs.input_ids[None], inputs.positions[None]
+        with serving(PagedAttentionHandler(self._attention_modules, attention)):
+            hidden = self._parts.hidden(input_ids=ids, position_ids=positions)
+        return hidden[inputs.logits_rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self._parts is not None, "has_hidden"
+        return self._parts.logits(hidden)
 
 
 def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
@@ -96,6 +116,7 @@ def prepare_model(
             return fuse(model, module, probe, info.max_model_len, place)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
+    model.take_apart(info)
     return model
 
 
@@ -123,9 +144,7 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
     """Run a few tokens to see which attention layers there are; config fields differ by model."""
     if not _takes(module, "position_ids"):
         raise UnsupportedModelError("it does not take the positions of its tokens")
-    device = next(module.parameters()).device
-    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    ids = (info.vocab_size // 2 + positions) % info.vocab_size  # small ids may mean padding
+    ids, positions = _probe_inputs(module, info)
     with torch.inference_mode():
         probe = _record_attention(module, input_ids=ids, position_ids=positions)
         default = _record_attention(module, input_ids=ids)
@@ -143,6 +162,13 @@ def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
             f"{info.hf_config.sliding_window}"
         )
     return probe
+
+
+def _probe_inputs(module: nn.Module, info: ModelInfo) -> tuple[Tensor, Tensor]:
+    """Ids and positions [1, T] of a few tokens."""
+    device = next(module.parameters()).device
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    return (info.vocab_size // 2 + positions) % info.vocab_size, positions  # small: maybe padding
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits.
+"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits; and,
+where it can be taken apart, the hidden states before its head.
 
 Two implementations: `loader.AnyModel` (modules of `transformers` as they are) and
 `fused.FusedModel` (our own loop over the layers). Knows nothing about requests.
@@ -20,7 +21,18 @@ class ServedModel(ABC):
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
+    has_hidden = True  # whether `hidden` and `logits` can be called
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""
+
+    @abstractmethod
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        """What the head makes the logits of `forward` from, [S, hidden]: after the last norm.
+        `logits_rows` ascend.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of any of the rows of `hidden`."""

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from driver import make_config
+from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
+from aioserve.runner.body_and_head import find_body_and_head
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
-from tests.models import VOCAB_SIZE, make_model
+from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
 
 STEP = StepInputs(
     req_ids=["a"],
@@ -203,3 +206,24 @@ def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None
             logits.append(loaded.forward(ModelInputs.of(STEP), backend))
     assert logits[0].shape == (2, VOCAB_SIZE)
     torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_body_and_head_are_the_whole_model(kind: str, tmp_path: Path) -> None:
+    loaded = load(make_model(kind, tmp_path), fused=False)
+    assert loaded.has_hidden
+    backend = create_attention_backend(loaded.kv_cache_spec, 1, 8)
+    backend.prepare(STEP)
+    inputs = ModelInputs.of(STEP)
+    with torch.inference_mode():
+        logits = loaded.logits(loaded.hidden(inputs, backend))
+        torch.testing.assert_close(logits, loaded.forward(inputs, backend))
+
+
+def test_a_model_that_does_not_call_its_body_as_a_whole_is_not_taken_apart(tmp_path: Path) -> None:
+    config = make_config(make_model("opt", tmp_path, word_embed_proj_dim=64, ffn_dim=96)).model
+    module = AutoModelForCausalLM.from_pretrained(
+        config.model, attn_implementation=ATTN_IMPLEMENTATION
+    )
+    ids = torch.arange(4)[None]
+    assert find_body_and_head(module, input_ids=ids, position_ids=ids) is None

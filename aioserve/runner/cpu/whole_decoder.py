@@ -19,7 +19,7 @@ from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
 
 
 class WholeDecoder(FusedDecoder):
-    """`FusedDecoder` in one call."""
+    """`FusedDecoder` in one call; hidden states come from its loop, to the bit those in here."""
 
     def __init__(
         self,

@@ -40,6 +40,12 @@ class FusedModel(ServedModel):
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.forward(inputs, attention)
 
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        return self.decoder.hidden(inputs, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
 
 @torch.inference_mode()
 def fuse(

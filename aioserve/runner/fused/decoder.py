@@ -74,7 +74,11 @@ class FusedDecoder:
         self._ops = ops
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""
+        """As `ServedModel.forward`."""
+        return self.logits(self.hidden(inputs, attention))
+
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        """As `ServedModel.hidden`."""
         ops, last, num_sampling = self._ops, self._layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
         x = F.embedding(inputs.input_ids, self.embedding)
@@ -89,5 +93,11 @@ class FusedDecoder:
                 state = state.take(inputs.logits_rows)
             layer.feed_forward(attended, state, next_norm, ops)
         else:
-            return self._head(state.normed)
-        return x.new_empty(0, len(self.embedding))
+            return state.normed
+        return x[:0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `ServedModel.logits`."""
+        if not len(hidden):
+            return hidden.new_empty(0, len(self.embedding))
+        return self._head(hidden)
