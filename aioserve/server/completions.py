@@ -54,7 +54,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 class CompletionReply(Reply):
     """Completions and their chunks have the same shape."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     text_field = "text"
 
     def __init__(

@@ -58,7 +58,7 @@ class Answer(ABC):
     says_more = False  # in every delta than its text
 
     def __init__(self, request: web.Request, model: str | None, given_id: str | None) -> None:
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}" if given_id is None else given_id
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}" if given_id is None else given_id
         self.model = model or request.app[ENGINE].config.model.served_name
         self.prompt_end: Sequence[int] = ()  # the last tokens of the (first) prompt
         # By choice: the event of a delta that is text alone, without that text.

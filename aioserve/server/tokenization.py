@@ -12,7 +12,7 @@ from aioserve.engine import Conversation, Prompt
 from aioserve.errors import RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
-from aioserve.server.chat.tool_use import tool_use
+from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
 from aioserve.server.unserved import Unserved
@@ -100,7 +100,7 @@ def _prompt(body: TokenizeRequest) -> Prompt:
             "add_special_tokens is for a prompt: the chat template says which there are",
             param="add_special_tokens",
         )
-    use = tool_use(ChatCompletionRequest(messages=[], tools=body.tools))
+    use = chat_tool_use(ChatCompletionRequest(messages=[], tools=body.tools))
     return Conversation(
         messages,
         use.tools if use else (),

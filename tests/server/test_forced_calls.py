@@ -1,9 +1,10 @@
-"""Calls that have to be made, by the embedded model, which has never seen one."""
+"""Calls that have to be made or kept to, by the embedded model, which has never seen one."""
 
 import json
+from functools import cache
 
 import pytest
-from scripted import make_model
+from scripted import EMBEDDED, make_model
 from serving import running
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
@@ -13,8 +14,9 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
-from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.chat.tool_use import tool_use
 from aioserve.server.formats.chat_format import CALL_PARSERS, ChatFormat
+from aioserve.server.protocol import FunctionDefinition
 from aioserve.structured_outputs import StructuredOutputs
 
 PARAMETERS = {
@@ -95,28 +97,44 @@ async def test_a_schema_of_the_content_leaves_room_for_calls():
 
 
 ASK = Conversation([{"role": "user", "content": "Hi"}])
-ADD = ToolUse([TOOLS[0]], ("paint",), must_call=True, is_parallel=False)
+
+
+def using(*tools, choice="required", **fields):
+    offered = [FunctionDefinition(**tool["function"], **fields) for tool in tools]
+    return tool_use(offered, choice, is_parallel=False)
+
+
+ADD = using(TOOLS[0])
 PAINT = '{"name": "paint", "arguments": {"is_it": true, "colour": "red"}}'
 
 
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    """By chat template and special token: a model's tokenizer, and what compiles for it."""
+
+    @cache
+    def made(template, special):
+        info = ModelInfo(
+            ModelConfig(model=make_model(tmp_path_factory.mktemp("m"), template, special))
+        )
+        return info, GrammarCompiler(info)
+
+    return made
+
+
 @pytest.fixture
-def takes(tmp_path):
+def takes(compilers):
     """Whether a reply may be all of a text."""
 
     async def takes(text, parser, reasoning, *, template="x", special="<|pad|>", use=ADD, **wanted):
-        model = ModelConfig(model=make_model(tmp_path, template, special))
-        info = ModelInfo(model)
+        info, compiler = compilers(template, special)
         chat_format = ChatFormat(info.tokenizer, parser, reasoning)
         params = SamplingParams(structured_outputs=StructuredOutputs(**wanted) if wanted else None)
         bound = bind(params, use, chat_format, ASK).structured_outputs
-        compiler = GrammarCompiler(info)
-        try:
-            await compiler.check(bound)
-            matcher = compiler.matcher(bound)
-            ids = info.tokenizer.encode(text, add_special_tokens=False)
-            return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        finally:
-            compiler.close()
+        await compiler.check(bound)
+        matcher = compiler.matcher(bound)
+        ids = info.tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     return takes
 
@@ -140,12 +158,105 @@ async def test_a_mark_that_is_a_special_token_is_written_as_that(takes):
     assert await takes(f"[TOOL_CALLS][{PAINT}]", "mistral", "none")
 
 
+STRICT = using(TOOLS[0], choice="auto", strict=True)
+ARGUMENTS, WRONG = '{"is_it": true, "colour": "red"}', '{"is_it": 5}'
+BLOCK, BLOCK_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
+ONE = "<|tool▁call▁begin|>paint<|tool▁sep|>@<|tool▁call▁end|>".replace("|", "\uff5c")
+FENCED = ONE.replace("paint", "function").replace("@", "paint\n```json\n@\n```")
+OBJECT = '{"name": "paint", "arguments": @}'
+BY_ITSELF = [
+    ("hermes", f"<tool_call>\n{OBJECT}\n</tool_call>"),
+    ("mistral", f"[TOOL_CALLS][{OBJECT}, {OBJECT}]"),
+    ("mistral", "[TOOL_CALLS]paint[ARGS]@"),
+    ("deepseek_v31", BLOCK + ONE + ONE + BLOCK_END),
+    ("deepseek_v31", ONE),
+    ("deepseek_v3", BLOCK + FENCED + BLOCK_END),
+    ("llama3_json", '<|python_tag|>{"name": "paint", "parameters": @}'),
+]
+BARE = [
+    ("llama3_json", '{"name": "paint", "parameters": @}; ' + OBJECT),
+    ("json", f"[{OBJECT},\n{OBJECT}]"),
+    ("json", '{ "type" : "function", "name":"paint","parameters":\n@\n}'),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), BY_ITSELF + BARE)
+async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, parser, text):
+    good, bad = text.replace("@", ARGUMENTS), text.replace("@", WRONG)
+    assert await takes(good, parser, "none", use=STRICT)
+    assert await takes(f"{good} And so,\n {{it}} is.", parser, "none", use=STRICT)
+    assert not await takes(bad, parser, "none", use=STRICT)
+    marked = (parser, text) in BY_ITSELF
+    assert await takes(f"Hm. {good}", parser, "none", use=STRICT)
+    assert await takes(f"Hm. {bad}", parser, "none", use=STRICT) != marked
+    # Reasoning is free, and may mention what it likes.
+    for reasoning, template in (("qwen3", "x"), ("qwen3", "<think>\n"), ("deepseek_r1", "x")):
+        opening = "" if (reasoning, template) != ("qwen3", "x") else "\n<think>"
+        thinking = {"reasoning": reasoning, "template": template, "use": STRICT}
+        assert await takes(f"{opening}Hm: {bad}", parser, **thinking)
+        assert await takes(f"{opening}Hm: {bad}</think>\n\n{good}", parser, **thinking)
+        assert not await takes(f"{opening}Hm.</think>{bad}", parser, **thinking)
+
+
+async def test_text_and_calls_of_other_tools_stay_free(takes):
+    for parser in CALL_PARSERS:
+        for text in ("", "Ay, so please you.", '{"hair": "red"}', "<think", "<tool_cal"):
+            assert await takes(text, parser, "qwen3", use=STRICT)
+    strict, free = (FunctionDefinition(**tool["function"]) for tool in TOOLS)
+    strict.strict = True
+    mixed = tool_use([strict, free], "auto")
+    for name, arguments, expected in (
+        ("sell", WRONG, True),
+        ("sell", "5", False),
+        ("paint", WRONG, False),
+        ("lend", ARGUMENTS, False),
+    ):
+        call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        assert await takes(call, "hermes", "none", use=mixed) == expected
+    chat_format = ChatFormat(ModelInfo(ModelConfig()).tokenizer, "hermes", "none")
+    assert (
+        bind(SamplingParams(), using(*TOOLS, choice="auto"), chat_format, ASK) == SamplingParams()
+    )
+
+
+async def test_marks_that_are_special_tokens_begin_calls_and_reasoning(takes):
+    text = f"Hm. [TOOL_CALLS][{PAINT}]"
+    special = {"special": "[TOOL_CALLS]", "use": STRICT}
+    assert await takes(text, "mistral", "none", **special)
+    assert not await takes(text.replace("true", "5"), "mistral", "none", **special)
+    special = {"special": "<think>", "use": STRICT}
+    assert await takes(f"<think>Hm. {text[:-4]}5</think>{text}", "mistral", "qwen3", **special)
+    assert not await takes(f"<think>Hm.</think>{text[:-4]}5", "mistral", "qwen3", **special)
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_a_model_that_is_pushed_into_calls_makes_those_that_are_strict(tmp_path):
+    model = make_model(tmp_path, "{{ messages[0].content }}", "<tool_call>")
+    (tmp_path / "model.safetensors").symlink_to(EMBEDDED / "model.safetensors")
+    config = EngineConfig(
+        model=ModelConfig(model=model),
+        runner=RunnerConfig(threads=1),
+        server=ServerConfig(tool_call_parser="hermes"),
+    )
+    push = {"logit_bias": {0: 100}, "max_tokens": 300, "seed": 1}
+    async with running(config) as server:
+        for strict in (True, False):
+            tools = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in TOOLS]
+            answer = await server.chat(tools=tools, **push)
+            calls = answer.json()["choices"][0]["message"].get("tool_calls", [])
+            assert len(calls) > 3 or not strict
+            assert not calls or strict
+            for call in calls[:-1]:  # the last one is cut
+                assert call["function"]["name"] in ("paint", "sell")
+                assert json.loads(call["function"]["arguments"])["colour"] in ("red", "blue")
+
+
 def test_text_that_is_bound_otherwise_is_no_reasoning():
     bound = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     assert not leaves_room_for_reasoning(bound, None)
     assert leaves_room_for_reasoning(bound, ADD)
     assert leaves_room_for_reasoning(SamplingParams(), None)
-    free = ToolUse([TOOLS[0]], ("paint",), must_call=False, is_parallel=False)
+    free = using(TOOLS[0], choice="auto")
     chat_format = ChatFormat(ModelInfo(ModelConfig()).tokenizer, "hermes", "none")
     with pytest.raises(RequestError, match="leaves no room for the calls"):
         bind(bound, free, chat_format, ASK)

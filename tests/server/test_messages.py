@@ -77,6 +77,7 @@ async def test_whole_and_streamed_agree_and_the_tokens_are_counted(url):
         whole = await client.messages.create(**ASKED, **BLOCKS)
         assert (whole.type, whole.role, whole.model) == ("message", "assistant", "embedded")
         assert whole._request_id == whole.id
+        assert whole.id.startswith("msg_")
         async with client.messages.stream(**ASKED, **BLOCKS) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()

@@ -42,7 +42,7 @@ from aioserve.server.sse import typed_event
 class MessageAnswer(Answer):
     """The first delta opens the message; a block is opened when there is something to say in it."""
 
-    id_prefix = "msg"
+    id_prefix = "msg_"
     text_field = "text"
 
     def __init__(self, request: web.Request, body: MessagesRequest, use: ToolUse | None) -> None:

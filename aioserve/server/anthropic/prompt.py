@@ -11,17 +11,11 @@ from aioserve.server.anthropic.protocol import (
     Block,
     CountTokensRequest,
     InputMessage,
+    ToolChoice,
     ToolDefinition,
 )
-from aioserve.server.chat.tool_use import ToolUse, tool_use
-from aioserve.server.protocol import (
-    ChatCompletionRequest,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
-    RequestPart,
-    Tool,
-)
+from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
+from aioserve.server.protocol import FunctionDefinition, RequestPart
 
 # By who speaks: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
@@ -40,6 +34,12 @@ _REQUIRED = {
     "thinking": ("thinking",),
 }
 _HINTS = ("cache_control", "eager_input_streaming")
+_CHOICES: Mapping[str, Choice] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
 
 
 def template_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -152,29 +152,23 @@ def _refuse_all_but(names: Sequence[str], part: RequestPart, path: str) -> None:
 
 
 def tools_of(body: CountTokensRequest) -> ToolUse | None:
-    """As `tool_use` of a chat. Raises `RequestError` with the paths that chat has for them."""
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    asked = ChatCompletionRequest(messages=[], tools=tools)
-    choice = body.tool_choice
-    if choice is not None:
-        if (choice.type == "tool") != (choice.name is not None):
-            raise RequestError(
-                "tool_choice has a name if it is of type tool, and only then",
-                param="tool_choice.name",
-            )
-        asked.parallel_tool_calls = not choice.disable_parallel_tool_use
-        if choice.name is not None:
-            asked.tool_choice = NamedToolChoice(
-                type="function", function=FunctionName(name=choice.name)
-            )
-        elif choice.type in ("auto", "none"):
-            asked.tool_choice = choice.type
-        else:
-            asked.tool_choice = "required"
-    return tool_use(asked)
+    """The tools that are offered. Raises `RequestError` that says where."""
+    offered = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    choice = body.tool_choice or ToolChoice(type="auto")
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError(
+            "tool_choice has a name if it is of type tool, and only then", param="tool_choice.name"
+        )
+    return tool_use(
+        offered,
+        _CHOICES[choice.type],
+        only=None if choice.name is None else [choice.name],
+        is_parallel=choice.name is None and not choice.disable_parallel_tool_use,
+        names=Names(parameters="input_schema"),
+    )
 
 
-def _tool(tool: ToolDefinition, path: str) -> Tool:
+def _function(tool: ToolDefinition, path: str) -> FunctionDefinition:
     if tool.type not in (None, "custom"):
         raise RequestError(
             f"{path}: tools of type {tool.type[:64]!r} are not supported by this server, only "
@@ -184,12 +178,9 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
     _refuse_all_but(("name", "input_schema", "description", "type", "strict"), tool, path)
     if tool.input_schema is None:
         raise RequestError(f"{path}.input_schema is missing", param=f"{path}.input_schema")
-    return Tool(
-        type="function",
-        function=FunctionDefinition(
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.input_schema,
-            strict=tool.strict,
-        ),
+    return FunctionDefinition(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
     )

@@ -36,7 +36,6 @@ _NAMES = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
 }
-_PARTS = {".function.parameters": ".input_schema", ".function": ""}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -90,8 +89,6 @@ def _own_names() -> Iterator[None]:
         yield
     except RequestError as error:
         param, message = _NAMES.get(error.param or "", error.param), str(error)
-        for name, own in _PARTS.items():
-            param, message = param and param.replace(name, own), message.replace(name, own)
         if (param or "").startswith("structured_outputs"):  # what binds a forced call
             param, message = "tools", f"the tools cannot be compiled: {message}"
         error.param, error.args = param, (message,)

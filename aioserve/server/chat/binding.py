@@ -1,4 +1,5 @@
-"""What binds a chat reply: a call that is forced, a schema of its content, or either of them.
+"""What binds a reply: a call that is forced, a schema of its content, either of them, or the
+schemas of calls that it makes by itself.
 
 Knows how both become one grammar, behind reasoning if there is any. Knows nothing about how
 grammars are compiled.
@@ -16,6 +17,8 @@ from aioserve.server.formats.call_parser import json_rule
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.structured_outputs import StructuredOutputs
 
+_ANY_OBJECT = {"type": "object"}
+
 
 def bind(
     params: SamplingParams,
@@ -30,10 +33,17 @@ def bind(
     wanted = params.structured_outputs
     if use is None and (wanted is None or chat_format.marks is None):
         return params
+    if use is not None and use.is_bound and not use.must_call and wanted is None:
+        functions = [
+            f if f.is_strict else msgspec.structs.replace(f, parameters=_ANY_OBJECT)
+            for f in use.functions
+        ]
+        free = chat_format.free_grammar(functions, conversation)
+        return params if free is None else _bound(params, free)
     rules = []
     if use is not None and (use.must_call or wanted is not None):
         grammar = chat_format.call_parser.grammar
-        rules.append(grammar(use.functions(), use.is_parallel, chat_format.literal))
+        rules.append(grammar(use.functions, use.is_parallel, chat_format.literal))
     if wanted is not None and not (use and use.must_call):
         schema = _schema(wanted)
         if schema is not None:
@@ -50,10 +60,11 @@ def bind(
         return params
     before, thought_rules = chat_format.thought(conversation)
     reply = " | ".join(rule.partition(":")[0] for rule in rules)
-    grammar_text = "\n".join([f"start: {before}({reply})", *thought_rules, *rules])
-    return msgspec.structs.replace(
-        params, structured_outputs=StructuredOutputs(grammar=grammar_text)
-    )
+    return _bound(params, "\n".join([f"start: {before}({reply})", *thought_rules, *rules]))
+
+
+def _bound(params: SamplingParams, grammar: str) -> SamplingParams:
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
 
 
 def leaves_room_for_reasoning(params: SamplingParams, use: ToolUse | None) -> bool:

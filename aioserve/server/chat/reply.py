@@ -30,7 +30,7 @@ from aioserve.server.sse import event
 class ChatReply(Reply):
     """Chunks carry deltas of a message; the first one of a choice says its role."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     text_field = "content"
 
     def __init__(

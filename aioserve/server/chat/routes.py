@@ -13,7 +13,7 @@ from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.reply import ChatReply
-from aioserve.server.chat.tool_use import tool_use
+from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
 from aioserve.server.keys import CHAT_FORMAT
 from aioserve.server.protocol import ChatCompletionRequest
@@ -26,7 +26,7 @@ _decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, _decoder)
-    use, chat_format = tool_use(body), request.app[CHAT_FORMAT]
+    use, chat_format = chat_tool_use(body), request.app[CHAT_FORMAT]
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
     params = msgspec.structs.replace(

@@ -1,92 +1,129 @@
-"""Which tools a chat request offers, and which of them the reply has to call.
+"""Which tools a request offers, and which of them the reply has to call: for every protocol.
 
-Knows the wire structs and what can be meant by them. Knows nothing about how models write calls.
+Knows what can be meant by them. Knows nothing about how models write calls, nor how a protocol
+wraps its tools.
 """
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.server.chat.schema_check import check_schema
 from aioserve.server.formats.call_parser import Function
-from aioserve.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from aioserve.server.protocol import ChatCompletionRequest, FunctionDefinition, NamedToolChoice
 
 # What every way to write calls can tell from what stands around it.
 _NAME = re.compile(r"[\w.:/\-]{1,128}", re.ASCII)
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+Choice = Literal["none", "auto", "required"]
+
+
+class Names(NamedTuple):
+    """What a protocol calls its parts, for whoever is told what is wrong."""
+
+    tool: str = "tools[{}]"
+    parameters: str = "parameters"
+    chosen: str = "tool_choice.name"  # one that must be called
+
+
+OWN_NAMES = Names()
 
 
 class ToolUse(msgspec.Struct, frozen=True):
     """The tools that a reply may call."""
 
     tools: list[dict[str, Any]]  # as chat templates know them
-    may_call: tuple[str, ...]  # names
+    functions: list[Function]  # those of them that may be called
     must_call: bool
     is_parallel: bool  # or one call at most
+    is_bound: bool  # a call that the model makes by itself keeps to what it may be
 
-    def functions(self) -> list[Function]:
-        """Those that may be called."""
-        functions = (tool["function"] for tool in self.tools)
-        return [
-            Function(f["name"], f["parameters"]) for f in functions if f["name"] in self.may_call
-        ]
+    @property
+    def may_call(self) -> tuple[str, ...]:
+        """The names."""
+        return tuple(function.name for function in self.functions)
 
 
-def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
-    """What `body` asks for; None if no tool may be called. Raises `RequestError` that says where.
+def tool_use(
+    offered: Sequence[FunctionDefinition],
+    choice: Choice,
+    *,
+    only: Sequence[str] | None = None,
+    is_parallel: bool = True,
+    names: Names = OWN_NAMES,
+) -> ToolUse | None:
+    """What is asked for, with calls of those named in `only`, if it is given; None if no tool may
+    be called. Raises `RequestError` that says where.
 
     Tools that may not be called (`none`) are not told to the model, either.
     """
-    choice = body.tool_choice
-    if not body.tools:
-        if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
-        return None
-    tools: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate(body.tools):
-        path = f"tools[{i}].function"
-        if tool.function.name in tools:
+    if not offered and (choice == "required" or only is not None):
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    tools: list[dict[str, Any]] = []
+    functions: dict[str, Function] = {}
+    for i, function in enumerate(offered):
+        path = names.tool.format(i)
+        if function.name in functions:
             raise RequestError(
-                f"there are two tools of the name {tool.function.name!r}", param=f"{path}.name"
+                f"{path}.name: there are two tools of the name {function.name!r}",
+                param=f"{path}.name",
             )
-        tools[tool.function.name] = _template_tool(tool, path)
-    if choice == "none":
+        parameters = _parameters(function, path, names.parameters)
+        functions[function.name] = Function(function.name, parameters, bool(function.strict))
+        tools.append(_template_tool(function, parameters))
+    if not offered or choice == "none":
         return None
-    names = tuple(tools)
-    if isinstance(choice, NamedToolChoice):
-        name = choice.function.name
-        if name not in tools:
+    for name in only or ():
+        if name not in functions:
             raise RequestError(
-                f"tool_choice names {name!r}, which is none of the tools",
-                param="tool_choice.function.name",
+                f"{names.chosen} is {name[:128]!r}, which is none of the tools", param=names.chosen
             )
-        names = (name,)
+    may_call = [f for f in functions.values() if only is None or f.name in only]
     return ToolUse(
-        tools=list(tools.values()),
-        may_call=names,
-        must_call=choice not in (None, "auto"),
-        is_parallel=body.parallel_tool_calls is not False
-        and not isinstance(choice, NamedToolChoice),
+        tools=tools,
+        functions=may_call,
+        must_call=choice == "required",
+        is_parallel=is_parallel,
+        is_bound=len(may_call) < len(tools) or any(f.is_strict for f in may_call),
     )
 
 
-def _template_tool(tool: Tool, path: str) -> dict[str, Any]:
-    function = tool.function
+def chat_tool_use(body: ChatCompletionRequest) -> ToolUse | None:
+    """What a chat request asks for."""
+    offered = [tool.function for tool in body.tools or ()]
+    names = Names("tools[{}].function", chosen="tool_choice.function.name")
+    is_parallel = body.parallel_tool_calls is not False
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        choice = body.tool_choice or "auto"
+        return tool_use(offered, choice, is_parallel=is_parallel, names=names)
+    name = body.tool_choice.function.name
+    return tool_use(offered, "required", only=[name], is_parallel=False, names=names)
+
+
+def _parameters(function: FunctionDefinition, path: str, field: str) -> dict[str, Any]:
+    """Checked, and the name as well."""
     if not _NAME.fullmatch(function.name):
         raise RequestError(
-            "the name of a tool must be 1 to 128 of the characters A-Z, a-z, 0-9, _ - . : and /, "
-            f"got {function.name!r}",
+            f"{path}.name: the name of a tool must be 1 to 128 of the characters A-Z, a-z, 0-9, "
+            f"_ - . : and /, got {function.name!r}",
             param=f"{path}.name",
         )
     parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
-    check_schema(parameters, f"{path}.parameters")
+    check_schema(parameters, f"{path}.{field}")
     if parameters.get("type", "object") != "object":
         raise RequestError(
-            f"the parameters of a tool are of type object, got {parameters['type']!r}",
-            param=f"{path}.parameters.type",
+            f"{path}.{field}.type: the parameters of a tool are of type object, got "
+            f"{parameters['type']!r}",
+            param=f"{path}.{field}.type",
         )
+    return parameters
+
+
+def _template_tool(function: FunctionDefinition, parameters: dict[str, Any]) -> dict[str, Any]:
     told = {"name": function.name, "description": function.description, "parameters": parameters}
     told = {key: value for key, value in told.items() if value is not None}
     return {"type": "function", "function": told}

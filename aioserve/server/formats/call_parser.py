@@ -8,7 +8,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,15 @@ class Function(msgspec.Struct, frozen=True):
 
     name: str
     parameters: Mapping[str, Any]
+    is_strict: bool = True  # its schema holds for calls that nobody forces, too
+
+
+class Beginning(NamedTuple):
+    """How the text of a reply shows that a call begins, and what comes then; both in a grammar."""
+
+    sign: str  # what the model writes, or a pattern
+    rest: str  # in terms of the rules of `CallParser.grammar`
+    has_text: bool = True  # there may be other text before it
 
 
 #: How a text is written in a grammar: in quotes, or as the special token that it is.
@@ -68,6 +77,11 @@ class CallParser(ABC):
     @abstractmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
         """Lark rules of which `calls` is one call of one of `functions`, or several."""
+
+    @classmethod
+    @abstractmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        """What calls of `functions` begin with, where that is no text, whatever follows."""
 
     def append(self, text: str) -> list[Event]:
         """What this text completes."""

@@ -3,6 +3,7 @@
 Knows all of them by name. Knows nothing about requests.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from aioserve.engine import Conversation
 from aioserve.engine.byte_level import special_token_ids
 from aioserve.engine.chat_template import ChatTemplate
 from aioserve.errors import RequestError
-from aioserve.server.formats.call_parser import CallParser
+from aioserve.server.formats.call_parser import Beginning, CallParser, Function
 from aioserve.server.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from aioserve.server.formats.hermes import HermesParser
 from aioserve.server.formats.llama3 import Llama3Parser
@@ -32,6 +33,10 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
 }
 
 PROBE_SECONDS = 0.05  # for a template to render a message
+
+# In patterns of a grammar.
+_ANY = r"(.|\n)*"
+_SPACE = r"[ \t\r\n]*"
 
 
 class ChatFormat:
@@ -84,14 +89,55 @@ class ChatFormat:
         """What may stand before a reply that is bound, in a grammar, and the rules of that."""
         if self.marks is None:
             return "", []
-        end = self.literal(self.marks.end)
-        rules = [f"thought[suffix={end}]: /(.|\\n)*/"]
-        if self.marks.end in self._special:
-            rules = [f"thought: /(.|\\n)*/ {end}"]
-        rules.append("blank: /[ \\n]{0,4}/")
+        rules = [self._thought_rule(), "blank: /[ \\n]{0,4}/"]
         if self._prompt_opens_reasoning(conversation):
             return "thought blank ", rules
         return f"({self.literal(self.marks.start)} thought blank)? ", rules
+
+    def _thought_rule(self) -> str:
+        assert self.marks is not None
+        end = self.literal(self.marks.end)
+        if self.marks.end in self._special:
+            return f"thought: /{_ANY}/ {end}"
+        return f"thought[suffix={end}]: /{_ANY}/"
+
+    def free_grammar(self, functions: Sequence[Function], conversation: Conversation) -> str | None:
+        """A grammar of replies that say what they like, but for calls of `functions`: what begins
+        as one is one. None if nothing tells where they begin.
+        """
+        beginnings = self.call_parser.beginnings(functions, self.literal)
+        if not beginnings:
+            return None
+        rules = [
+            *_leads(beginnings, "lead", "TEXT"),
+            f"reply: ({_called(beginnings, 'lead')})* TEXT",
+            f"TEXT: /{_ANY}/",
+            self.call_parser.grammar(functions, True, self.literal),
+        ]
+        start = "reply"
+        if self.marks is not None:
+            rules.append(self._thought_rule())
+            # It may never end: then all of the reply is reasoning.
+            start = "(thought reply | TEXT)"
+            if not self._prompt_opens_reasoning(conversation):
+                start, more = self._may_open_reasoning(beginnings, start)
+                rules += more
+        return "\n".join([f"start: {start}", *rules])
+
+    def _may_open_reasoning(
+        self, beginnings: Sequence[Beginning], inside: str
+    ) -> tuple[str, list[str]]:
+        """What a reply is that thinks if it begins with the mark, and the rules of that."""
+        assert self.marks is not None
+        mark = self.marks.start
+        if mark in self._special:
+            return f"/{_SPACE}/ {self.literal(mark)} {inside} | reply", []
+        opening = _SPACE + re.escape(mark).replace("/", r"\/")
+        rules = [
+            *_leads(beginnings, "first", "FIRST"),
+            f"FIRST: /{_ANY}/ & ~/{opening}{_ANY}/",
+        ]
+        return f"/{opening}/ {inside} | ({_called(beginnings, 'first')}) reply | FIRST", rules
 
     def _prompt_opens_reasoning(self, conversation: Conversation) -> bool:
         """Whether a reply begins inside of reasoning, as another conversation shows."""
@@ -116,6 +162,20 @@ class ChatFormat:
             reasoning = ReasoningParser(self.marks, self._tokenizer.decode(prompt_end))
         calls = None if names is None else self.call_parser(names)
         return ReplyParser(reasoning, calls)
+
+
+def _leads(beginnings: Sequence[Beginning], name: str, text: str) -> list[str]:
+    """Rules of what ends where a call begins, as soon as that is seen."""
+    rules = []
+    for i, beginning in enumerate(beginnings):
+        is_token = beginning.sign.startswith("<")
+        before = f"{text} " if beginning.has_text else ""
+        rules.append(f"{name}_{i}{'' if is_token else '[lazy]'}: {before}{beginning.sign}")
+    return rules
+
+
+def _called(beginnings: Sequence[Beginning], name: str) -> str:
+    return " | ".join(f"{name}_{i} {each.rest}" for i, each in enumerate(beginnings))
 
 
 def _choose_calls(name: str, templates: str) -> type[CallParser] | None:

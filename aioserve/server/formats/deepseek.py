@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from aioserve.server.formats.call_parser import (
+    Beginning,
     CallParser,
     Function,
     Literal,
@@ -50,14 +51,20 @@ class DeepSeekV31Parser(CallParser):
         each = " | ".join(f"call_{i}" for i in range(len(functions)))
         calls = repeated("call", literal(cls._between), is_parallel)
         rules = [
-            f"calls: {literal(_CALLS)} {calls} {literal(_CALLS_END)}",
-            f"call: {literal(_CALL)} ({each}) {literal(_CALL_END)}",
+            f"calls: {literal(_CALLS)} block",
+            f"block: {calls} {literal(_CALLS_END)}",
+            f"call: {literal(_CALL)} unmarked",
+            f"unmarked: ({each}) {literal(_CALL_END)}",
         ]
         for i, function in enumerate(functions):
             before, after = cls._call(function.name, literal)
             rules.append(f"call_{i}: {before} arguments_{i} {after}".rstrip())
             rules.append(f"arguments_{i}: {json_rule(function.parameters)}")
         return "\n".join(rules)
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal(_CALLS), "block"), Beginning(literal(_CALL), "unmarked")]
 
     def _begin(self) -> bool:
         return self._read_content(_OPENING, self._open)

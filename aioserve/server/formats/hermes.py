@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from aioserve.server.formats.call_object import CallObject
 from aioserve.server.formats.call_parser import (
+    Beginning,
     CallParser,
     Function,
     Literal,
@@ -28,14 +29,19 @@ class HermesParser(CallParser):
 
     @classmethod
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
+        line = literal("\n")
         return "\n".join(
             [
-                f"calls: {repeated('marked', literal(chr(10)), is_parallel)}",
-                f"marked: {literal(_OPEN)} {literal(chr(10))} call "
-                f"{literal(chr(10))} {literal(_CLOSE)}",
+                f"calls: {repeated('marked', line, is_parallel)}",
+                f"marked: {literal(_OPEN)} unmarked",
+                f"unmarked: {line} call {line} {literal(_CLOSE)}",
                 alternatives(functions, ("name", "arguments"), literal),
             ]
         )
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal(_OPEN), "unmarked")]
 
     def _begin(self) -> bool:
         return self._read_content(_OPENING, self._open)

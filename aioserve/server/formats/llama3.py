@@ -6,7 +6,14 @@ Without the tag a reply is calls from its beginning or not at all; after it, any
 from collections.abc import Sequence
 
 from aioserve.server.formats.call_object import CallObject
-from aioserve.server.formats.call_parser import Function, Literal, alternatives, any_of, repeated
+from aioserve.server.formats.call_parser import (
+    Beginning,
+    Function,
+    Literal,
+    alternatives,
+    any_of,
+    repeated,
+)
 from aioserve.server.formats.plain_json import PlainJsonParser
 
 _TAG = "<|python_tag|>"
@@ -26,6 +33,10 @@ class Llama3Parser(PlainJsonParser):
     def grammar(cls, functions: Sequence[Function], is_parallel: bool, literal: Literal) -> str:
         calls = repeated("call", literal("; "), is_parallel)
         return f"calls: {calls}\n" + alternatives(functions, ("name", "parameters"), literal)
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        return [Beginning(literal(_TAG), "call"), *super().beginnings(functions, literal)]
 
     def _rest(self) -> bool:
         return self._read_content(_TAGGED, self._after_tag)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aioserve.server.formats.call_object import CallObject
 from aioserve.server.formats.call_parser import (
+    Beginning,
     CallParser,
     Function,
     Literal,
@@ -43,10 +44,19 @@ class MistralParser(CallParser):
         calls = repeated("call", literal(", "), is_parallel)
         return "\n".join(
             [
-                f"calls: {literal(_CALLS)} {literal('[')} {calls} {literal(']')}",
+                f"calls: {literal(_CALLS)} array",
+                f"array: {literal('[')} {calls} {literal(']')}",
                 alternatives(functions, ("name", "arguments"), literal),
             ]
         )
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        named = [
+            f"{literal(function.name)} {literal(_ARGS)}? arguments_{i}"
+            for i, function in enumerate(functions)
+        ]
+        return [Beginning(literal(_CALLS), f"(array | {' | '.join(named)})")]
 
     def _begin(self) -> bool:
         return self._read_content(_OPENING, self._open)

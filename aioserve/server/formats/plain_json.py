@@ -6,8 +6,9 @@ Only calls of known tools are taken for calls: other JSON may be what was asked 
 import re
 from collections.abc import Collection, Sequence
 
-from aioserve.server.formats.call_object import CallObject
+from aioserve.server.formats.call_object import ARGUMENT_KEYS, CallObject
 from aioserve.server.formats.call_parser import (
+    Beginning,
     CallParser,
     Function,
     Literal,
@@ -17,6 +18,12 @@ from aioserve.server.formats.call_parser import (
 from aioserve.server.formats.text import match_end
 
 _SEPARATORS = re.compile(r"[\s,;]*")
+
+# In patterns of a grammar.
+_SPACE = r"[ \t\r\n]{0,20}"
+_BEGINNING = r'/[ \t\r\n,;\[\]]*\{_("type"_:_"function"_,_)?"name"_:_"NAME"_,_"(KEYS)"_:/'.replace(
+    "_", _SPACE
+).replace("KEYS", "|".join(ARGUMENT_KEYS))
 
 
 class PlainJsonParser(CallParser):
@@ -39,6 +46,19 @@ class PlainJsonParser(CallParser):
                 alternatives(functions, ("name", "arguments"), literal),
             ]
         )
+
+    @classmethod
+    def beginnings(cls, functions: Sequence[Function], literal: Literal) -> list[Beginning]:
+        """An object that begins with the name of a tool: what has no mark may also be an answer."""
+        return [
+            Beginning(
+                _BEGINNING.replace("NAME", re.escape(function.name).replace("/", r"\/")),
+                rf"/{_SPACE}/ arguments_{i} /{_SPACE}\}}/",
+                has_text=False,
+            )
+            for i, function in enumerate(functions)
+            if function.is_strict
+        ]
 
     def _begin(self) -> bool:
         self._hold()

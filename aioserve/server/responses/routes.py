@@ -126,14 +126,14 @@ def _text(item: InputItem, path: str) -> str:
 class ResponseAnswer(Answer):
     """One message of text; reasoning is left out. Every event has a number."""
 
-    id_prefix = "resp"
+    id_prefix = "resp_"
 
     def __init__(self, request: web.Request, body: ResponsesRequest, turns: Sequence[Turn]) -> None:
         super().__init__(request, body.model, None)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
         self._body, self._turns = body, turns
         self._created = int(time.time())
-        self._message_id = f"msg-{uuid.uuid4().hex}"
+        self._message_id = f"msg_{uuid.uuid4().hex}"
         self._reader: ReplyReader | None = None
         self._texts: list[str] = []
         self._number = 0  # of the next event
