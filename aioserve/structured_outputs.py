@@ -12,7 +12,9 @@ from aioserve.errors import RequestError
 WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, weakref=True
+):
     """One way to say it, in the words of vLLM. Raises `RequestError` for none or several.
 
     Whether it can be compiled is known at the engine's door.

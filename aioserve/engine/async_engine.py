@@ -77,7 +77,7 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
-        self._num_arriving = 0  # being tokenized, in the thread for long prompts
+        self._num_arriving = 0  # being tokenized or compiled, in threads
         self._arriving_tokens = 0  # of these, at least
 
     @property
@@ -161,8 +161,7 @@ class AsyncEngine:
         stream = RequestStream(request_id, params.n, abort=lambda: self._drop(samples, parts))
         samples = parts.output_processor.claim(stream, params.n)
         try:
-            token_ids = await self._tokenize(prompt, params, parts)
-            await parts.input_processor.check_grammar(params)
+            token_ids = await self._prepare(prompt, params, parts)
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
             stream.prompt_end = token_ids[-PROMPT_END_TOKENS:]
@@ -198,17 +197,21 @@ class AsyncEngine:
             self._abort(samples.ids, parts)
         return stream
 
-    async def _tokenize(
+    async def _prepare(
         self, prompt: Prompt, params: SamplingParams, parts: EngineParts
     ) -> list[int]:
-        """Refuses what is too long, or too much for the queue, before the work is done."""
+        """Tokenizes, and compiles what the text must look like. Refuses what is too long, or too
+        much for the queue, before the work is done.
+        """
         keep = parts.input_processor.num_kept_tokens(params)
         least = parts.input_processor.least_tokens(prompt, keep)
         parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
         self._num_arriving += 1
         self._arriving_tokens += least
         try:
-            return await parts.input_processor.tokenize(prompt, keep)
+            token_ids = await parts.input_processor.tokenize(prompt, keep)
+            await parts.input_processor.check_grammar(params)
+            return token_ids
         finally:
             self._num_arriving -= 1
             self._arriving_tokens -= least
