@@ -101,6 +101,27 @@ async def test_prompts_that_are_being_tokenized_wait_as_well() -> None:
         assert engine._num_arriving == engine._arriving_tokens == 0
 
 
+async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypatch) -> None:
+    config = make_config(max_waiting_requests=1)
+    async with AsyncEngine(config) as engine:
+        assert engine._parts is not None
+        compiling, never = asyncio.Event(), asyncio.Event()
+
+        async def check(params: SamplingParams) -> None:
+            assert not compiling.is_set(), "the second is let by"
+            compiling.set()
+            await never.wait()
+
+        monkeypatch.setattr(engine._parts.input_processor, "check_grammar", check)
+        first = asyncio.create_task(engine.add_request([5], SHORT))
+        await compiling.wait()
+        with pytest.raises(EngineOverloadedError, match="1 requests are waiting already"):
+            await engine.add_request([5], SHORT)
+        first.cancel()
+        await asyncio.wait([first])
+        assert engine._num_arriving == 0
+
+
 def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:
     """One request a second, of 100 tokens; so many wait."""
 
