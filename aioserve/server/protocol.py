@@ -191,7 +191,7 @@ class FunctionCall(RequestPart, kw_only=True, omit_defaults=True):
     arguments: str  # a JSON object, as text
 
 
-class ToolCall(RequestPart, kw_only=True):
+class ToolCall(RequestPart, kw_only=True, omit_defaults=False):
     """A call that a reply makes, as it is sent and as it comes back."""
 
     id: str
