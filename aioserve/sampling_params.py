@@ -3,9 +3,8 @@
 Knows nothing about models: token ids are checked against a vocabulary at the engine's door.
 """
 
-import math
-from collections.abc import Callable
-from typing import Literal
+import sys
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,25 +21,47 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_BAD_WORD_TOKENS = 16
 
-RANGES: list[tuple[str, Callable[[float], bool], str]] = [
-    ("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"),
-    ("max_tokens", lambda v: v >= 1, "at least 1"),
-    ("min_tokens", lambda v: v >= 0, "at least 0"),
-    ("temperature", lambda v: v >= 0, "a number of at least 0"),
-    ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    ("top_k", lambda v: v >= -1, "-1 or 0 (all tokens) or at least 1"),
-    ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
-    ("presence_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
-    ("frequency_penalty", lambda v: -2 <= v <= 2, "between -2 and 2"),
-    ("repetition_penalty", lambda v: v > 0, "above 0"),
-    (
-        "truncate_prompt_tokens",
-        lambda v: v == -1 or v >= 1,
-        "-1 (what leaves room for max_tokens) or at least 1",
+
+class Range(NamedTuple):
+    """Which numbers make sense, and how that is said."""
+
+    words: str
+    ge: float
+    le: float = sys.float_info.max
+    other_than: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is one of them. Neither infinity nor NaN is."""
+        return self.ge <= value <= self.le and value != self.other_than
+
+
+#: By field, of numbers.
+RANGES: dict[str, Range] = {
+    "n": Range(f"between 1 and {MAX_N}", ge=1, le=MAX_N),
+    "max_tokens": Range("at least 1", ge=1),
+    "min_tokens": Range("at least 0", ge=0),
+    "temperature": Range("a number of at least 0", ge=0),
+    "top_p": Range("above 0 and at most 1", ge=0, le=1, other_than=0),
+    "top_k": Range("-1 or 0 (all tokens) or at least 1", ge=-1),
+    "min_p": Range("between 0 and 1", ge=0, le=1),
+    "seed": Range("a 64-bit integer", ge=-(2**63), le=2**63 - 1),
+    "presence_penalty": Range("between -2 and 2", ge=-2, le=2),
+    "frequency_penalty": Range("between -2 and 2", ge=-2, le=2),
+    "repetition_penalty": Range("above 0", ge=0, other_than=0),
+    "truncate_prompt_tokens": Range(
+        "-1 (what leaves room for max_tokens) or at least 1", ge=-1, other_than=0
     ),
-    ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-]
+    "logprobs": Range(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
+}
+#: Of a value of `logit_bias`.
+BIAS_RANGE = Range("between -100 and 100", ge=-100, le=100)
+#: By field, of lists: how many entries they hold at most.
+MAX_ENTRIES = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "bad_words_ids": 2 * MAX_BAD_WORDS,
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,21 +101,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output_kind: Literal["delta", "final_only"] = "delta"  # final_only: one output, at the end
 
     def __post_init__(self) -> None:
-        for name, is_valid, expected in RANGES:
+        for name, numbers in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and is_valid(value)):
-                raise RequestError(f"{name} must be {expected}, got {value}", param=name)
+            if value is not None and not numbers.holds(value):
+                raise RequestError(f"{name} must be {numbers.words}, got {value}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for name, given, limit in (
-            ("stop", self.stop_strings, MAX_STOP_STRINGS),
-            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-            ("bad_words", self.bad_words, MAX_BAD_WORDS),
-            ("bad_words_ids", self.bad_words_ids, 2 * MAX_BAD_WORDS),
-        ):
+        for name, limit in MAX_ENTRIES.items():
+            given = self.stop_strings if name == "stop" else getattr(self, name)
             if len(given) > limit:
                 raise RequestError(f"{name} must hold at most {limit}, got {len(given)}", name)
         if self.structured_outputs is not None:
@@ -121,9 +138,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop strings need detokenize", param="stop")
         for token_id, bias in (self.logit_bias or {}).items():
-            if not (math.isfinite(bias) and -100 <= bias <= 100):
+            if not BIAS_RANGE.holds(bias):
                 raise RequestError(
-                    f"logit_bias must be between -100 and 100, got {bias} for token {token_id}",
+                    f"logit_bias must be {BIAS_RANGE.words}, got {bias} for token {token_id}",
                     param="logit_bias",
                 )
 
