@@ -6,6 +6,7 @@ Its reader gets what there is, with finish reason `abort`.
 import msgspec
 from aiohttp import web
 
+from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownRequestError
 from aioserve.server.keys import RUNNING
 from aioserve.server.protocol import RequestPart
@@ -25,13 +26,13 @@ class Aborted(msgspec.Struct, kw_only=True):
     aborted: bool = True
 
 
-_decoder = BodyDecoder(AbortRequest, {}, shared={}, hints=())
+decoder = BodyDecoder(AbortRequest, {}, shared={}, hints=())
 _encoder = msgspec.json.Encoder()
 
 
 async def abort_request(request: web.Request) -> web.Response:
     """The handler. Raises `UnknownRequestError` for an id that nobody has, or has any more."""
-    body = _decoder.decode(await request.read())
+    body = await decode_body(request, decoder)
     if not request.app[RUNNING].abort(body.request_id):
         raise UnknownRequestError(
             f"no request {body.request_id[:128]!r} is running", param="request_id"

@@ -4,21 +4,37 @@ Only the admin routes change anything, and they exist only where the settings en
 """
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, PolicyError, RequestError
+from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownModelError
 from aioserve.server.keys import ENGINE
-from aioserve.server.protocol import ModelCard, ModelList
+from aioserve.server.protocol import ModelCard, ModelList, RequestPart
+from aioserve.server.validation import BodyDecoder
 from aioserve.version import __version__
 
 _encoder = msgspec.json.Encoder()
 _STARTED = int(time.time())
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """Whether a new request would be taken and served, or why not."""
+
+    status: Literal["ok", "dead", "draining", "failing"]
+    reason: str | UnsetType = UNSET
+
+
+class Version(msgspec.Struct):
+    """Of the package."""
+
+    version: str
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -46,12 +62,13 @@ async def health(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     if engine.errored is not None:
         reason = f"{type(engine.errored).__name__}: {engine.errored}"
-        return _json({"status": "dead", "reason": reason}, status=503)
+        return _json(Health(status="dead", reason=reason), status=503)
     if engine.is_draining:
-        return _json({"status": "draining", "reason": "the server is shutting down"}, status=503)
+        reason = "the server is shutting down"
+        return _json(Health(status="draining", reason=reason), status=503)
     if engine.policy_error is not None:
-        return _json({"status": "failing", "reason": str(engine.policy_error)}, status=503)
-    return _json({"status": "ok"})
+        return _json(Health(status="failing", reason=str(engine.policy_error)), status=503)
+    return _json(Health(status="ok"))
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -63,40 +80,54 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
-    return _json({"version": __version__})
+    return _json(Version(__version__))
 
 
-class PolicyChange(msgspec.Struct, forbid_unknown_fields=True):
+class PolicyRequest(RequestPart, kw_only=True):
     """Body of POST /admin/policy."""
 
     policy: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any] | None = None
+
+
+class PolicyName(msgspec.Struct):
+    """A policy and its options."""
+
+    policy: str
+    options: dict[str, Any]
+
+
+class PolicyChange(PolicyName):
+    """Response of /admin/policy: what there is, and what there was."""
+
+    before: PolicyName
+
+
+class CacheReset(msgspec.Struct):
+    """Response of /admin/reset_prefix_cache."""
+
+    empty: bool
+
+
+policy_decoder = BodyDecoder(PolicyRequest, {}, shared={}, hints=())
 
 
 async def switch_policy(request: web.Request) -> web.Response:
     """POST /admin/policy: another policy from the next step on; a bad one changes nothing."""
-    try:
-        change = msgspec.json.decode(await request.read(), type=PolicyChange)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body must be a policy and its options: {error}") from error
+    body = await decode_body(request, policy_decoder)
+    options = body.options or {}
     engine = request.app[ENGINE]
     before = engine.config.scheduler
     try:
-        engine.switch_policy(change.policy, change.options)
+        engine.switch_policy(body.policy, options)
     except (ConfigError, PolicyError) as error:
         raise RequestError(str(error), param="policy") from error
-    return _json(
-        {
-            "policy": change.policy,
-            "options": change.options,
-            "before": {"policy": before.policy, "options": before.options},
-        }
-    )
+    return _json(PolicyChange(body.policy, options, PolicyName(before.policy, before.options)))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """POST /admin/reset_prefix_cache: forget cached prefixes; running requests go on."""
-    return _json({"empty": request.app[ENGINE].reset_prefix_cache()})
+    return _json(CacheReset(request.app[ENGINE].reset_prefix_cache()))
 
 
 def _card(engine: AsyncEngine) -> ModelCard:

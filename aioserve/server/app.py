@@ -1,6 +1,6 @@
 """The application and its life: start engine and site, serve until a signal, drain, stop.
 
-Knows which path belongs to which handler; nothing about what they do.
+Knows nothing about what handlers do, nor which there are.
 """
 
 import asyncio
@@ -19,20 +19,15 @@ from aiohttp import web
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
-from aioserve.server import admin
-from aioserve.server.abort import abort_request
-from aioserve.server.anthropic.routes import count_tokens, create_message
-from aioserve.server.chat.routes import create_chat_completion
-from aioserve.server.completions import create_completion
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
-from aioserve.server.responses.routes import create_response
+from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
 from aioserve.server.responses.store import ResponseStore
+from aioserve.server.routes import ADMIN_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
-from aioserve.server.tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -65,30 +60,13 @@ def build_app(engine: AsyncEngine) -> web.Application:
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
     app.on_response_prepare.append(add_request_id)
-    app.add_routes(
-        [
-            web.post("/v1/completions", create_completion),
-            web.post("/v1/chat/completions", create_chat_completion),
-            web.post("/v1/responses", create_response),
-            web.post("/v1/messages", create_message),
-            web.post("/v1/messages/count_tokens", count_tokens),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.post("/v1/abort", abort_request),
-            web.get("/v1/models", admin.list_models),
-            web.get("/v1/models/{id:.+}", admin.get_model),
-            web.get("/health", admin.health),
-            web.get("/metrics", admin.metrics),
-            web.get("/version", admin.version),
-        ]
+    routes = (*ROUTES, *ADMIN_ROUTES) if server.enable_admin else ROUTES
+    app[DOCUMENT] = OpenAPIDocument(
+        routes, engine.config.model.served_name, ignores_unknown=server.ignore_unknown_fields
     )
-    if engine.config.server.enable_admin:
-        app.add_routes(
-            [
-                web.post("/admin/policy", admin.switch_policy),
-                web.post("/admin/reset_prefix_cache", admin.reset_prefix_cache),
-            ]
-        )
+    for route in routes:
+        add = app.router.add_get if route.method == "GET" else app.router.add_post
+        add(route.path, route.handler)
     return app
 
 

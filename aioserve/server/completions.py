@@ -21,12 +21,12 @@ from aioserve.server.validation import BodyDecoder
 # Each prompt is a request of its own; more than this is a batch job, not a request.
 MAX_PROMPTS = 1024
 
-_decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
+decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = await read_body(request, _decoder)
+    body = await read_body(request, decoder)
     params = body.sampling_params(body.max_tokens, body.logprobs)
     best_of = params.n if body.best_of in (None, 1) else body.best_of
     if not params.n <= best_of <= MAX_N:

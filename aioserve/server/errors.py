@@ -60,20 +60,30 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
     )
 
 
+def status_of(error: type[AioserveError], path: str) -> int:
+    """Of all errors of that class, on that path."""
+    status = next(kind.status for kind in _KINDS if issubclass(error, kind.error))
+    return _ANTHROPIC_STATUSES.get(status, status) if is_for_anthropic(path) else status
+
+
+def is_for_anthropic(path: str) -> bool:
+    """Whether a client of Anthropic's reads what is answered there, and knows its errors."""
+    return path.startswith("/v1/messages")
+
+
+_ANTHROPIC_STATUSES = {429: 529}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     529: "overloaded_error",
 }
 
 
 def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
     """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
-    if info.code == "engine_overloaded":
-        status = 529
+    status = _ANTHROPIC_STATUSES.get(status, status)
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     names_field = info.param is None or info.param in info.message
     message = info.message if names_field else f"{info.param}: {info.message}"

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
-from aioserve.server.errors import to_messages_error, to_wire
+from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
 from aioserve.server.keys import RESPONSE_ID, is_sane_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
@@ -77,13 +77,8 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
     """Signal handler, before headers leave: name the request in the caller's terms or ours."""
     if request_id := _given_request_id(request) or request.get(RESPONSE_ID):
         response.headers[REQUEST_ID_HEADER] = request_id
-        if _is_anthropic(request):
+        if is_for_anthropic(request.path):
             response.headers["Request-Id"] = request_id
-
-
-def _is_anthropic(request: web.Request) -> bool:
-    """Whether a client of Anthropic's reads the answer."""
-    return request.path.startswith("/v1/messages")
 
 
 def _given_request_id(request: web.Request) -> str | None:
@@ -120,7 +115,7 @@ def _json(
     request: web.Request, status: int, info: ErrorInfo, headers: dict[str, str]
 ) -> web.Response:
     body: msgspec.Struct = ErrorResponse(error=info)
-    if _is_anthropic(request):
+    if is_for_anthropic(request.path):
         status, body = to_messages_error(status, info)
     return web.Response(
         body=_encoder.encode(body), status=status, headers=headers, content_type="application/json"

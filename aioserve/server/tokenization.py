@@ -54,7 +54,7 @@ class Detokenized(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-_tokenize = BodyDecoder(
+tokenize_decoder = BodyDecoder(
     TokenizeRequest,
     {
         "chat_template": Unserved(),
@@ -64,13 +64,13 @@ _tokenize = BodyDecoder(
     hints=(),
 )
 _OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools")
-_detokenize = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
+detokenize_decoder = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
 _encoder = msgspec.json.Encoder()
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """The handler of /tokenize. There may be more tokens than the model takes."""
-    body = await decode_body(request, _tokenize)
+    body = await decode_body(request, tokenize_decoder)
     engine = request.app[ENGINE]
     special = body.add_special_tokens is not False
     prompt = _prompt(body)
@@ -112,7 +112,7 @@ def _prompt(body: TokenizeRequest) -> Prompt:
 
 async def detokenize(request: web.Request) -> web.Response:
     """The handler of /detokenize. Special tokens are in the text."""
-    body = await decode_body(request, _detokenize)
+    body = await decode_body(request, detokenize_decoder)
     return _json(Detokenized(prompt=await request.app[ENGINE].detokenize(body.tokens)))
 
 

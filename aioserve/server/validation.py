@@ -44,19 +44,19 @@ class BodyDecoder(Generic[T]):
         """`unserved`: what this endpoint does not serve, besides what none of its family does,
         which is `shared`. `hints` may hold anything.
         """
-        self._unserved = {**shared, **unserved}
+        self.served, self.hints = request_type, hints
+        self.unserved = {**shared, **unserved}
         # One struct for all names, so that one pass over the body finds them.
         fields: list[tuple[str, Any, Any]] = [
             (name, Any, None)
-            for name in (*self._unserved, *hints)
+            for name in (*self.unserved, *hints)
             if name not in request_type.__struct_fields__
         ]
         name, bases = request_type.__name__, (request_type,)
         self._type: type[T] = msgspec.defstruct(name, fields, bases=bases, kw_only=True)  # type: ignore[assignment]
         self._decoder = msgspec.json.Decoder(self._type)
-        self._served = request_type.__struct_fields__
-        self._get_unserved = _values_of(*self._unserved)
-        self._nothing = (None,) * len(self._unserved)
+        self._get_unserved = _values_of(*self.unserved)
+        self._nothing = (None,) * len(self.unserved)
 
     def decode(self, body: bytes, *, ignore_unknown: bool = False) -> T:
         """The request in `body`. Raises `RequestError` that names the path of what is wrong.
@@ -85,7 +85,7 @@ class BodyDecoder(Generic[T]):
         unknown = _UNKNOWN.search(message)
         if unknown is None:
             return RequestError(message, param=path)
-        name, known = unknown[1][:_MAX_SHOWN], self._served
+        name, known = unknown[1][:_MAX_SHOWN], self.served.__struct_fields__
         if path is not None:
             holder: type[RequestPart] = self._type
             for name_of_part in _FIELD.findall(path):
@@ -99,7 +99,7 @@ class BodyDecoder(Generic[T]):
         )
 
     def _refuse(self, values: tuple[Any, ...], ignore_foreign: bool) -> None:
-        for (name, field), value in zip(self._unserved.items(), values, strict=True):
+        for (name, field), value in zip(self.unserved.items(), values, strict=True):
             if field.is_no_op(value) or (ignore_foreign and name in FOREIGN):
                 continue
             instead = f": use {field.instead}" if field.instead else ""

@@ -7,6 +7,7 @@ from socket import socket
 from typing import Any, NamedTuple
 
 import aiohttp
+from conformity import check_answer
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine
@@ -54,8 +55,12 @@ class Server:
         self.session = session
 
     async def request(self, method: str, path: str, **options: Any) -> Answer:
+        """Asserts that the OpenAPI document tells of such an answer."""
         async with self.session.request(method, self.url + path, **options) as response:
-            return Answer(response.status, response.headers, await response.read())
+            answer = Answer(response.status, response.headers, await response.read())
+        if self.engine.config.server.enable_admin or not path.startswith("/admin/"):
+            check_answer(method, path, answer.status, response.content_type, answer.body)
+        return answer
 
     async def get(self, path: str) -> Answer:
         return await self.request("GET", path)

@@ -136,25 +136,22 @@ class InputTokens(msgspec.Struct, kw_only=True):
     input_tokens: int
 
 
-class TextBlock(msgspec.Struct, kw_only=True):
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """What is said to the user."""
 
-    type: Literal["text"] = "text"
     text: str = ""
 
 
-class ThinkingBlock(msgspec.Struct, kw_only=True):
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
     """What the model thought aloud."""
 
-    type: Literal["thinking"] = "thinking"
     thinking: str = ""
     signature: str = ""
 
 
-class ToolUseBlock(msgspec.Struct, kw_only=True):
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A call; in a stream its input follows as JSON text. Empty if it was cut off."""
 
-    type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any] = {}
@@ -225,24 +222,21 @@ class Ping(msgspec.Struct, kw_only=True):
     type: Literal["ping"] = "ping"
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
+class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
     """More text."""
 
-    type: Literal["text_delta"] = "text_delta"
     text: str
 
 
-class ThinkingDelta(msgspec.Struct, kw_only=True):
+class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
     """More of the thoughts."""
 
-    type: Literal["thinking_delta"] = "thinking_delta"
     thinking: str
 
 
-class InputDelta(msgspec.Struct, kw_only=True):
+class InputDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
     """More of the input of a call, as JSON text."""
 
-    type: Literal["input_json_delta"] = "input_json_delta"
     partial_json: str
 
 

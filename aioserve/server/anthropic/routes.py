@@ -23,10 +23,12 @@ from aioserve.server.keys import CHAT_FORMAT, ENGINE
 from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
 
-_create = BodyDecoder(
+create_decoder = BodyDecoder(
     MessagesRequest, NOT_ON_MESSAGES, shared=UNSERVED_ANTHROPIC, hints=HINTS_ON_MESSAGES
 )
-_count = BodyDecoder(CountTokensRequest, {}, shared=UNSERVED_ANTHROPIC, hints=HINTS_ON_MESSAGES)
+count_decoder = BodyDecoder(
+    CountTokensRequest, {}, shared=UNSERVED_ANTHROPIC, hints=HINTS_ON_MESSAGES
+)
 _encoder = msgspec.json.Encoder()
 
 # What the engine, the sampling parameters and chat call fields that have other names here.
@@ -40,7 +42,7 @@ _NAMES = {
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
-    body = await decode_body(request, _create)
+    body = await decode_body(request, create_decoder)
     with _own_names():
         conversation, use = _conversation(request, body)
         params = msgspec.structs.replace(
@@ -54,7 +56,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
-    body = await decode_body(request, _count)
+    body = await decode_body(request, count_decoder)
     with _own_names():
         conversation, _ = _conversation(request, body)
         token_ids = await request.app[ENGINE].tokenize(conversation)

@@ -20,12 +20,12 @@ from aioserve.server.protocol import ChatCompletionRequest
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
-_decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
+decoder = BodyDecoder(ChatCompletionRequest, NOT_ON_CHAT)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = await read_body(request, _decoder)
+    body = await read_body(request, decoder)
     use, chat_format = chat_tool_use(body), request.app[CHAT_FORMAT]
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call

@@ -41,14 +41,14 @@ from aioserve.server.sse import typed_event
 from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
 from aioserve.server.validation import BodyDecoder
 
-_decoder = BodyDecoder(ResponsesRequest, {}, shared=NOT_ON_RESPONSES, hints=HINTS_ON_RESPONSES)
+decoder = BodyDecoder(ResponsesRequest, {}, shared=NOT_ON_RESPONSES, hints=HINTS_ON_RESPONSES)
 
 _NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = await decode_body(request, _decoder)
+    body = await decode_body(request, decoder)
     try:
         params = msgspec.structs.replace(
             body.sampling_params(),

@@ -1,0 +1,271 @@
+"""The OpenAPI document of the routes: made of what they declare and of what decoders refuse.
+
+Knows JSON Schema, and which limits are known without a model. Knows no route.
+"""
+
+import asyncio
+import http
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from inspect import cleandoc
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from aioserve.errors import AioserveError, EngineOverloadedError
+from aioserve.sampling_params import (
+    BIAS_RANGE,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_ENTRIES,
+    RANGES,
+    Range,
+)
+from aioserve.server.anthropic.protocol import MessagesError
+from aioserve.server.errors import UnknownModelError, is_for_anthropic, status_of
+from aioserve.server.protocol import ErrorResponse, ModelRequest
+from aioserve.server.unserved import FOREIGN, Unserved
+from aioserve.server.validation import BodyDecoder
+from aioserve.version import __version__
+
+Schema = dict[str, Any]
+
+_REFS = "#/components/schemas/"
+_ANY_ROUTE = (415, 500)  # a compressed body, a mistake of ours
+_ANY_BODY = (400, 413)  # not what was asked for, too long
+
+
+class Route(NamedTuple):
+    """What is known about one route."""
+
+    method: Literal["GET", "POST"]
+    path: str  # as aiohttp has it
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    summary: str
+    answer: Any  # its type: JSON, or text if it is `str`
+    body: BodyDecoder[Any] | None = None
+    events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
+    raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
+    statuses: Sequence[int] = (200,)  # of the answer
+
+    @property
+    def documented_path(self) -> str:
+        """As OpenAPI has it: without the patterns of parameters."""
+        return re.sub(r"{(\w+):[^}]*}", r"{\1}", self.path)
+
+
+class OpenAPIDocument:
+    """The document of one application, made when it is first asked for."""
+
+    def __init__(self, routes: Sequence[Route], model: str, *, ignores_unknown: bool) -> None:
+        """`ignores_unknown`: whether the setting of that name is on. `model`: the served name."""
+        self._routes = routes
+        self._model = model
+        self._ignores_unknown = ignores_unknown
+        self._encoded: bytes | None = None
+
+    def encoded(self) -> bytes:
+        """As JSON."""
+        if self._encoded is None:
+            self._encoded = msgspec.json.encode(self.build())
+        return self._encoded
+
+    def build(self) -> Schema:
+        """As plain objects."""
+        types = list(dict.fromkeys(_types(self._routes)))
+        schemas, components = msgspec.json.schema_components(types, ref_template=_REFS + "{name}")
+        schema_of = dict(zip(types, schemas, strict=True))
+        self._finish(components, schema_of)
+        paths: dict[str, Schema] = {}
+        for route in self._routes:
+            operation = _operation(route, schema_of)
+            paths.setdefault(route.documented_path, {})[route.method.lower()] = operation
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "aioserve", "version": __version__},
+            "paths": paths,
+            "components": {"schemas": components},
+        }
+
+    def _finish(self, components: dict[str, Schema], schema_of: Mapping[Any, Schema]) -> None:
+        """Say what the structs do not: what is refused, what is always there, and limits."""
+        bodies = {r.body.served: r.body for r in self._routes if r.body is not None}
+        sent = set(_reached([schema_of[struct] for struct in bodies], components))
+        for name, component in components.items():
+            component["description"] = _told(component.get("description", ""))
+            if name in sent:
+                if self._ignores_unknown:
+                    component.pop("additionalProperties", None)
+            elif "properties" in component:  # a field with a default is there all the same
+                fields = component["properties"].items()
+                defaults = [key for key, schema in fields if "default" in schema]
+                component["required"] = [*component["required"], *defaults]
+                for key in defaults:
+                    del component["properties"][key]["default"]
+        for struct, decoder in bodies.items():
+            properties = components[schema_of[struct]["$ref"].removeprefix(_REFS)]["properties"]
+            for name, schema in properties.items():
+                _limit(_CALLED.get(name, name), schema)
+            if issubclass(struct, ModelRequest):
+                properties["model"] = {"enum": [self._model, None], "default": None}
+            for name in decoder.hints:
+                properties.setdefault(name, {"description": "A label or hint: changes nothing."})
+            for name, field in decoder.unserved.items():
+                ignored = self._ignores_unknown and name in FOREIGN
+                properties[name] = {} if ignored else _refusal(field)
+
+
+DOCUMENT = web.AppKey("DOCUMENT", OpenAPIDocument)
+
+
+async def serve_document(request: web.Request) -> web.Response:
+    """GET /openapi.json. Made in a thread, as it takes as long as some steps."""
+    body = await asyncio.to_thread(request.app[DOCUMENT].encoded)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _types(routes: Sequence[Route]) -> Iterator[Any]:
+    yield from (ErrorResponse, MessagesError)
+    for route in routes:
+        yield from (route.answer, *route.events)
+        if route.body is not None:
+            yield route.body.served
+
+
+def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
+    content = {_media_type(route.answer): {"schema": schema_of[route.answer]}}
+    if route.events:
+        content["text/event-stream"] = {"schema": _event(route.events, schema_of)}
+    responses = {str(s): _response(s, content) for s in route.statuses}
+    error = MessagesError if is_for_anthropic(route.path) else ErrorResponse
+    for status in _error_statuses(route):
+        content = {"application/json": {"schema": schema_of[error]}}
+        responses.setdefault(str(status), _response(status, content))
+        if status == status_of(EngineOverloadedError, route.path):
+            seconds = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+            responses[str(status)]["headers"] = {"Retry-After": seconds}
+    operation: Schema = {
+        "operationId": route.handler.__name__,
+        "summary": route.summary,
+        "responses": responses,
+    }
+    if parameters := re.findall(r"{(\w+)", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in parameters
+        ]
+    if route.body is not None:
+        schema = schema_of[route.body.served]
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return operation
+
+
+def _error_statuses(route: Route) -> list[int]:
+    statuses = {*_ANY_ROUTE, *(status_of(error, route.path) for error in route.raises)}
+    if route.body is not None:
+        statuses.update(_ANY_BODY)
+        if issubclass(route.body.served, ModelRequest):
+            statuses.add(status_of(UnknownModelError, route.path))
+    return sorted(statuses)
+
+
+def _response(status: int, content: Schema) -> Schema:
+    is_known = status in {*http.HTTPStatus}
+    phrase = http.HTTPStatus(status).phrase if is_known else "Overloaded"
+    return {"description": phrase, "content": content}
+
+
+def _media_type(answer: Any) -> str:
+    return "text/plain" if answer is str else "application/json"
+
+
+def _event(events: Sequence[Any], schema_of: Mapping[Any, Schema]) -> Schema:
+    """One event of a stream: 3.1 leaves open what the schema of a stream is about."""
+    texts = [schema_of[event] for event in events if "$ref" not in schema_of[event]]
+    structs = [schema_of[event] for event in events if "$ref" in schema_of[event]]
+    json = {"contentMediaType": "application/json", "contentSchema": {"anyOf": structs}}
+    return {
+        "description": "One event; the data is JSON.",
+        "type": "object",
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"type": "string", "anyOf": [json, *texts]},
+        },
+        "required": ["data"],
+    }
+
+
+def _reached(schemas: Sequence[Any], components: Mapping[str, Schema]) -> Iterator[str]:
+    """The names of all components that these are made of."""
+    todo, seen = list(schemas), set()
+    while todo:
+        schema = todo.pop()
+        if isinstance(schema, Mapping):
+            todo += schema.values()
+            name = str(schema.get("$ref", "")).removeprefix(_REFS)
+            if name in components and name not in seen:
+                seen.add(name)
+                todo.append(components[name])
+                yield name
+        elif isinstance(schema, list):
+            todo += schema
+
+
+def _told(docstring: str) -> str:
+    """The first paragraph, without what is for readers of the code."""
+    first = " ".join(cleandoc(docstring).partition("\n\n")[0].split())
+    return re.sub(r" (Raises|Build it) .*", "", first)
+
+
+# Limits. The decoder knows types; the numbers that make sense are known to `SamplingParams`.
+
+#: The names of its fields on some routes.
+_CALLED = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "top_logprobs": "logprobs",
+}
+_ENTRIES: Mapping[str, Schema] = {
+    "stop": {"minLength": 1},
+    "bad_words": {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARACTERS, "pattern": r"\S"},
+}
+
+
+def _limit(name: str, schema: Schema) -> None:
+    """Narrow a field of that name to what `SamplingParams` takes."""
+    for kind in schema.get("anyOf", [schema]):
+        match kind.get("type"):
+            case "integer" | "number" if name in RANGES:
+                kind.update(_numbers(RANGES[name]))
+            case "array" if name in MAX_ENTRIES:
+                kind["maxItems"] = MAX_ENTRIES[name]
+                kind["items"].update(_ENTRIES.get(name, {}))
+            case "object" if name == "logit_bias":
+                kind["propertyNames"] = {"pattern": r"^-?[0-9]+$"}
+                kind["additionalProperties"].update(_numbers(BIAS_RANGE))
+
+
+def _numbers(numbers: Range) -> Schema:
+    """Bounds; those that floats have anyway are left out."""
+    schema: Schema = {}
+    if numbers.other_than is not None and numbers.other_than == numbers.ge:
+        schema["exclusiveMinimum"] = numbers.ge
+    else:
+        schema["minimum"] = numbers.ge
+        if numbers.other_than is not None:
+            schema["not"] = {"const": numbers.other_than}
+    if numbers.le < Range("", 0).le:
+        schema["maximum"] = numbers.le
+    return schema
+
+
+def _refusal(field: Unserved) -> Schema:
+    """The values that ask for nothing."""
+    no_ops = [value for value in (None, False) if field.is_no_op(value)]
+    instead = f" Use {field.instead}." if field.instead else ""
+    values = [*no_ops, *(v for v in field.no_ops if v is not False)]
+    return {"enum": values, "description": f"Not served.{instead}"}

@@ -1,0 +1,161 @@
+"""Every route: its handler, and what the OpenAPI document says of it. Declared here, once.
+
+Knows nothing about what handlers do, nor how the document is made.
+"""
+
+from typing import Any, Literal
+
+from aioserve.errors import EngineDeadError, EngineOverloadedError, RequestIdInUseError
+from aioserve.server import admin, completions, tokenization
+from aioserve.server import protocol as openai
+from aioserve.server.abort import Aborted, abort_request
+from aioserve.server.abort import decoder as abort_decoder
+from aioserve.server.anthropic import protocol as anthropic
+from aioserve.server.anthropic import routes as messages
+from aioserve.server.chat import routes as chat
+from aioserve.server.errors import UnknownModelError, UnknownRequestError
+from aioserve.server.openapi import Route, serve_document
+from aioserve.server.responses import protocol as responses
+from aioserve.server.responses.routes import create_response
+from aioserve.server.responses.routes import decoder as responses_decoder
+
+_ENDED = (EngineDeadError,)
+_NOT_NOW = (EngineOverloadedError, EngineDeadError)
+_GENERATION = (*_NOT_NOW, RequestIdInUseError)
+_Done = Literal["[DONE]"]
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/completions",
+        completions.create_completion,
+        "Go on with a text, or with several.",
+        openai.Completion,
+        body=completions.decoder,
+        events=(openai.Completion, openai.ErrorResponse, _Done),
+        raises=_GENERATION,
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat.create_chat_completion,
+        "Answer a conversation.",
+        openai.ChatCompletion,
+        body=chat.decoder,
+        events=(openai.ChatCompletionChunk, openai.ErrorResponse, _Done),
+        raises=_GENERATION,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation, as OpenAI's newer protocol has it.",
+        responses.Response,
+        body=responses_decoder,
+        events=(
+            responses.ResponseEvent,
+            responses.ItemEvent,
+            responses.PartEvent,
+            responses.TextEvent,
+            responses.TextDone,
+            responses.ErrorEvent,
+        ),
+        raises=_NOT_NOW,
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        messages.create_message,
+        "Answer a conversation, as Anthropic's protocol has it.",
+        anthropic.Message,
+        body=messages.create_decoder,
+        events=(
+            anthropic.MessageStart,
+            anthropic.BlockStart,
+            anthropic.Ping,
+            anthropic.BlockDelta,
+            anthropic.BlockStop,
+            anthropic.MessageDelta,
+            anthropic.MessageStop,
+            anthropic.MessagesError,
+        ),
+        raises=_GENERATION,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        "Count the tokens that such a conversation has.",
+        anthropic.InputTokens,
+        body=messages.count_decoder,
+        raises=_ENDED,
+    ),
+    Route(
+        "POST",
+        "/tokenize",
+        tokenization.tokenize,
+        "The tokens of a text or a conversation.",
+        tokenization.Tokenized,
+        body=tokenization.tokenize_decoder,
+        raises=_ENDED,
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        tokenization.detokenize,
+        "The text of tokens.",
+        tokenization.Detokenized,
+        body=tokenization.detokenize_decoder,
+        raises=_ENDED,
+    ),
+    Route(
+        "POST",
+        "/v1/abort",
+        abort_request,
+        "End a running request.",
+        Aborted,
+        body=abort_decoder,
+        raises=(UnknownRequestError,),
+    ),
+    Route("GET", "/v1/models", admin.list_models, "The model that is served.", openai.ModelList),
+    Route(
+        "GET",
+        "/v1/models/{id:.+}",
+        admin.get_model,
+        "The same by its name, which may hold slashes.",
+        openai.ModelCard,
+        raises=(UnknownModelError,),
+    ),
+    Route(
+        "GET",
+        "/health",
+        admin.health,
+        "Whether a new request would be served.",
+        admin.Health,
+        statuses=(200, 503),
+    ),
+    Route("GET", "/metrics", admin.metrics, "Counters in Prometheus' format.", str),
+    Route("GET", "/version", admin.version, "The version of the server.", admin.Version),
+    Route("GET", "/openapi.json", serve_document, "This document.", dict[str, Any]),
+)
+
+#: Only where the settings enable them.
+ADMIN_ROUTES = (
+    Route(
+        "POST",
+        "/admin/policy",
+        admin.switch_policy,
+        "Change the policy from the next step on.",
+        admin.PolicyChange,
+        body=admin.policy_decoder,
+        raises=_ENDED,
+    ),
+    Route(
+        "POST",
+        "/admin/reset_prefix_cache",
+        admin.reset_prefix_cache,
+        "Forget cached prefixes.",
+        admin.CacheReset,
+        raises=_ENDED,
+    ),
+)

@@ -1,0 +1,89 @@
+"""The OpenAPI document: it tells of all routes and of what their decoders take, and is kept to.
+
+That what is sent is what it says, every test of this folder shows: `Server.request` looks.
+"""
+
+import jsonschema_rs
+import schemathesis
+
+import aioserve
+from aioserve.server.app import build_app
+from aioserve.server.protocol import CompletionRequest
+from aioserve.server.unserved import FOREIGN
+
+
+async def get_document(server):
+    return (await server.get("/openapi.json")).json()
+
+
+async def test_every_route_is_in_the_document(start_server):
+    for is_enabled in (False, True):
+        async with start_server(server={"enable_admin": is_enabled}) as server:
+            document = await get_document(server)
+            told = {
+                (method.upper(), path)
+                for path, operations in document["paths"].items()
+                for method in operations
+            }
+            router = build_app(server.engine).router
+            served = {
+                (route.method, route.resource.canonical)
+                for route in router.routes()
+                if route.method != "HEAD"
+            }
+            missing = sorted(served - told)
+            assert not missing, f"give these an entry in aioserve/server/routes.py: {missing}"
+            assert told == served
+            assert ("/admin/policy" in document["paths"]) == is_enabled
+    assert document["info"]["version"] == aioserve.__version__
+    schemathesis.openapi.from_dict(document).validate()
+
+
+def takes(document, path, field, value):
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = schema["$ref"].rpartition("/")[2]
+    one = document["components"]["schemas"][name]["properties"][field]
+    validator = jsonschema_rs.validator_for({"allOf": [one], "components": document["components"]})
+    return validator.is_valid(value)
+
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_it_says_what_the_types_of_fields_do_not(start_server):
+    """Limits that are checked by hand, other names of fields, what is refused by name."""
+    async with start_server(model={"served_model_name": "bard"}) as server:
+        document = await get_document(server)
+    for path, field, good, bad in (
+        ("/v1/completions", "temperature", 0, -0.1),
+        ("/v1/completions", "top_p", 1, 0),
+        ("/v1/completions", "truncate_prompt_tokens", -1, 0),
+        ("/v1/completions", "n", 128, 129),
+        ("/v1/completions", "stop", ["a"] * 32, ["a"] * 33),
+        ("/v1/completions", "stop", "", [""]),
+        ("/v1/completions", "bad_words", ["a"], [" "]),
+        ("/v1/completions", "logit_bias", {"5": 100}, {"5": 101}),
+        ("/v1/completions", "logit_bias", {"-5": 1}, {"x": 1}),
+        ("/v1/completions", "logprobs", 20, True),
+        ("/v1/completions", "model", "bard", "embedded"),
+        ("/v1/completions", "suffix", "", "x"),
+        ("/v1/completions", "metadata", {"any": ["thing"]}, ...),
+        (CHAT, "logprobs", True, 5),
+        (CHAT, "top_logprobs", 20, 21),
+        (CHAT, "max_completion_tokens", 1, 0),
+        (CHAT, "spaces_between_special_tokens", True, False),
+        ("/v1/messages", "max_tokens", 1, None),
+        ("/v1/messages", "stop_sequences", ["a"] * 32, ["a"] * 33),
+        ("/v1/responses", "max_output_tokens", None, 0),
+    ):
+        assert takes(document, path, field, good), (field, good)
+        assert bad is ... or not takes(document, path, field, bad), (field, bad)
+
+
+async def test_where_unknown_fields_are_ignored_it_says_so(start_server):
+    async with start_server(server={"ignore_unknown_fields": True}) as server:
+        document = await get_document(server)
+    request = document["components"]["schemas"][CompletionRequest.__name__]
+    assert "additionalProperties" not in request
+    assert all(takes(document, "/v1/completions", name, "any") for name in FOREIGN)
+    assert not takes(document, "/v1/completions", "suffix", "any")
