@@ -58,14 +58,17 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
     json_schema: JsonSchema | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     def structured_outputs(self) -> StructuredOutputs | None:
         """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
-        belongs = {"json_schema": "json_schema", "structures": "structural_tag"}
-        belongs["triggers"] = "structural_tag"
-        for name, own_type in belongs.items():
+        needed = [] if self.type != "json_schema" else ["json_schema"]
+        if self.type == "structural_tag":
+            has_old_shape = self.structures is not None or self.triggers is not None
+            needed = ["structures", "triggers"] if has_old_shape else ["format"]
+        for name in ("json_schema", "structures", "triggers", "format"):
             is_given = getattr(self, name) is not None
-            if is_given != (self.type == own_type):
+            if is_given != (name in needed):
                 verb = "takes no" if is_given else "needs"
                 raise RequestError(
                     f"response_format of type {self.type} {verb} {name}",
@@ -81,7 +84,7 @@ class ResponseFormat(RequestPart, kw_only=True, omit_defaults=True):
                 )
             return StructuredOutputs(json=self.json_schema.schema)
         if self.type == "structural_tag":
-            tag = {"structures": self.structures, "triggers": self.triggers}
+            tag = {name: getattr(self, name) for name in needed}
             return StructuredOutputs(structural_tag=tag)
         return None
 

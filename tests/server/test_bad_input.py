@@ -82,7 +82,15 @@ SAMPLING = [
         "response_format.json_schema.schema",
     ),
     ({"response_format": {"type": "text", "triggers": []}}, "response_format.triggers"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": []}},
+        "response_format.triggers",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {}, "structures": []}},
+        "response_format.triggers",
+    ),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",

@@ -1,11 +1,10 @@
-"""Compiles structured outputs to matchers, which say which tokens may come next.
+"""From structured outputs to matchers, on a thread of its own.
 
-By llguidance, on a thread of its own: cached by content, bounded in size, depth and time. Knows a
-tokenizer; knows nothing about requests or logits.
+By llguidance: cached by content, bounded in size, depth and time. Knows a tokenizer; knows nothing
+about requests or logits.
 """
 
 import asyncio
-import json
 import logging
 import threading
 from collections import OrderedDict, deque
@@ -16,6 +15,7 @@ from weakref import finalize
 import msgspec
 
 from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.grammars.translation import grammar_of
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
 
@@ -35,10 +35,6 @@ STACK_BYTES = 512 << 20
 
 #: `LLParserLimits` that differ from llguidance's own. What needs more in a step fails its request.
 LIMITS: dict[str, Any] = {}
-
-# Between the parts of JSON: what models write, and no more. Without a bound, one that is unsure
-# fills its reply with blanks. As llama.cpp has it.
-WHITESPACE = r" |\n[ \t]{0,20}"
 
 
 class _Grammar:
@@ -188,7 +184,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            text = _grammar(msgspec.json.decode(key, type=StructuredOutputs))
+            text = grammar_of(msgspec.json.decode(key, type=StructuredOutputs))
         except (ValueError, TypeError, RecursionError) as error:
             return _first_line(str(error))
         matcher = LLMatcher(
@@ -219,76 +215,6 @@ def _key(wanted: StructuredOutputs) -> bytes:
         param = f"structured_outputs.{wanted.way}"
         raise RequestError(f"{param}: {error}", param=param) from error
     return key
-
-
-def _grammar(wanted: StructuredOutputs) -> str:
-    """In llguidance's terms. Raises `ValueError`."""
-    from llguidance import LLMatcher, grammar_from
-
-    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if wanted.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    if wanted.json_object:
-        return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options)  # type: ignore[arg-type]
-    if wanted.json is not None:
-        schema = json.dumps(_decoded(wanted.json))  # not by llguidance: numbers of any size
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-    if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        return grammar_from("choice", json.dumps(wanted.choice))
-    if wanted.grammar is not None:
-        return grammar_from("grammar", wanted.grammar)
-    assert wanted.structural_tag is not None
-    return _tags(_decoded(wanted.structural_tag))
-
-
-def _decoded(given: dict[str, Any] | str) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return given
-    try:
-        return msgspec.json.decode(given, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"no JSON object: {error}") from None
-
-
-class _Structure(msgspec.Struct, forbid_unknown_fields=True):
-    begin: str
-    end: str
-    schema: dict[str, Any]
-
-
-class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """As OpenAI's clients of vLLM and SGLang send it."""
-
-    structures: list[_Structure]
-    triggers: list[str]
-    type: str = "structural_tag"
-
-
-def _tags(given: dict[str, Any]) -> str:
-    from llguidance import StructTag
-
-    try:
-        wanted = msgspec.convert(given, _StructuralTag)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    tags = []
-    for structure in wanted.structures:
-        trigger = next((t for t in wanted.triggers if t and structure.begin.startswith(t)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger is the beginning of {structure.begin!r}")
-        tags.append(
-            StructTag(
-                trigger=trigger,
-                begin=structure.begin,
-                grammar=structure.schema,
-                end=structure.end,
-            )
-        )
-    if not tags:
-        raise ValueError("structures is empty")
-    return StructTag.to_grammar(tags, assume_special=False)
 
 
 def _first_line(text: str) -> str:

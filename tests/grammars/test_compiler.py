@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import llguidance
 import pytest
 
-from aioserve import grammars
 from aioserve.config import ModelConfig
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.grammars import GrammarCompiler
+from aioserve.grammars import compiler as grammars
 from aioserve.model_info import ModelInfo
 from aioserve.structured_outputs import StructuredOutputs
 
