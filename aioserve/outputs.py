@@ -20,10 +20,10 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log probabilities at one output position, of the model's raw logits (natural log)."""
+    """Log probabilities at one position, of the model's raw logits (natural log)."""
 
-    logprob: float  # of the sampled token
-    rank: int  # of the sampled token, 1 = most likely
+    logprob: float  # of the token that is there: sampled, or of the prompt
+    rank: int  # of that token, 1 = most likely
     top_token_ids: list[int]  # most likely first, as many as were asked for
     top_logprobs: list[float]
 
@@ -41,6 +41,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     logprobs: dict[str, list[TokenLogprobs]] = {}  # only for requests that asked
     draft_token_ids: dict[str, list[int]] = {}  # guesses of what comes next, to be verified
     failed: dict[str, str] = {}  # requests that cannot go on, and why: no tokens of theirs
+    #: Of requests that asked, with their first token: of every prompt token after the first.
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
@@ -54,6 +56,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that matched
     new_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +103,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     text: str = ""  # new text only
     token_ids: list[int] = []  # new tokens only
     logprobs: list[TokenLogprobs] | None = None  # one per new token, if asked for
+    #: One per prompt token, None for the first; in the first output of sample 0, if asked for.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
@@ -117,6 +122,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         self.token_ids = self.token_ids + newer.token_ids
         if newer.logprobs is not None:
             self.logprobs = (self.logprobs or []) + newer.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or newer.prompt_logprobs
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason
         self.num_output_tokens = newer.num_output_tokens

@@ -202,8 +202,18 @@ class Request:
                 param="prompt",
             )
         self.max_total_tokens = max_model_len
-        if max_tokens is not None:
+        if max_tokens is not None:  # of none, one is sampled and dropped: it ends the request
+            max_tokens = max(max_tokens, 1)
             self.max_total_tokens = min(max_model_len, num_prompt_tokens + max_tokens)
+
+    @property
+    def takes_cached_prefix(self) -> bool:
+        """Whether blocks that others computed will do: not while every prompt token's logits are
+        wanted.
+        """
+        return (
+            self.sampling_params.prompt_logprobs is None or self.num_tokens > self.num_prompt_tokens
+        )
 
     @property
     def num_output_tokens(self) -> int:

@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
         "-1 (what leaves room for max_tokens) or at least 1", ge=-1, other_than=0
     ),
     "logprobs": Range(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
+    "prompt_logprobs": Range(f"between 0 and {MAX_LOGPROBS}", ge=0, le=MAX_LOGPROBS),
 }
 #: Of a value of `logit_bias`.
 BIAS_RANGE = Range("between -100 and 100", ge=-100, le=100)
@@ -74,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1  # independent samples of one prompt
-    max_tokens: int | None = None  # None: until a stop or the model's length limit
+    max_tokens: int | None = None  # None: up to the model's limit; 0: prompt_logprobs alone
     truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: leave max_tokens
     min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
     temperature: float = 1.0  # 0: greedy
@@ -95,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids; of Python callers only
     structured_outputs: StructuredOutputs | None = None  # what the text must look like
     logprobs: int | None = None  # alternatives per token; 0: the sampled token's alone
+    prompt_logprobs: int | None = None  # the same of each prompt token after the first
     skip_special_tokens: bool = True
     kept_special_tokens: tuple[int, ...] = ()  # in the text even so; of Python callers only
     detokenize: bool = True  # False: token ids alone, no text; of Python callers only
@@ -103,8 +105,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         for name, numbers in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not numbers.holds(value):
+            if value is None or numbers.holds(value):
+                continue
+            asks_of_prompt_alone = name == "max_tokens" and value == 0
+            if not asks_of_prompt_alone or self.prompt_logprobs is None:
                 raise RequestError(f"{name} must be {numbers.words}, got {value}", param=name)
+        if self.max_tokens == 0 and self.n > 1:
+            raise RequestError(f"n must be 1 with max_tokens 0, got {self.n}", param="n")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",

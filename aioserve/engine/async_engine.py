@@ -180,7 +180,13 @@ class AsyncEngine:
                 own = spec  # of this sample
                 if params.n > 1:
                     seed = None if params.seed is None else params.seed + index
-                    own_params = msgspec.structs.replace(params, n=1, seed=seed)
+                    own_params = msgspec.structs.replace(
+                        params,
+                        n=1,
+                        seed=seed,
+                        # Of the prompt that they share, the first sample tells.
+                        prompt_logprobs=None if index else params.prompt_logprobs,
+                    )
                     own = msgspec.structs.replace(
                         spec, request_id=sample_id, sampling_params=own_params
                     )

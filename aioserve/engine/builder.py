@@ -116,7 +116,11 @@ class EngineBuilder:
             scheduler = ShadowedScheduler(scheduler, shadow, clock)
             turns = ShadowTurns(shadow, clock)
         input_processor = InputProcessor(
-            self._model_info, max_model_len, config.runner.seed, self.runner.grammars
+            self._model_info,
+            max_model_len,
+            config.runner.seed,
+            self.runner.grammars,
+            tells_prompts=self.runner.tells_prompts,
         )
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
         output_processor = OutputProcessor(tokenizer, metrics, self._request_log)

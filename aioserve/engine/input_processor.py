@@ -51,8 +51,13 @@ class InputProcessor:
         max_model_len: int,
         seed: int,
         grammars: GrammarCompiler | None = None,
+        *,
+        tells_prompts: bool = False,
     ) -> None:
-        """`grammars` is what the runner masks by; None if it does not."""
+        """`grammars` is what the runner masks by; None if it does not. `tells_prompts` is the
+        runner's.
+        """
+        self._tells_prompts = tells_prompts
         self._grammars = grammars
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
@@ -163,6 +168,12 @@ class InputProcessor:
         """
         if params.detokenize and not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
+        if params.prompt_logprobs is not None and not self._tells_prompts:
+            raise RequestError(
+                "prompt_logprobs cannot be served: this engine's runner, or this model, does not "
+                "give the logits of prompts",
+                param="prompt_logprobs",
+            )
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_known(name, getattr(params, name) or ())
         for token_ids in params.bad_words_ids:

@@ -86,7 +86,12 @@ class RequestState:
         # string is looked for in every delta, and log probabilities are kept nowhere else: there
         # the deltas are made, and merged.
         self.is_final_only = params.output_kind == "final_only"
-        self.waits_for_end = self.is_final_only and not self.has_stops and params.logprobs is None
+        self.waits_for_end = (
+            self.is_final_only
+            and not self.has_stops
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+        )
         self.merged: RequestOutput | None = None
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
@@ -116,6 +121,9 @@ class RequestState:
             text=text,
             token_ids=token_ids,
             logprobs=output.new_logprobs,
+            prompt_logprobs=(
+                None if output.prompt_logprobs is None else [None, *output.prompt_logprobs]
+            ),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_prompt_tokens=self.request.num_prompt_tokens,

@@ -48,7 +48,7 @@ class KVCacheManager:
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
         """
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and request.takes_cached_prefix):
             return []
         num_blocks = (request.num_tokens - 1) // self.block_size
         self._hash_blocks(request, num_blocks)
@@ -64,7 +64,7 @@ class KVCacheManager:
         """About how many tokens of the request are cached: by bisection, so cheap enough to ask
         for every waiting request in every step. Exact unless a prefix has a hole.
         """
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and request.takes_cached_prefix):
             return 0
         num_blocks = (request.num_tokens - 1) // self.block_size
         self._hash_blocks(request, num_blocks)
@@ -123,7 +123,8 @@ class KVCacheManager:
         request.num_slots = len(request.block_ids) * self.block_size
         request.num_cached_blocks = len(computed_blocks)
         request.num_computed_tokens = len(computed_blocks) * self.block_size
-        self.num_queried_tokens += request.num_tokens
+        if request.takes_cached_prefix:
+            self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:

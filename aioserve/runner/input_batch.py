@@ -12,6 +12,7 @@ import numpy as np
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.grammar_rows import GrammarRows, Masks
+from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -46,6 +47,7 @@ class InputBatch:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.grammar_rows = GrammarRows(grammars, vocab_size, eos_token_ids)
+        self.prompt_rows = PromptRows()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,6 +170,7 @@ class InputBatch:
             if row is not None:
                 self._sampling.drop(row)
                 self.grammar_rows.drop(row)
+                self.prompt_rows.drop(row)
                 self._free_rows.append(row)
 
     def _add(self, request: NewRequestData) -> None:
@@ -180,6 +183,7 @@ class InputBatch:
         self._block_table[row, :num_blocks] = request.block_ids
         self._num_blocks[row] = num_blocks
         self._sampling.set(row, request)
+        self.prompt_rows.set(row, request)
         output = request.token_ids[request.num_prompt_tokens :]
         self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
 

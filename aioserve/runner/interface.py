@@ -25,6 +25,13 @@ class RunnerInterface(ABC):
     #: What its masks are made by. None: it masks nothing, and structured outputs are refused.
     grammars: "GrammarCompiler | None" = None
 
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether it says how likely the tokens of prompts are, in its outputs' `prompt_logprobs`;
+        asked after `load`. Else those who ask are refused.
+        """
+        return False
+
     @abstractmethod
     async def load(self) -> None:
         """Load weights and allocate the KV cache. Raises `ConfigError` if that cannot work."""

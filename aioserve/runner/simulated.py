@@ -45,6 +45,7 @@ class _Row:
         "num_prompt_tokens",
         "num_tokens",
         "offset",
+        "prompt",
     )
 
     def __init__(
@@ -55,6 +56,9 @@ class _Row:
         self.num_tokens = len(data.token_ids)
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_logprobs = params.logprobs
+        # Until it was told how likely its prompt is, if it asks.
+        is_asking = params.prompt_logprobs is not None and len(prompt) == len(data.token_ids)
+        self.prompt = _certain(prompt[1:], params.prompt_logprobs or 0) if is_asking else None
         self.encoder_inputs = data.encoder_inputs
         # Token and length depend on the prompt alone, so that they are equal under every policy.
         self.hash = crc32(_encode([seed, prompt]))
@@ -136,6 +140,10 @@ class SimulatedRunner(RunnerInterface):
     def num_kv_blocks(self) -> int:
         return self._num_kv_blocks
 
+    @property
+    def tells_prompts(self) -> bool:
+        return True
+
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
@@ -189,7 +197,7 @@ class SimulatedRunner(RunnerInterface):
             row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
             self._rows[data.request_id] = row
             computed[data.request_id] = data.num_computed_tokens
-            if row.num_logprobs is not None or row.encoder_inputs:
+            if row.num_logprobs is not None or row.encoder_inputs or row.prompt is not None:
                 self._is_plain = False
         return computed
 
@@ -221,6 +229,7 @@ class SimulatedRunner(RunnerInterface):
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
+        of_prompts: dict[str, list[TokenLogprobs]] = {}
         drafted = scheduler_output.scheduled_spec_decode_tokens
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
@@ -236,15 +245,14 @@ class SimulatedRunner(RunnerInterface):
             else:
                 token_ids = self._verify(row, drafts_of_row)
             sampled.append(token_ids)
-            if row.num_logprobs is not None:  # all probability on the one token
-                top = min(row.num_logprobs, 1)
-                logprobs[request_id] = [
-                    TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids
-                ]
+            if row.num_logprobs is not None:
+                logprobs[request_id] = _certain(token_ids, row.num_logprobs)
+            if row.prompt is not None:
+                of_prompts[request_id], row.prompt = row.prompt, None
             if self._config.simulated_draft_tokens:
                 drafts[request_id] = self._draft(row)
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts)
+        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts)
 
     def _encode(self, scheduler_output: SchedulerOutput) -> int:
         """Run the encoder inputs of the step; their number of tokens."""
@@ -292,6 +300,12 @@ class SimulatedRunner(RunnerInterface):
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
+
+
+def _certain(token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
+    """All probability on each of these tokens."""
+    top = min(num_logprobs, 1)
+    return [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids]
 
 
 def step_time_model(config: SimulatorConfig) -> StepTimeModel:

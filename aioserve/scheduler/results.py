@@ -5,6 +5,8 @@ Knows stop tokens, length limits and guesses. Knows nothing about order or the n
 
 from collections.abc import Callable
 
+import msgspec
+
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.book import RequestBook
@@ -24,7 +26,7 @@ def take_results(
     outs: list[EngineCoreOutput] = []
     any_finished = False
     sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
-    logprobs = model_runner_output.logprobs
+    logprobs, of_prompts = model_runner_output.logprobs, model_runner_output.prompt_logprobs
     drafted = scheduler_output.scheduled_spec_decode_tokens
     running = RequestStatus.RUNNING
     for request, token_ids in sampled:
@@ -45,6 +47,9 @@ def take_results(
             output = _append_tokens(book, request, token_ids, new_logprobs)
             if output.finish_reason is not None:
                 any_finished = True
+        if of_prompts and request.request_id in of_prompts:
+            found = of_prompts[request.request_id]
+            output = msgspec.structs.replace(output, prompt_logprobs=found)
         if drafted and request.request_id in drafted:
             _roll_back(request)
         if request.client_index != client_index:
@@ -68,6 +73,9 @@ def _append_tokens(
     logprobs: list[TokenLogprobs] | None,
 ) -> EngineCoreOutput:
     """Append sampled tokens up to the first that ends the request."""
+    if request.sampling_params.max_tokens == 0:  # its prompt is computed: that was all
+        book.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return EngineCoreOutput(request.request_id, [], request.status.finish_reason)
     if len(token_ids) > 1:
         token_ids = _until_stop(request, token_ids)
     request.token_ids += token_ids

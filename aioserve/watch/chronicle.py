@@ -191,7 +191,8 @@ class Chronicle:
         planned, lives, features = self._in_flight.popleft()
         drafted = {self.name(name) for name, _ in planned.drafts}
         for life, token_ids in zip(lives, updated.sampled_token_ids, strict=True):
-            if life.end is None and token_ids:
+            is_dropped = life.spec.sampling_params.max_tokens == 0  # it was asked about its prompt
+            if life.end is None and token_ids and not is_dropped:
                 self._append(life, token_ids, life.request_id in drafted)
         for name, reason in updated.ended:
             self._end([name], FinishReason(reason))

@@ -25,6 +25,10 @@ class DelegatingRunner(RunnerInterface):
         return self._runner.num_kv_blocks
 
     @property
+    def tells_prompts(self) -> bool:
+        return self._runner.tells_prompts
+
+    @property
     def num_compute_threads(self) -> int | None:
         return self._runner.num_compute_threads
 

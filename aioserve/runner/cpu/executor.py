@@ -8,14 +8,17 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.cpu.sampler import SampledTokens, sample, token_logprobs
 from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -58,6 +61,11 @@ class StepExecutor:
         self.num_kv_blocks = backend.memory.num_blocks
 
     @property
+    def tells_prompts(self) -> bool:
+        """As `RunnerInterface.tells_prompts`."""
+        return self._model.has_hidden
+
+    @property
     def num_compute_threads(self) -> int:
         """For the next step."""
         return self._threads.count
@@ -73,13 +81,19 @@ class StepExecutor:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
+        wanted = self._batch.prompt_rows.begin(inputs)
         masks = self._batch.begin_masks(inputs)
+        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._threads.begin_step()
         self._backend.prepare(inputs)
         try:
-            logits = self._model.forward(ModelInputs.of(inputs), self._backend)
+            if wanted is None:
+                logits = self._model.forward(ModelInputs.of(inputs), self._backend)
+            else:
+                logits, found = self._forward_and_look(ModelInputs.of(inputs), wanted)
+                prompt_logprobs = wanted.keep(found)
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
         sampled = sample(logits, self._batch.sampling_inputs(inputs), made)
@@ -93,7 +107,27 @@ class StepExecutor:
                 for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
             ]
         logprobs = _logprobs(inputs, sampled, token_ids)
-        return ModelRunnerOutput(inputs.req_ids, token_ids, logprobs, guesses, failed)
+        return ModelRunnerOutput(
+            inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs
+        )
+
+    def _forward_and_look(
+        self, inputs: ModelInputs, wanted: WantedLogprobs
+    ) -> tuple[Tensor, list[TokenLogprobs]]:
+        """Logits [S, V], and what is wanted of prompts, whose logits are made piece by piece."""
+        model, sampling = self._model, inputs.logits_rows.numpy()
+        rows = np.sort(np.concatenate((sampling, wanted.places)))
+        states = model.hidden(inputs._replace(logits_rows=torch.from_numpy(rows)), self._backend)
+        logits = model.logits(states[torch.from_numpy(np.searchsorted(rows, sampling))])
+        places = torch.from_numpy(np.searchsorted(rows, wanted.places))
+        found: list[TokenLogprobs] = []
+        for piece in wanted.pieces(logits.shape[1]):
+            found += token_logprobs(
+                model.logits(states[places[piece]]),
+                wanted.token_ids[piece],
+                wanted.num_logprobs[piece],
+            )
+        return logits, found
 
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""

@@ -49,6 +49,10 @@ class ThreadedRunner(RunnerInterface):
         return self._executor.num_kv_blocks
 
     @property
+    def tells_prompts(self) -> bool:
+        return self._executor is not None and self._executor.tells_prompts
+
+    @property
     def num_compute_threads(self) -> int | None:
         return None if self._executor is None else self._executor.num_compute_threads
 

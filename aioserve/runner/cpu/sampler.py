@@ -37,7 +37,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, masks: Masks | None = None) -
     if not len(asked):
         return SampledTokens(token_ids, {})
     rows = logits[torch.from_numpy(asked)]
-    logprobs = _logprobs(rows, token_ids[asked], inputs.num_logprobs[asked].tolist())
+    logprobs = token_logprobs(rows, token_ids[asked], inputs.num_logprobs[asked].tolist())
     return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)))
 
 
@@ -159,7 +159,10 @@ def _gumbel(keys: noise.Words, token_ids: noise.Words) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-def _logprobs(logits: Tensor, token_ids: IntArray, num_logprobs: list[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, token_ids: IntArray, num_logprobs: list[int]
+) -> list[TokenLogprobs]:
+    """How likely each of `token_ids` [N] is by its row of `logits` [N, V], with alternatives."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     sampled = logprobs.gather(1, torch.from_numpy(token_ids)[:, None])
     ranks = (logprobs > sampled).sum(dim=1) + 1

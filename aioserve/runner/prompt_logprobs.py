@@ -1,0 +1,97 @@
+"""Whose prompts' own tokens are looked at, and what was found of them so far, by row of the batch.
+
+A prompt may come in any pieces. Knows rows and positions; knows nothing about logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.scheduler.output import NewRequestData
+
+# Logits that are made at a time for prompts: 32 MiB in float32, however long the prompts are.
+PIECE_ELEMENTS = 1 << 23
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One that is not computed to its end yet."""
+
+    request_id: str
+    token_ids: IntArray
+    num_logprobs: int
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """What one step can tell of prompts, at N of its packed tokens."""
+
+    places: IntArray  # N, ascending: none of them samples
+    token_ids: IntArray  # N, of the prompt, each after the one at its place
+    num_logprobs: list[int]  # N, alternatives
+    _parts: list[tuple[_Prompt, int, bool]]  # whose they are, how many, whether that is all
+
+    def pieces(self, vocab_size: int) -> list[slice]:
+        """The N in pieces whose logits fit into memory together."""
+        size, count = max(1, PIECE_ELEMENTS // vocab_size), len(self.places)
+        return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+    def keep(self, found: Sequence[TokenLogprobs]) -> dict[str, list[TokenLogprobs]]:
+        """Note what was found at the N; returns those of prompts that are complete, by request.
+
+        To be called in the order of the steps, whatever was dropped or set meanwhile.
+        """
+        complete, begin = {}, 0
+        for prompt, count, is_last in self._parts:
+            prompt.found += found[begin : begin + count]
+            begin += count
+            if is_last:
+                complete[prompt.request_id] = prompt.found
+        return complete
+
+
+class PromptRows:
+    """Prompts by row."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, _Prompt] = {}
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        """Enter a request, if it asks. One that has an output was told already."""
+        count, num_prompt = request.sampling_params.prompt_logprobs, request.num_prompt_tokens
+        if count is not None and len(request.token_ids) == num_prompt:
+            token_ids = np.array(request.token_ids, dtype=np.int64)
+            self._prompts[row] = _Prompt(request.request_id, token_ids, count)
+
+    def drop(self, row: int) -> None:
+        """Forget the request of a row."""
+        self._prompts.pop(row, None)
+
+    def begin(self, inputs: StepInputs) -> WantedLogprobs | None:
+        """What the step of `inputs` can tell; None if nobody asks."""
+        if not self._prompts:
+            return None
+        places, token_ids, num_logprobs, parts = [], [], [], []
+        for index, row in enumerate(inputs.rows.tolist()):
+            prompt = self._prompts.get(row)
+            if prompt is None:
+                continue
+            begin, end = inputs.query_start_loc[index : index + 2].tolist()
+            following = inputs.positions[begin:end] + 1
+            is_last = bool(following[-1] >= len(prompt.token_ids))
+            if is_last:  # what follows it is sampled
+                following = following[following < len(prompt.token_ids)]
+                self.drop(row)
+            places.append(np.arange(begin, begin + len(following)))
+            token_ids.append(prompt.token_ids[following])
+            num_logprobs += [prompt.num_logprobs] * len(following)
+            parts.append((prompt, len(following), is_last))
+        if not parts:
+            return None
+        return WantedLogprobs(
+            np.concatenate(places), np.concatenate(token_ids), num_logprobs, parts
+        )
