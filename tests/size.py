@@ -20,7 +20,7 @@ LIMITS = {
     "aioserve/model_source": 950,
     "aioserve/runner": 6_900,
     "aioserve/scheduler": 2_200,
-    "aioserve/server": 6_800,
+    "aioserve/server": 7_000,
     "aioserve/testing": 2_850,
     "aioserve/watch": 1_700,
     "benchmarks": 2_900,

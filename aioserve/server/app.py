@@ -65,8 +65,10 @@ def build_app(engine: AsyncEngine) -> web.Application:
         routes, engine.config.model.served_name, ignores_unknown=server.ignore_unknown_fields
     )
     for route in routes:
-        add = app.router.add_get if route.method == "GET" else app.router.add_post
-        add(route.path, route.handler)
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler)  # and HEAD
+        else:
+            app.router.add_route(route.method, route.path, route.handler)
     return app
 
 

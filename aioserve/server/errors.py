@@ -25,6 +25,10 @@ class UnknownRequestError(RequestError):
     """No request of that id is running."""
 
 
+class UnknownResponseError(RequestError):
+    """No response of that id is stored."""
+
+
 class UnknownFieldError(RequestError):
     """The body has a field of a name that nobody here knows."""
 
@@ -40,6 +44,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
+    _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(RequestError, 400, "invalid_request_error", None),

@@ -38,7 +38,7 @@ _ANY_BODY = (400, 413)  # not what was asked for, too long
 class Route(NamedTuple):
     """What is known about one route."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str  # as aiohttp has it
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     summary: str

@@ -5,7 +5,12 @@ Knows nothing about what handlers do, nor how the document is made.
 
 from typing import Any, Literal
 
-from aioserve.errors import EngineDeadError, EngineOverloadedError, RequestIdInUseError
+from aioserve.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestIdInUseError,
+)
 from aioserve.server import admin, completions, tokenization
 from aioserve.server import protocol as openai
 from aioserve.server.abort import Aborted, abort_request
@@ -13,11 +18,14 @@ from aioserve.server.abort import decoder as abort_decoder
 from aioserve.server.anthropic import protocol as anthropic
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
-from aioserve.server.errors import UnknownModelError, UnknownRequestError
+from aioserve.server.errors import (
+    UnknownModelError,
+    UnknownRequestError,
+    UnknownResponseError,
+)
 from aioserve.server.openapi import Route, serve_document
 from aioserve.server.responses import protocol as responses
-from aioserve.server.responses.routes import create_response
-from aioserve.server.responses.routes import decoder as responses_decoder
+from aioserve.server.responses import routes as response
 
 _ENDED = (EngineDeadError,)
 _NOT_NOW = (EngineOverloadedError, EngineDeadError)
@@ -48,19 +56,35 @@ ROUTES = (
     Route(
         "POST",
         "/v1/responses",
-        create_response,
+        response.create_response,
         "Answer a conversation, as OpenAI's newer protocol has it.",
         responses.Response,
-        body=responses_decoder,
+        body=response.decoder,
         events=(
             responses.ResponseEvent,
             responses.ItemEvent,
             responses.PartEvent,
-            responses.TextEvent,
-            responses.TextDone,
+            responses.DeltaEvent,
+            responses.DoneEvent,
             responses.ErrorEvent,
         ),
         raises=_NOT_NOW,
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{id}",
+        response.get_response,
+        "A response that is remembered.",
+        responses.Response,
+        raises=(RequestError, UnknownResponseError),
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{id}",
+        response.delete_response,
+        "Forget a response.",
+        responses.Deleted,
+        raises=(UnknownResponseError,),
     ),
     Route(
         "POST",

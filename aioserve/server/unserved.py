@@ -175,8 +175,6 @@ NOT_ON_MESSAGES: Mapping[str, Unserved] = {
 
 #: Labels and hints: whatever they say, the answer is the same.
 HINTS_ON_RESPONSES = (
-    "max_tool_calls",  # of tools, which are refused
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -184,19 +182,14 @@ HINTS_ON_RESPONSES = (
 )
 NOT_ON_RESPONSES: Mapping[str, Unserved] = {
     "access_programs": Unserved(),
-    "background": Unserved(),
+    "background": Unserved((), "stream, or wait"),
     "context_management": Unserved(([],)),
-    "conversation": Unserved(),
+    "conversation": Unserved((), "previous_response_id"),
     "image": Unserved(),
-    "include": Unserved(([],)),
     "moderation": Unserved(),
-    "prompt": Unserved(),
-    "reasoning": Unserved(({},)),
+    "prompt": Unserved((), "instructions and input"),
     "service_tier": Unserved(("auto", "default")),
     "stream_options": Unserved(({}, {"include_obfuscation": False})),
-    "text": Unserved(({}, {"format": {"type": "text"}})),
-    "tool_choice": Unserved(("auto", "none")),
-    "tools": Unserved(([],)),
     "top_logprobs": Unserved((0,)),
     "truncation": Unserved(("disabled",)),
     "max_tokens": Unserved((), "max_output_tokens"),

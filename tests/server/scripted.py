@@ -2,10 +2,14 @@
 
 import json
 import shutil
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+from serving import SIMULATED, running
+
 import aioserve
-from aioserve.config import EngineConfig, ModelConfig
+from aioserve.config import EngineConfig, ModelConfig, ServerConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
@@ -45,3 +49,16 @@ class ScriptedRunner(SimulatedRunner):
         position = row.num_tokens - row.num_prompt_tokens
         row.num_tokens += 1
         return self._script[position]
+
+
+@asynccontextmanager
+async def saying(text, path, template, special="<|pad|>", name="embedded", **settings):
+    """A server of a model of this name that says `text`, whatever it is asked; `server.say` it
+    another."""
+    model = ModelConfig(model=make_model(path, template, special), served_model_name=name)
+    config = msgspec.structs.replace(SIMULATED, model=model, server=ServerConfig(**settings))
+    runner = ScriptedRunner(config, model)
+    runner.say(text)
+    async with running(config, runner) as server:
+        server.say = runner.say
+        yield server

@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import anthropic
 import msgspec
 import pytest
-from scripted import ScriptedRunner, make_model
+from scripted import saying
 from serving import SIMULATED, running
 from test_bad_input import check, mutations
 from test_tools import HERMES, THINKING, TWO_CALLS
 
-from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
+from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
 from aioserve.server.anthropic.prompt import template_messages
 from aioserve.server.anthropic.protocol import CountTokensRequest
 from tests.processes import PATIENCE
@@ -48,17 +47,6 @@ ANSWERS = {
         {"type": "text", "text": "Well?"},
     ],
 }
-
-
-@asynccontextmanager
-async def saying(text, path, template=HERMES):
-    """A server of the model "embedded" that says `text`, whatever it is asked."""
-    model = ModelConfig(model=make_model(path, template), served_model_name="embedded")
-    config = msgspec.structs.replace(SIMULATED, model=model)
-    runner = ScriptedRunner(config, model)
-    runner.say(text)
-    async with running(config, runner) as server:
-        yield server
 
 
 @pytest.fixture(params=["simulated", "model"])
@@ -301,7 +289,7 @@ async def test_messages_that_cannot_be_rendered_are_refused_with_their_place(
 
 
 async def test_a_client_calls_tools_and_answers_them(tmp_path):
-    async with saying(TWO_CALLS, tmp_path) as server, client_of(server.url) as client:
+    async with saying(TWO_CALLS, tmp_path, HERMES) as server, client_of(server.url) as client:
         ask = {"model": "embedded", "messages": [TURN], "max_tokens": 500, "tools": TOOLS}
         whole = await client.messages.create(**ask)
         assert whole.stop_reason == "tool_use"
@@ -370,7 +358,7 @@ async def test_reasoning_is_told_to_those_who_ask_for_it(tmp_path, stream):
 
 async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path):
     tool = TOOLS[0]
-    async with saying("Hello", tmp_path) as server:
+    async with saying("Hello", tmp_path, HERMES) as server:
         for change, where in (
             ({"tools": [{**tool, "type": "bash_20250124"}]}, "tools[0]: tools of type 'bash_2"),
             ({"tools": [tool, tool]}, "tools[1].name: there are two"),

@@ -3,13 +3,22 @@
 import asyncio
 import json
 
+import msgspec
 import openai
+import pydantic
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from scripted import saying
 from serving import SIMULATED, running
-from test_bad_input import check
+from test_bad_input import check, mutations
+from test_messages import events_of
+from test_tools import HERMES, TWO_CALLS
 
-from aioserve.config import EngineConfig, RunnerConfig
-from aioserve.server.responses.store import ResponseStore
+from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
+from aioserve.errors import RequestError
+from aioserve.server.responses.prompt import template_turns
+from aioserve.server.responses.protocol import InputItem
+from aioserve.server.responses.store import Kept, ResponseStore
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -24,7 +33,7 @@ async def url(request):
         yield server.url + "/v1"
 
 
-async def ask(server, **fields):
+async def ask_for(server, **fields):
     return await server.request("POST", "/v1/responses", json={**ASKED, **fields})
 
 
@@ -81,38 +90,41 @@ async def test_a_conversation_goes_on_by_its_id_or_by_what_was_said(url):
 
 
 async def test_instructions_are_not_remembered_and_store_false_remembers_nothing(server):
-    first = (await ask(server, instructions="Be brief. " * 9)).json()
-    second = (await ask(server, previous_response_id=first["id"])).json()
+    first = (await ask_for(server, instructions="Be brief. " * 9)).json()
+    second = (await ask_for(server, previous_response_id=first["id"])).json()
     asked = {"role": "user", "content": ASKED["input"]}
     said = {"role": "assistant", "content": first["output"][0]["content"][0]["text"]}
     body = {"messages": [asked, said, asked]}
     expected = (await server.request("POST", "/tokenize", json=body)).json()["count"]
     assert second["usage"]["input_tokens"] == expected
-    unstored = (await ask(server, store=False)).json()
-    answer = await ask(server, previous_response_id=unstored["id"])
+    unstored = (await ask_for(server, store=False)).json()
+    answer = await ask_for(server, previous_response_id=unstored["id"])
     assert check(answer)["param"] == "previous_response_id"
 
 
 async def test_the_store_forgets_what_was_not_asked_for_the_longest():
-    def turns(length):
-        return [{"role": "user", "content": "x" * length}]
+    def of(length):
+        return Kept(b"x" * (length - 5), b"x" * 5)
 
-    store = ResponseStore(max_responses=2, max_characters=100)
-    store.put("a", turns(10))
-    store.put("b", turns(10))
+    store = ResponseStore(max_responses=2, max_bytes=100)
+    store.put("a", of(10))
+    store.put("b", of(10))
     assert store.get("a")
-    store.put("c", turns(10))
+    store.put("c", of(10))
     assert [store.get(i) is not None for i in "abc"] == [True, False, True]
-    store.put("d", turns(95))
+    store.put("d", of(95))
     assert [store.get(i) is not None for i in "acd"] == [False, False, True]
-    store.put("e", turns(101))
-    assert store.get("d") is store.get("e") is None
+    assert [store.forget("d"), store.forget("d")] == [True, False]
+    store.put("e", of(100))
+    assert store.get("e")
+    store.put("f", of(101))
+    assert store.get("e") is store.get("f") is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_why_it_is_incomplete_is_told(start_server, stream):
     async def status(**fields):
-        answer = await ask(server, **fields, stream=stream)
+        answer = await ask_for(server, **fields, stream=stream)
         told = answer.json() if not stream else json.loads(answer.body.split(b"data: ")[-1])
         response = told["response"] if stream else told
         return response["status"], response["incomplete_details"]
@@ -127,7 +139,13 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
     ("change", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        (
+            {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         (
@@ -142,11 +160,299 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "function", "name": "a", "defer_loading": True}]},
+            "tools[0].defer_loading",
+        ),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a"}]}, "tools"),  # of this model
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            "text.format",
+        ),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"include": ["web_search_call.results"]}, "include[0]"),
+        ({"background": True}, "background"),
         ({"metadata": {"a": 5}}, "metadata[...]"),
         ({"imput": "x"}, "imput"),
     ],
 )
 async def test_what_is_not_served_is_refused_with_its_place(server, change, param):
-    assert check(await ask(server, **change))["param"] == param
+    assert check(await ask_for(server, **change))["param"] == param
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "name": name,
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "strict": False,
+    }
+    for name in ("add", "sub")
+]
+ONE_CALL = TWO_CALLS.removeprefix("Let me see.\n").partition('\n<tool_call>\n{"name": "sub')[0]
+SAY_AND_CALL = f"<think>Hm.</think>Well.{ONE_CALL}And so."
+
+
+def said(items):
+    """What items say, without their ids."""
+    kinds = {"message": "text", "reasoning": "text", "function_call": "arguments"}
+    return [
+        (item["type"], item["status"], (item.get("content") or [item])[0][kinds[item["type"]]])
+        for item in items
+    ]
+
+
+CASES = [
+    ("Ay.", {}, ["message"]),
+    ("", {}, ["message"]),
+    ("<think>Hm.</think>Ay.", {}, ["reasoning", "message"]),
+    ("<think>Hm.", {}, ["reasoning"]),
+    (ONE_CALL, {"tools": TOOLS}, ["function_call"]),
+    (TWO_CALLS, {"tools": TOOLS}, ["message", "function_call", "function_call"]),
+    (SAY_AND_CALL, {"tools": TOOLS}, ["reasoning", "message", "function_call", "message"]),
+    (TWO_CALLS, {"tools": TOOLS, "max_output_tokens": 30}, ["message", "function_call"]),
+    (TWO_CALLS, {"tools": TOOLS, "parallel_tool_calls": False}, ["message", "function_call"]),
+    (TWO_CALLS, {"tools": TOOLS, "tool_choice": "none"}, ["message"]),
+]
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+async def test_whole_and_streamed_are_one_and_as_openais_models_have_them(tmp_path):
+    async with saying("", tmp_path, HERMES, reasoning_parser="qwen3") as server:
+        for text, fields, kinds in CASES:
+            server.say(text)
+            whole = (await ask_for(server, **{"max_output_tokens": 999, **fields})).json()
+            assert [item["type"] for item in whole["output"]] == kinds
+            body = {"max_output_tokens": 999, **fields, "stream": True}
+            check_stream(await ask_for(server, **body), whole)
+
+
+def check_stream(streamed, whole):
+    """That a stream tells what is said as a whole, in the order and the shapes of OpenAI's."""
+    Response.model_validate(whole)
+    prefixes = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+    assert all(item["id"].startswith(prefixes[item["type"]]) for item in whole["output"])
+    assert len({item["id"] for item in whole["output"]}) == len(whole["output"])
+    events = [data for _, data in events_of(streamed)]
+    for event in events:
+        EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+    assert whole["id"].startswith("resp_")
+    assert said(last["output"]) == said(whole["output"])
+    assert last["status"] == whole["status"] == whole["output"][-1]["status"]
+    assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    for index, item in enumerate(last["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
+        deltas = "".join(event.get("delta", "") for event in own)
+        assert deltas == said([item])[0][-1]
+        [done] = [event for event in own if "text" in event or "arguments" in event]
+        assert done.get("text", done.get("arguments")) == deltas
+        parts = [event["type"] for event in own if "part" in event]
+        assert len(parts) == (0 if item["type"] == "function_call" else 2)
+
+
+async def test_a_client_calls_functions_and_answers_them(tmp_path):
+    async with (
+        saying(TWO_CALLS, tmp_path, HERMES) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        turn = {"role": "user", "content": "What is 1 and 2?"}
+        ask = {"model": "embedded", "tools": TOOLS}
+        whole = await client.responses.create(**ask, input=[turn])
+        assert whole.status == "completed"
+        calls = [item for item in whole.output if item.type == "function_call"]
+        told = [("add", '{"a": 1}'), ("sub", '{"ä": [2, "</tool_call>"]}')]
+        assert [(call.name, call.arguments) for call in calls] == told
+        async with client.responses.stream(**ask, input=[turn]) as stream:
+            final = await stream.get_final_response()
+        streamed = [item for item in final.output if item.type == "function_call"]
+        assert [(call.name, call.arguments) for call in streamed] == told
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+            for call in calls
+        ]
+        by_input = await client.responses.create(**ask, input=[turn, *whole.output, *outputs])
+        by_id = await client.responses.create(**ask, input=outputs, previous_response_id=whole.id)
+        assert by_id.usage.input_tokens == by_input.usage.input_tokens > whole.usage.input_tokens
+        with pytest.raises(openai.BadRequestError, match="calls without output") as caught:
+            await client.responses.create(**ask, input=outputs[:1], previous_response_id=whole.id)
+        assert caught.value.param == "input"
+        only = {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "x"}],
+        }
+        with pytest.raises(openai.BadRequestError, match=r"tool_choice\.tools is 'x'"):
+            await client.responses.create(**ask, input="x", tool_choice=only)
+        kept = await client.responses.retrieve(by_id.id)
+        assert kept == by_id
+        await client.responses.delete(by_id.id)
+        for call in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="no response") as caught:
+                await call(by_id.id)
+            assert caught.value.code == "response_not_found"
+        answer = await server.get(f"/v1/responses/{whole.id}?stream=true")
+        assert check(answer)["param"] == "stream"
+        encode = server.engine.model_info.tokenizer.encode
+        limit = len(encode(TWO_CALLS[: TWO_CALLS.index("1}")]))
+        cut = await client.responses.create(**ask, input=[turn], max_output_tokens=limit)
+        assert (cut.output[-1].arguments, cut.output[-1].status) == ('{"a": ', "incomplete")
+        with pytest.raises(openai.BadRequestError, match="not valid JSON"):
+            await client.responses.create(**ask, input=outputs, previous_response_id=cut.id)
+
+
+class Hair(pydantic.BaseModel):
+    """What is asked for."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    is_red: bool
+
+
+async def test_what_is_parsed_fits_and_a_function_that_is_forced_is_called():
+    config = EngineConfig(
+        runner=RunnerConfig(threads=1), server=ServerConfig(tool_call_parser="hermes")
+    )
+    async with (
+        running(config) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        ask = {"model": "embedded", "input": "What hair hath he?"}
+        parsed = await client.responses.parse(**ask, text_format=Hair)
+        assert type(parsed.output_parsed.is_red) is bool
+        assert parsed.text.format.schema_ == Hair.model_json_schema()
+        async with client.responses.stream(**ask, text_format=Hair) as stream:
+            assert type((await stream.get_final_response()).output_parsed.is_red) is bool
+        as_object = {"format": {"type": "json_object"}}
+        told = await client.responses.create(**ask, text=as_object, max_output_tokens=200)
+        assert told.output_text.startswith("{")
+        tools = [openai.pydantic_function_tool(Hair)]
+        tools = [{"type": "function", **tools[0]["function"]}]
+        for choice in ("required", {"type": "function", "name": "Hair"}):
+            forced = await client.responses.parse(**ask, tools=tools, tool_choice=choice)
+            assert {item.name for item in forced.output} == {"Hair"}
+            Hair.model_validate_json(forced.output[0].arguments)
+        bad = [{**tools[0], "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}]
+        answer = await ask_for(server, tools=bad, tool_choice="required")
+        assert check(answer)["param"] == "tools"
+
+
+def items(*given):
+    return [msgspec.convert(item, InputItem) for item in given]
+
+
+USER = {"role": "user", "content": "Hi"}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "r",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm."}],
+}
+SUMMARY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "Ay."}]}
+CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'}
+OTHER = {**CALL, "call_id": "d", "arguments": ""}
+OUTPUT = {
+    "type": "function_call_output",
+    "call_id": "c",
+    "output": [{"type": "input_text", "text": "3"}],
+}
+
+
+async def test_what_one_response_thought_said_and_called_is_one_message():
+    def call(call_id, arguments):
+        function = {"name": "add", "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def own(content, **fields):
+        return {"role": "assistant", "content": content, **fields}
+
+    told = {"role": "tool", "content": "3", "tool_call_id": "c", "name": "add"}
+    last = {**told, "tool_call_id": "d"}
+    calls = [call("c", {"a": 1}), call("d", {})]
+    ends = {**OUTPUT, "call_id": "d"}
+    for given, expected in (
+        ([USER, SAID, SAID], [USER, own("Ay."), own("Ay.")]),
+        (
+            [USER, THOUGHT, SAID, CALL, OTHER, OUTPUT, ends],
+            [USER, own("Ay.", reasoning_content="Hm.", tool_calls=calls), told, last],
+        ),
+        (
+            [SUMMARY, CALL, OUTPUT, THOUGHT, SAID],
+            [
+                own("", reasoning_content="Hm.", tool_calls=calls[:1]),
+                told,
+                own("Ay.", reasoning_content="Hm."),
+            ],
+        ),
+        ([{"role": "developer", "content": "Be"}], [{"role": "system", "content": "Be"}]),
+    ):
+        assert template_turns(items(*given)) == expected
+    # An earlier response has ended, whatever follows.
+    assert template_turns(items(USER, SAID, CALL, OUTPUT), 2)[1:3] == [
+        own("Ay."),
+        own("", tool_calls=calls[:1]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([USER, OUTPUT], "input[1].call_id"),
+        ([OUTPUT, CALL], "input[0].call_id"),
+        ([CALL, CALL], "input[1].call_id"),
+        ([CALL, OUTPUT, OUTPUT], "input[2].call_id"),
+        ([USER, CALL], "input"),
+        ([{**CALL, "arguments": "[1]"}], "input[0].arguments"),
+        ([{**CALL, "arguments": "{"}], "input[0].arguments"),
+        ([{**CALL, "output": "x"}], "input[0].output"),
+        ([{**CALL, "name": None}], "input[0].name"),
+    ],
+)
+async def test_calls_and_outputs_that_do_not_fit_are_refused_with_their_place(given, param):
+    with pytest.raises(RequestError) as caught:
+        template_turns(items(*given))
+    assert caught.value.param == param
+
+
+async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server():
+    good = {
+        "input": [USER, THOUGHT, SAID, CALL, OUTPUT],
+        "tools": TOOLS[:1],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "add"}],
+        },
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "reasoning": {"effort": "none"},
+        "max_output_tokens": 1,
+    }
+    config = EngineConfig(
+        runner=RunnerConfig(threads=1), server=ServerConfig(tool_call_parser="hermes")
+    )
+    num_refused = 0
+    async with running(config) as server:
+        for body in mutations(good):
+            answer = await server.request("POST", "/v1/responses", data=json.dumps(body).encode())
+            assert answer.status in (200, 400, 404), body
+            if answer.status != 200:
+                check(answer, answer.status)
+                num_refused += 1
+        assert (await server.request("POST", "/v1/responses", json=good)).status == 200
+        assert set((await server.gauges()).values()) == {0}
+    assert num_refused > 300

@@ -2,16 +2,14 @@
 
 import json
 import random
-from contextlib import asynccontextmanager
 from typing import get_args
 
 import msgspec
 import openai
 import pytest
-from scripted import ScriptedRunner, make_model
-from serving import SIMULATED, running
+from scripted import saying
 
-from aioserve.config import ModelConfig, ServerConfig
+from aioserve.config import ServerConfig
 from aioserve.server.formats.chat_format import CALL_PARSERS
 from aioserve.server.formats.reasoning import MARKS
 
@@ -50,14 +48,8 @@ TWO_CALLS = (
 def say(tmp_path):
     """`async with say(text, template) as server:` whatever it is asked, it says `text`."""
 
-    @asynccontextmanager
-    async def say(text, template=HERMES, special="<|pad|>", **settings):
-        model = ModelConfig(model=make_model(tmp_path, template, special), served_model_name="m")
-        config = msgspec.structs.replace(SIMULATED, model=model, server=ServerConfig(**settings))
-        runner = ScriptedRunner(config, model)
-        runner.say(text)
-        async with running(config, runner) as server:
-            yield server
+    def say(text, template=HERMES, special="<|pad|>", **settings):
+        return saying(text, tmp_path, template, special, "m", **settings)
 
     return say
 

@@ -91,13 +91,11 @@ class MessageAnswer(Answer):
         if self._is_plain:
             return [Content(output.text)] if output.text else []
         if self._reader is None:
-            use = self._use
-            names = None if use is None else use.may_call
-            self._reader = ReplyReader(
-                self._format.make_parser(names, self.prompt_end, with_reasoning=True),
-                self._format.make_id,
-                max_calls=1 if use is not None and not use.is_parallel else None,
-                with_reasoning=self._tells_thoughts,
+            self._reader = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                includes_reasoning=self._tells_thoughts,
             )
         return self._reader.read(output)
 

@@ -67,6 +67,14 @@ def _bound(params: SamplingParams, grammar: str) -> SamplingParams:
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
 
 
+def blame(error: RequestError, use: ToolUse | None, field: str | None) -> None:
+    """Where a grammar is at fault, let it name what asked for that: the tools, or else `field`."""
+    field = "tools" if use is not None else field
+    if field is not None and (error.param or "").startswith("structured_outputs"):
+        what = "the tools" if use is not None else field
+        error.param, error.args = field, (f"{what} cannot be compiled: {error}",)
+
+
 def leaves_room_for_reasoning(params: SamplingParams, use: ToolUse | None) -> bool:
     """Whether a reply is free, or bound to what may follow reasoning, and not all of its text."""
     wanted = params.structured_outputs

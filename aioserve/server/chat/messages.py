@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.server.protocol import ChatMessage, RequestPart, ToolCall
+from aioserve.server.protocol import ChatMessage, RequestPart
 
 # What a message may hold besides role and content, by its role.
 _SERVED = {
@@ -45,7 +45,12 @@ def _template_message(path: str, message: ChatMessage, names: dict[str, str]) ->
             rendered["reasoning_content"] = reasoning
         if message.tool_calls:
             rendered["tool_calls"] = [
-                _template_call(call, f"{path}.tool_calls[{j}]")
+                template_call(
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    f"{path}.tool_calls[{j}].function.arguments",
+                )
                 for j, call in enumerate(message.tool_calls)
             ]
     elif message.role == "tool":
@@ -60,27 +65,20 @@ def _template_message(path: str, message: ChatMessage, names: dict[str, str]) ->
     return rendered
 
 
-def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
-    function = call.function
-    arguments: Any = {}
-    if function.arguments.strip():
+def template_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
+    """A call as chat templates know it. Raises `RequestError` for arguments, of this path, that
+    are no JSON object.
+    """
+    decoded: Any = {}
+    if arguments.strip():
         try:
-            arguments = msgspec.json.decode(function.arguments)
+            decoded = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RequestError(
-                f"{path}.function.arguments is not valid JSON: {error}",
-                param=f"{path}.function.arguments",
-            ) from error
-    if not isinstance(arguments, dict):
-        raise RequestError(
-            f"{path}.function.arguments must be a JSON object",
-            param=f"{path}.function.arguments",
-        )
-    return {
-        "id": call.id,
-        "type": call.type,
-        "function": {"name": function.name, "arguments": arguments},
-    }
+            raise RequestError(f"{path} is not valid JSON: {error}", param=path) from error
+    if not isinstance(decoded, dict):
+        raise RequestError(f"{path} must be a JSON object", param=path)
+    function = {"name": name, "arguments": decoded}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _content(message: ChatMessage, path: str) -> str | None:

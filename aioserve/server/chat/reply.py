@@ -148,15 +148,12 @@ class ChatReply(Reply):
     def _reader(self, index: int) -> ReplyReader:
         reader = self._readers.get(index)
         if reader is None:
-            reader = self._readers[index] = ReplyReader(
-                self._format.make_parser(
-                    None if self._use is None else self._use.may_call,
-                    self.prompt_end,
-                    with_reasoning=self._separates,
-                ),
-                self._format.make_id,
-                max_calls=1 if self._use is not None and not self._use.is_parallel else None,
-                with_reasoning=self._includes_reasoning,
+            reader = self._readers[index] = ReplyReader.of(
+                self._format,
+                self._use,
+                self.prompt_end,
+                separates_reasoning=self._separates,
+                includes_reasoning=self._includes_reasoning,
             )
         return reader
 

@@ -3,11 +3,13 @@
 Knows ids and numbers of calls, and which of them are let through. Knows no format and no envelope.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
 from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning, joined
 from aioserve.server.formats.reply_parser import ReplyParser
 from aioserve.server.protocol import (
@@ -38,6 +40,25 @@ class ReplyReader:
         self._with_reasoning = with_reasoning
         self._num_calls = 0  # that were made, left out or not
         self._index = -1  # of the last that was let through
+
+    @classmethod
+    def of(
+        cls,
+        chat_format: ChatFormat,
+        use: ToolUse | None,
+        prompt_end: Sequence[int],
+        *,
+        separates_reasoning: bool = True,
+        includes_reasoning: bool = True,
+    ) -> "ReplyReader":
+        """What reads a reply to a prompt with these last tokens, and with these tools."""
+        names = None if use is None else use.may_call
+        return cls(
+            chat_format.make_parser(names, prompt_end, with_reasoning=separates_reasoning),
+            chat_format.make_id,
+            max_calls=1 if use is not None and not use.is_parallel else None,
+            with_reasoning=includes_reasoning,
+        )
 
     def read(self, output: RequestOutput) -> list[Event]:
         """What its text completes; at the end, what was held back."""

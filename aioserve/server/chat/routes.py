@@ -10,7 +10,7 @@ from aiohttp import web
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
+from aioserve.server.chat.binding import bind, blame, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.chat.tool_use import chat_tool_use
@@ -48,8 +48,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages
             error.param = "messages"
-        if use is not None and (error.param or "").startswith("structured_outputs"):
-            raise RequestError(f"the tools cannot be compiled: {error}", param="tools") from error
+        blame(error, use, None)
         raise
 
 

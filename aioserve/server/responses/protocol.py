@@ -3,18 +3,21 @@
 Requests refuse unknown fields, as in `protocol`. Knows nothing about HTTP or the engine.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
+from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.protocol import Int, ModelRequest, RequestPart, Usage
+from aioserve.server.protocol import FunctionDefinition, Int, ModelRequest, RequestPart, Usage
+from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
 
 
 class InputPart(RequestPart, kw_only=True, omit_defaults=True):
-    """One part of a message; only text is understood."""
+    """One part of a message, of a call's output or of reasoning; only text is understood."""
 
     type: str
     text: str | None = None
@@ -32,28 +35,115 @@ class InputPart(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class InputItem(RequestPart, kw_only=True, omit_defaults=True):
-    """One message, given or as a reply had it."""
+    """What was said, called, answered or thought; its type says which fields it has."""
 
     type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None
-    # Labels of a reply's message.
+    # Labels of what a response had.
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+    # Of message, and content of reasoning.
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    # Of function_call.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None  # a JSON object, as text
+    # Of function_call_output, beside call_id.
+    output: str | list[InputPart] | None = None
+    # Of reasoning.
+    summary: list[InputPart] | None = None
+    # Refused unless empty.
+    caller: Any = None
+    encrypted_content: Any = None
+    namespace: Any = None
+
+
+class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
+    """One of `tools`: what OpenAI runs itself is of other types."""
+
+    type: Literal["function"]
+    # Refused unless empty.
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class ToolName(RequestPart, kw_only=True):
+    """Which tool is meant."""
+
+    type: Literal["function"]
+    name: str
+
+
+class FunctionChoice(RequestPart, kw_only=True, omit_defaults=True):
+    """A `tool_choice` that forces a call of one function, or allows those of some."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None  # of a function
+    # Of allowed_tools.
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolName] | None = None
+
+
+class TextFormat(RequestPart, kw_only=True, omit_defaults=True):
+    """What the text is; a schema is kept to, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What it asks for. Raises `RequestError` for parts that are missing or out of place."""
+        for name in ("name", "schema"):
+            is_given = getattr(self, name) is not None
+            if is_given != (self.type == "json_schema"):
+                verb = "takes no" if is_given else "needs"
+                raise RequestError(
+                    f"text.format of type {self.type} {verb} {name}", param=f"text.format.{name}"
+                )
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        return None if self.schema is None else StructuredOutputs(json=self.schema)
+
+
+class TextConfig(RequestPart, kw_only=True, omit_defaults=True):
+    """How the text is bound."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
+    """How much the model thinks; there are no summaries of it, for all of it is told."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None  # its older name
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # it comes as text
     instructions: str | None = None
     max_output_tokens: Int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None  # of OpenAI's own tools
     metadata: dict[str, str] | None = None  # comes back
+    parallel_tool_calls: bool | None = None  # false: at most one call in a response
     previous_response_id: str | None = None
+    reasoning: ReasoningConfig | None = None
     store: bool | None = None  # default true
     stream: bool | None = None
     temperature: float | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: list[FunctionTool] | None = None
     top_p: float | None = None
     user: str | None = None
     # Extensions, as on the other routes.
@@ -63,8 +153,10 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
 
     def sampling_params(self) -> SamplingParams:
         """The request's sampling parameters. Raises `RequestError` that names the field."""
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        params: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        if self.text is not None and self.text.format is not None:
+            given["structured_outputs"] = self.text.format.structured_outputs()
+        params = {k: v for k, v in given.items() if v is not None}
         return SamplingParams(max_tokens=self.max_output_tokens, **params)
 
     def request_fields(self) -> dict[str, Any]:
@@ -77,23 +169,52 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
 # Responses
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     """The text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[Any] = []
     logprobs: list[Any] = []
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of what was thought."""
+
+    text: str = ""
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """What is said."""
 
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    status: str  # in_progress, completed or incomplete
-    content: list[OutputText]
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought aloud."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str  # what its output must name
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
@@ -139,18 +260,6 @@ class Incomplete(msgspec.Struct, kw_only=True):
     reason: str
 
 
-class Format(msgspec.Struct, kw_only=True, frozen=True):
-    """What the text is: free."""
-
-    type: Literal["text"] = "text"
-
-
-class TextConfig(msgspec.Struct, kw_only=True, frozen=True):
-    """How the text is bound."""
-
-    format: Format = Format()
-
-
 class Response(msgspec.Struct, kw_only=True):
     """Response of /v1/responses, and what its events carry."""
 
@@ -158,86 +267,103 @@ class Response(msgspec.Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int
     status: str
+    background: bool = False
     error: None = None
     incomplete_details: Incomplete | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    output: list[OutputItem]
+    parallel_tool_calls: bool
     previous_response_id: str | None
+    reasoning: ReasoningConfig | None
     store: bool
     temperature: float
-    text: TextConfig = TextConfig()
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    text: TextConfig
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tools: list[FunctionTool]
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
 
 
+class Deleted(msgspec.Struct, kw_only=True):
+    """Response of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Response of /v1/responses/{id}/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 # Events
 
 
-class ResponseEvent(msgspec.Struct, kw_only=True):
-    """How the whole stands: created, in_progress, completed or incomplete."""
+class Numbered(msgspec.Struct, kw_only=True):
+    """Base of events."""
 
     type: str
     sequence_number: int
+
+
+class ResponseEvent(Numbered, kw_only=True):
+    """How the whole stands: response.created, in_progress, completed or incomplete."""
+
     response: Response
 
 
-class ItemEvent(msgspec.Struct, kw_only=True):
-    """A message begins or ends."""
+class ItemEvent(Numbered, kw_only=True):
+    """An item begins or ends: response.output_item.added or done."""
 
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    sequence_number: int
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: OutputItem
 
 
-class PartEvent(msgspec.Struct, kw_only=True):
-    """Its text begins or ends."""
+class OfItem(Numbered, kw_only=True):
+    """Base of events of what is in an item; calls have no parts."""
 
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    sequence_number: int
     item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    part: OutputText
+    output_index: int
+    content_index: int | UnsetType = UNSET
 
 
-class TextEvent(msgspec.Struct, kw_only=True):
-    """More text."""
+class PartEvent(OfItem, kw_only=True):
+    """The text of an item begins or ends: response.content_part.added or done."""
 
-    type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
+    part: OutputText | ReasoningText
+
+
+class DeltaEvent(OfItem, kw_only=True):
+    """More of it: response.output_text.delta, reasoning_text or function_call_arguments."""
+
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[Any] | UnsetType = UNSET  # of a message
 
 
-class TextDone(msgspec.Struct, kw_only=True):
-    """All the text."""
+class DoneEvent(OfItem, kw_only=True):
+    """All of it: response.output_text.done, reasoning_text or function_call_arguments."""
 
-    type: Literal["response.output_text.done"] = "response.output_text.done"
-    sequence_number: int
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    text: str
-    logprobs: list[Any] = []
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
 
 
-class ErrorEvent(msgspec.Struct, kw_only=True):
+class ErrorEvent(Numbered, kw_only=True):
     """The last event of a stream that failed."""
 
     type: Literal["error"] = "error"
-    sequence_number: int
     code: str | None
     message: str
     param: str | None

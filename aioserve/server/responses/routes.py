@@ -1,271 +1,128 @@
-"""POST /v1/responses: OpenAI's Responses API, for text.
+"""/v1/responses: OpenAI's Responses API, and what it remembers.
 
-Knows the shape of that endpoint; the chat template is the engine's, admission and streaming are in
-`generation`, what is remembered in `store`.
+Knows the shape of these endpoints; the chat template is the engine's, admission and streaming are
+in `generation`, what becomes of the reply's text in `answer`.
 """
 
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
-from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.body import decode_body
-from aioserve.server.chat.reply_reader import ReplyReader
-from aioserve.server.errors import to_wire
-from aioserve.server.formats.events import Content
-from aioserve.server.generation import Answer, respond
+from aioserve.server.chat.binding import bind, blame
+from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.errors import UnknownResponseError
+from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
-from aioserve.server.protocol import Usage
-from aioserve.server.responses.protocol import (
-    ErrorEvent,
-    Incomplete,
-    InputItem,
-    ItemEvent,
-    OutputMessage,
-    OutputText,
-    PartEvent,
-    Response,
-    ResponseEvent,
-    ResponsesRequest,
-    ResponseUsage,
-    TextDone,
-    TextEvent,
-)
-from aioserve.server.responses.store import Turn
-from aioserve.server.sse import typed_event
+from aioserve.server.responses.answer import ResponseAnswer
+from aioserve.server.responses.prompt import template_turns, tools_of
+from aioserve.server.responses.protocol import Deleted, InputItem, ResponsesRequest
+from aioserve.server.responses.store import Kept
 from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
 from aioserve.server.validation import BodyDecoder
 
-decoder = BodyDecoder(ResponsesRequest, {}, shared=NOT_ON_RESPONSES, hints=HINTS_ON_RESPONSES)
 
-_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+class _Said(msgspec.Struct):
+    """Of a response that is kept: what a next one goes on with."""
+
+    output: list[InputItem]
+
+
+decoder = BodyDecoder(ResponsesRequest, {}, shared=NOT_ON_RESPONSES, hints=HINTS_ON_RESPONSES)
+_items = msgspec.json.Decoder(list[InputItem])
+_said = msgspec.json.Decoder(_Said)
+_encoder = msgspec.json.Encoder()
+
+# What the engine, the sampling parameters and chat call fields that have other names here.
+_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """The handler. Raises what `add_request` raises, before anything is sent."""
-    body = await decode_body(request, decoder)
-    try:
+    """The handler of POST. Raises what `add_request` raises, before anything is sent."""
+    body, chat_format = await decode_body(request, decoder), request.app[CHAT_FORMAT]
+    use = tools_of(body)
+    if use is not None:
+        chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
+    with _own_names(use):
         params = msgspec.structs.replace(
-            body.sampling_params(),
-            kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
+            body.sampling_params(), kept_special_tokens=chat_format.kept_special_tokens
         )
-        turns = [*_previous(request, body), *_turns(body)]
-        told = list(turns)
+        before = _before(request, body)
+        items = [*before, *_input(body)]
+        turns = template_turns(items, len(before))
         if body.instructions:
-            told.insert(0, {"role": "system", "content": body.instructions})
-        answer = ResponseAnswer(request, body, turns)
-        return await respond(request, body, [Conversation(told)], params, answer)
-    except RequestError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise
+            turns.insert(0, {"role": "system", "content": body.instructions})
+        conversation = Conversation(
+            turns,
+            use.tools if use else (),
+            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        )
+        params = bind(params, use, chat_format, conversation)
+        answer = ResponseAnswer(request, body, use, params, items)
+        return await respond(request, body, [conversation], params, answer)
 
 
-def _previous(request: web.Request, body: ResponsesRequest) -> Sequence[Turn]:
+def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:
+    """All that was said up to the end of the response that this one goes on with."""
     if body.previous_response_id is None:
-        return ()
-    turns = request.app[RESPONSES].get(body.previous_response_id)
-    if turns is None:
+        return []
+    kept = request.app[RESPONSES].get(body.previous_response_id)
+    if kept is None:
         raise RequestError(
             f"no response {body.previous_response_id[:128]!r} is stored here: it never was, was "
             "not to be, or is forgotten for newer ones",
             param="previous_response_id",
         )
-    return turns
+    return _items.decode(kept.items) + _said.decode(kept.response).output
 
 
-def _turns(body: ResponsesRequest) -> list[Turn]:
+def _input(body: ResponsesRequest) -> list[InputItem]:
     if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}]
+        return [InputItem(role="user", content=body.input)]
     if not body.input:
         raise RequestError("input must not be empty", param="input")
-    return [_turn(item, f"input[{i}]") for i, item in enumerate(body.input)]
+    return body.input
 
 
-def _turn(item: InputItem, path: str) -> Turn:
-    if item.type != "message":
-        raise RequestError(
-            f"{path}: items of type {item.type[:64]!r} are not supported by this server, only "
-            "'message'",
-            param=path,
-        )
-    for name in ("role", "content"):
-        if getattr(item, name) is None:
-            raise RequestError(f"{path}.{name} is missing", param=f"{path}.{name}")
-    role = "system" if item.role == "developer" else str(item.role)
-    return {"role": role, "content": _text(item, f"{path}.content")}
+@contextmanager
+def _own_names(use: ToolUse | None) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        blame(error, use, "text.format")
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
 
 
-def _text(item: InputItem, path: str) -> str:
-    if isinstance(item.content, str):
-        return item.content
-    texts = []
-    for i, part in enumerate(item.content or ()):
-        place = f"{path}[{i}]"
-        if part.type not in ("input_text", "output_text"):
-            raise RequestError(
-                f"{place}: parts of type {part.type[:64]!r} are not supported by this server, only "
-                "'input_text' and 'output_text'",
-                param=place,
-            )
-        for name in part.__struct_fields__:
-            if name not in ("type", "text") and getattr(part, name):
-                raise RequestError(
-                    f"{place}.{name} is not supported by this server", param=f"{place}.{name}"
-                )
-        if part.text is None:
-            raise RequestError(f"{place}.text is missing", param=f"{place}.text")
-        texts.append(part.text)
-    return "".join(texts)
+async def get_response(request: web.Request) -> web.Response:
+    """The handler of GET. Raises `UnknownResponseError`, and `RequestError` for a stream of it."""
+    kept = _kept(request)
+    if request.query.get("stream", "false") != "false":
+        raise RequestError("what is stored is told as a whole: no stream of it", param="stream")
+    return web.Response(body=kept.response, content_type="application/json")
 
 
-class ResponseAnswer(Answer):
-    """One message of text; reasoning is left out. Every event has a number."""
-
-    id_prefix = "resp_"
-
-    def __init__(self, request: web.Request, body: ResponsesRequest, turns: Sequence[Turn]) -> None:
-        super().__init__(request, body.model, None)
-        self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
-        self._body, self._turns = body, turns
-        self._created = int(time.time())
-        self._message_id = f"msg_{uuid.uuid4().hex}"
-        self._reader: ReplyReader | None = None
-        self._texts: list[str] = []
-        self._number = 0  # of the next event
-        self._last: RequestOutput | None = None
-
-    def chunk(self, index: int, output: RequestOutput) -> bytes:
-        return b"" if self.is_silent(output) else self.make_chunk(index, output)
-
-    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
-        if self._number == 0 or output.finish_reason is not None:
-            return None
-        return self.chunk(index, output)
-
-    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
-        told = b"" if self._number else self._beginning()
-        self._last = output
-        text = self._read(output)
-        if not text:
-            return told
-        self._texts.append(text)
-        event = TextEvent(sequence_number=self._next(), item_id=self._message_id, delta=text)
-        return told + typed_event(event)
-
-    def _beginning(self) -> bytes:
-        message = self._message("in_progress", [])
-        part = PartEvent(
-            type="response.content_part.added",
-            sequence_number=3,
-            item_id=self._message_id,
-            part=OutputText(),
-        )
-        self._number = 4
-        return b"".join(
-            map(
-                typed_event,
-                (
-                    self._event("created", 0, self._response("in_progress", [])),
-                    self._event("in_progress", 1, self._response("in_progress", [])),
-                    ItemEvent(type="response.output_item.added", sequence_number=2, item=message),
-                    part,
-                ),
-            )
-        )
-
-    def ending(self, usage: Usage) -> bytes:
-        assert self._last is not None, "a stream ends only after its sample has finished"
-        response = self._finished(self._last, "".join(self._texts), usage)
-        [message] = response.output
-        [part] = message.content
-        events = (
-            TextDone(sequence_number=self._next(), item_id=message.id, text=part.text),
-            PartEvent(
-                type="response.content_part.done",
-                sequence_number=self._next(),
-                item_id=message.id,
-                part=part,
-            ),
-            ItemEvent(type="response.output_item.done", sequence_number=self._next(), item=message),
-            self._event(response.status, self._next(), response),
-        )
-        return b"".join(map(typed_event, events))
-
-    def failure(self, error: BaseException) -> bytes:
-        info = to_wire(error)[1].error
-        return typed_event(
-            ErrorEvent(
-                sequence_number=self._next(), code=info.code, message=info.message, param=info.param
-            )
-        )
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Response:
-        [output] = outputs
-        return self._finished(output, self._read(output), usage)
-
-    def _finished(self, output: RequestOutput, text: str, usage: Usage) -> Response:
-        """The whole, which is remembered."""
-        status, details = _status(output.finish_reason)
-        message = self._message(
-            "completed" if status == "completed" else "incomplete", [OutputText(text=text)]
-        )
-        if self._body.store is not False:
-            turn = {"role": "assistant", "content": text}
-            self._store.put(self.id, [*self._turns, turn])
-        response = self._response(status, [message])
-        response.incomplete_details = details
-        response.usage = ResponseUsage.of(usage)
-        return response
-
-    def _read(self, output: RequestOutput) -> str:
-        """The text that is not reasoning."""
-        if self._reader is None:
-            parser = self._format.make_parser(None, self.prompt_end, with_reasoning=True)
-            self._reader = ReplyReader(
-                parser, self._format.make_id, max_calls=None, with_reasoning=False
-            )
-        events = self._reader.read(output)
-        return "".join(event.text for event in events if isinstance(event, Content))
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number - 1
-
-    def _event(self, name: str, number: int, response: Response) -> ResponseEvent:
-        return ResponseEvent(type=f"response.{name}", sequence_number=number, response=response)
-
-    def _message(self, status: str, content: list[OutputText]) -> OutputMessage:
-        return OutputMessage(id=self._message_id, status=status, content=content)
-
-    def _response(self, status: str, output: list[OutputMessage]) -> Response:
-        body = self._body
-        params = body.sampling_params()
-        return Response(
-            id=self.id,
-            created_at=self._created,
-            status=status,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=self.model,
-            output=output,
-            previous_response_id=body.previous_response_id,
-            store=body.store is not False,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            user=body.user,
-        )
+async def delete_response(request: web.Request) -> web.Response:
+    """The handler of DELETE. Raises `UnknownResponseError`. What went on with it is kept."""
+    _kept(request)
+    response_id = request.match_info["id"]
+    request.app[RESPONSES].forget(response_id)
+    deleted = _encoder.encode(Deleted(id=response_id))
+    return web.Response(body=deleted, content_type="application/json")
 
 
-def _status(reason: FinishReason | None) -> tuple[str, Incomplete | None]:
-    match reason:
-        case FinishReason.LENGTH:
-            return "incomplete", Incomplete(reason="max_output_tokens")
-        case FinishReason.TIMEOUT | FinishReason.ABORT:
-            return "incomplete", Incomplete(reason=str(reason))
-    return "completed", None
+def _kept(request: web.Request) -> Kept:
+    response_id = request.match_info["id"]
+    kept = request.app[RESPONSES].get(response_id)
+    if kept is None:
+        raise UnknownResponseError(f"no response {response_id[:128]!r} is stored here", param="id")
+    return kept

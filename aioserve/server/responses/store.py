@@ -1,42 +1,46 @@
-"""Conversations that a later request may go on with, the newest ones.
+"""Responses that can be asked for again and gone on with, the newest ones.
 
-Bounded by number and by characters. Knows nothing about requests.
+Bounded by number and by bytes. Knows nothing about what they say.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from typing import NamedTuple
 
 MAX_RESPONSES = 10_000
-MAX_CHARACTERS = 2**26  # of all of them; each is whole, whatever it shares with others
+MAX_BYTES = 2**26  # of all of them; each is whole, whatever it shares with others
 
-Turn = dict[str, str]
+
+class Kept(NamedTuple):
+    """A response, and what led to it: both as JSON."""
+
+    items: bytes  # all input items up to the response, without instructions
+    response: bytes
 
 
 class ResponseStore:
-    """By the ids of responses: all messages up to their ends, without instructions."""
+    """By the ids of responses."""
 
-    def __init__(
-        self, max_responses: int = MAX_RESPONSES, max_characters: int = MAX_CHARACTERS
-    ) -> None:
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
-        self._max_characters = max_characters
-        self._turns: OrderedDict[str, Sequence[Turn]] = OrderedDict()
-        self._num_characters = 0
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._num_bytes = 0
 
-    def get(self, response_id: str) -> Sequence[Turn] | None:
+    def get(self, response_id: str) -> Kept | None:
         """None if it was never stored, or is forgotten."""
-        if response_id in self._turns:
-            self._turns.move_to_end(response_id)
-        return self._turns.get(response_id)
+        if response_id in self._kept:
+            self._kept.move_to_end(response_id)
+        return self._kept.get(response_id)
 
-    def put(self, response_id: str, turns: Sequence[Turn]) -> None:
+    def put(self, response_id: str, kept: Kept) -> None:
         """Keep it; those that were not asked for the longest are forgotten for it."""
-        self._turns[response_id] = turns
-        self._num_characters += _length(turns)
-        while len(self._turns) > self._max_responses or self._num_characters > self._max_characters:
-            _, forgotten = self._turns.popitem(last=False)
-            self._num_characters -= _length(forgotten)
+        self._kept[response_id] = kept
+        self._num_bytes += sum(map(len, kept))
+        while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
+            self.forget(next(iter(self._kept)))
 
-
-def _length(turns: Sequence[Turn]) -> int:
-    return sum(len(turn["content"]) for turn in turns)
+    def forget(self, response_id: str) -> bool:
+        """False if there is none of that id."""
+        forgotten = self._kept.pop(response_id, ())
+        self._num_bytes -= sum(map(len, forgotten))
+        return bool(forgotten)

@@ -1,0 +1,293 @@
+"""A reply as OpenAI's response: items of messages, reasoning and calls, and the events of them.
+
+Knows the shapes of items and events. How a model writes calls is known in `formats`.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aioserve.outputs import FinishReason, RequestOutput
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.chat.reply_reader import ReplyReader
+from aioserve.server.chat.tool_use import ToolUse
+from aioserve.server.errors import to_wire
+from aioserve.server.formats.events import Arguments, Call, Content, Event, Reasoning
+from aioserve.server.generation import Answer
+from aioserve.server.keys import CHAT_FORMAT, RESPONSES
+from aioserve.server.protocol import Usage
+from aioserve.server.responses.protocol import (
+    DeltaEvent,
+    DoneEvent,
+    ErrorEvent,
+    FunctionCallItem,
+    Incomplete,
+    InputItem,
+    ItemEvent,
+    Numbered,
+    OfItem,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseEvent,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+    TextConfig,
+    TextFormat,
+)
+from aioserve.server.responses.store import Kept
+from aioserve.server.sse import typed_event
+
+_encoder = msgspec.json.Encoder()
+
+
+def new_id(prefix: str) -> str:
+    """An id such as OpenAI gives, of which clients know the prefix."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+class ItemWriter:
+    """The items of a reply as it is read, and the events that tell them, with their numbers."""
+
+    def __init__(self, make_call_id: Callable[[], str]) -> None:
+        self.items: list[OutputItem] = []  # those that have ended
+        self._make_call_id = make_call_id
+        self._open: OutputItem | None = None  # without its text
+        self._pieces: list[str] = []  # of that
+        self._number = 0  # of the next event
+
+    def number(self) -> int:
+        """That of the next event."""
+        self._number += 1
+        return self._number - 1
+
+    def tell(self, event: Event) -> list[Numbered]:
+        """What begins the item of the event, if it is another than the open one, and the delta."""
+        match event:
+            case Content():
+                return self._go_on(OutputMessage, "msg_", event.text)
+            case Reasoning():
+                return self._go_on(ReasoningItem, "rs_", event.text)
+            case Call():
+                call_id = self._make_call_id()
+                return self._begin(
+                    FunctionCallItem(id=new_id("fc_"), call_id=call_id, name=event.name)
+                )
+            case Arguments():
+                return [self._delta(event.text)]
+
+    def end(self, *, is_whole: bool) -> list[Numbered]:
+        """The ends of all that is open; a reply that says nothing says an empty text."""
+        told: list[Numbered] = []
+        if self._open is None and not self.items:
+            told = self._begin(OutputMessage(id=new_id("msg_")))
+        return told + self._end("completed" if is_whole else "incomplete")
+
+    def _go_on(
+        self, kind: type[OutputMessage] | type[ReasoningItem], prefix: str, text: str
+    ) -> list[Numbered]:
+        told = [] if isinstance(self._open, kind) else self._begin(kind(id=new_id(prefix)))
+        return [*told, self._delta(text)]
+
+    def _begin(self, item: OutputItem) -> list[Numbered]:
+        told = self._end("completed")
+        self._open, self._pieces = item, []
+        told.append(self._item_event("added", item))
+        if not isinstance(item, FunctionCallItem):
+            told.append(self._of_item(PartEvent, "content_part.added", part=_part(item, "")))
+        return told
+
+    def _end(self, status: Status) -> list[Numbered]:
+        item, text = self._open, "".join(self._pieces)
+        if item is None:
+            return []
+        if isinstance(item, FunctionCallItem):
+            whole: OutputItem = msgspec.structs.replace(item, status=status, arguments=text)
+            told = [self._of_item(DoneEvent, f"{_kind(item)}.done", arguments=text)]
+        else:
+            part = _part(item, text)
+            whole = msgspec.structs.replace(item, status=status, content=[part])
+            told = [
+                self._of_item(DoneEvent, f"{_kind(item)}.done", text=text, **_logprobs(item)),
+                self._of_item(PartEvent, "content_part.done", part=part),
+            ]
+        told.append(self._item_event("done", whole))
+        self._open = None
+        self.items.append(whole)
+        return told
+
+    def _delta(self, text: str) -> Numbered:
+        assert self._open is not None, "a call comes before its arguments"
+        self._pieces.append(text)
+        name = f"{_kind(self._open)}.delta"
+        return self._of_item(DeltaEvent, name, delta=text, **_logprobs(self._open))
+
+    def _item_event(self, name: str, item: OutputItem) -> Numbered:
+        return ItemEvent(
+            type=f"response.output_item.{name}",
+            sequence_number=self.number(),
+            output_index=len(self.items),
+            item=item,
+        )
+
+    def _of_item(self, event: type[OfItem], name: str, **fields: Any) -> Numbered:
+        assert self._open is not None, "only of what is open"
+        if not isinstance(self._open, FunctionCallItem):
+            fields["content_index"] = 0
+        return event(
+            type=f"response.{name}",
+            sequence_number=self.number(),
+            item_id=self._open.id,
+            output_index=len(self.items),
+            **fields,
+        )
+
+
+def _kind(item: OutputItem) -> str:
+    """What events call its text."""
+    match item:
+        case OutputMessage():
+            return "output_text"
+        case ReasoningItem():
+            return "reasoning_text"
+        case FunctionCallItem():
+            return "function_call_arguments"
+
+
+def _part(item: OutputMessage | ReasoningItem, text: str) -> OutputText | ReasoningText:
+    return OutputText(text=text) if isinstance(item, OutputMessage) else ReasoningText(text=text)
+
+
+def _logprobs(item: OutputItem) -> dict[str, Any]:
+    return {"logprobs": []} if isinstance(item, OutputMessage) else {}
+
+
+class ResponseAnswer(Answer):
+    """One response, which is remembered when it is whole. Every event has a number."""
+
+    id_prefix = "resp_"
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: ResponsesRequest,
+        use: ToolUse | None,
+        params: SamplingParams,
+        items: Sequence[InputItem],
+    ) -> None:
+        """`items`: all that led to it."""
+        super().__init__(request, body.model, None)
+        self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
+        self._body, self._use, self._params, self._input = body, use, params, items
+        self._created = int(time.time())
+        self._reader: ReplyReader | None = None
+        self._writer = ItemWriter(self._format.make_id)
+        self._last: RequestOutput | None = None
+
+    def chunk(self, index: int, output: RequestOutput) -> bytes:
+        return b"" if self.is_silent(output) else self.make_chunk(index, output)
+
+    def quick_chunk(self, index: int, output: RequestOutput) -> bytes | None:
+        if self._last is None or output.finish_reason is not None:
+            return None
+        return self.chunk(index, output)
+
+    def make_chunk(self, index: int, output: RequestOutput) -> bytes:
+        told: list[Numbered] = []
+        if self._last is None:
+            response = self._response("in_progress", [])
+            told = [self._event("created", response), self._event("in_progress", response)]
+        self._last = output
+        for event in self._read(output):
+            told += self._writer.tell(event)
+        return b"".join(map(typed_event, told))
+
+    def ending(self, usage: Usage) -> bytes:
+        assert self._last is not None, "a stream ends only after its sample has finished"
+        told = self._writer.end(is_whole=_incomplete(self._last) is None)
+        response = self._finished(self._last, usage)
+        told.append(self._event(response.status, response))
+        return b"".join(map(typed_event, told))
+
+    def failure(self, error: BaseException) -> bytes:
+        info = to_wire(error)[1].error
+        number = self._writer.number()
+        return typed_event(
+            ErrorEvent(
+                sequence_number=number, code=info.code, message=info.message, param=info.param
+            )
+        )
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Response:
+        [output] = outputs
+        for event in self._read(output):
+            self._writer.tell(event)
+        self._writer.end(is_whole=_incomplete(output) is None)
+        return self._finished(output, usage)
+
+    def _finished(self, output: RequestOutput, usage: Usage) -> Response:
+        """The whole, which is remembered."""
+        details = _incomplete(output)
+        response = self._response(
+            "completed" if details is None else "incomplete", self._writer.items
+        )
+        response.incomplete_details = details
+        response.usage = ResponseUsage.of(usage)
+        if response.store:
+            for item in self._input:
+                item.id = item.id or new_id("msg_" if item.type == "message" else "item_")
+            kept = Kept(_encoder.encode(self._input), _encoder.encode(response))
+            self._store.put(self.id, kept)
+        return response
+
+    def _read(self, output: RequestOutput) -> list[Event]:
+        if self._reader is None:
+            self._reader = ReplyReader.of(self._format, self._use, self.prompt_end)
+        return self._reader.read(output)
+
+    def _event(self, name: str, response: Response) -> ResponseEvent:
+        number = self._writer.number()
+        return ResponseEvent(type=f"response.{name}", sequence_number=number, response=response)
+
+    def _response(self, status: str, output: list[OutputItem]) -> Response:
+        body = self._body
+        return Response(
+            id=self.id,
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            metadata=body.metadata or {},
+            model=self.model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning,
+            store=body.store is not False,
+            temperature=self._params.temperature,
+            text=TextConfig(format=(body.text and body.text.format) or TextFormat(type="text")),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=self._params.top_p,
+            user=body.user,
+        )
+
+
+def _incomplete(output: RequestOutput) -> Incomplete | None:
+    """Why it is not whole; None if it is."""
+    match output.finish_reason:
+        case FinishReason.LENGTH:
+            return Incomplete(reason="max_output_tokens")
+        case FinishReason.TIMEOUT | FinishReason.ABORT:
+            return Incomplete(reason=str(output.finish_reason))
+    return None

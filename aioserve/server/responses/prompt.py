@@ -1,0 +1,198 @@
+"""Items and tools of the Responses API as chat templates know them.
+
+Refuses what no template could be told, with its place. Knows nothing about templates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aioserve.errors import RequestError
+from aioserve.server.chat.messages import template_call
+from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
+from aioserve.server.protocol import RequestPart
+from aioserve.server.responses.protocol import InputItem, InputPart, ResponsesRequest
+
+Turn = dict[str, Any]
+
+# By the types of items: the fields that each must have, and may have besides its labels.
+_REQUIRED: Mapping[str, Sequence[str]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_OPTIONAL: Mapping[str, Sequence[str]] = {
+    "function_call_output": ("name",),
+    "reasoning": ("summary", "content"),
+}
+_LABELS = ("type", "id", "status", "phase")
+_SAID = ("input_text", "output_text")
+
+
+def template_turns(items: Sequence[InputItem], num_before: int = 0) -> list[Turn]:
+    """What the chat template gets to see of `items`, of which the first `num_before` are those of
+    an earlier response and its input. What an assistant thinks, says and calls is one message.
+
+    Raises `RequestError`.
+    """
+    told = _Told()
+    for i, item in enumerate(items):
+        told.add(item, f"input[{i - num_before}]" if i >= num_before else "previous_response_id")
+        if i + 1 == num_before:
+            told.end_turn()
+    told.check_answered()
+    return told.turns
+
+
+class _Told:
+    """The messages so far, and which calls wait for their outputs."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._own: Turn | None = None  # the assistant's, which may go on
+        self._names: dict[str, str] = {}  # of all functions called, by the ids of the calls
+        self._waiting: set[str] = set()  # ids of calls without output
+
+    def end_turn(self) -> None:
+        self._own = None
+
+    def add(self, item: InputItem, path: str) -> None:
+        required = _REQUIRED.get(item.type)
+        if required is None:
+            known = ", ".join(map(repr, _REQUIRED))
+            raise RequestError(
+                f"{path}: items of type {item.type[:64]!r} are not supported by this server, only "
+                f"{known}",
+                param=path,
+            )
+        refuse_all_but((*_LABELS, *required, *_OPTIONAL.get(item.type, ())), item, path)
+        for name in required:
+            if getattr(item, name) is None:
+                raise RequestError(f"{path}.{name} is missing", param=f"{path}.{name}")
+        match item.type:
+            case "message":
+                self._say(item, path)
+            case "reasoning":
+                self._think(item, path)
+            case "function_call":
+                self._call(item, path)
+            case _:
+                self._answer(item, path)
+
+    def _say(self, item: InputItem, path: str) -> None:
+        text = _text(item.content, f"{path}.content", _SAID)
+        if item.role == "assistant":
+            turn = self._own
+            # Without a call between them, two messages are two.
+            if turn is None or (turn["content"] and "tool_calls" not in turn):
+                turn = self._begin_turn()
+            turn["content"] += text
+            return
+        self.end_turn()
+        role = "system" if item.role == "developer" else item.role
+        self.turns.append({"role": role, "content": text})
+
+    def _think(self, item: InputItem, path: str) -> None:
+        text = _text(item.content, f"{path}.content", ("reasoning_text",))
+        text = text or _text(item.summary, f"{path}.summary", ("summary_text",))
+        if not text:
+            return
+        turn = self._own
+        if turn is None or turn["content"] or "tool_calls" in turn:
+            turn = self._begin_turn()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def _call(self, item: InputItem, path: str) -> None:
+        call_id, name = item.call_id or "", item.name or ""
+        if call_id in self._names:
+            raise RequestError(
+                f"{path}.call_id: there are two calls of the call_id {call_id[:128]!r}",
+                param=f"{path}.call_id",
+            )
+        call = template_call(call_id, name, item.arguments or "", f"{path}.arguments")
+        self._names[call_id] = name
+        self._waiting.add(call_id)
+        turn = self._own or self._begin_turn()
+        turn.setdefault("tool_calls", []).append(call)
+
+    def _answer(self, item: InputItem, path: str) -> None:
+        call_id = item.call_id or ""
+        if call_id not in self._waiting:
+            why = "is answered already" if call_id in self._names else "stands before it"
+            what = "the call" if call_id in self._names else "no call"
+            raise RequestError(
+                f"{path}.call_id: {what} of the call_id {call_id[:128]!r} {why}",
+                param=f"{path}.call_id",
+            )
+        self._waiting.remove(call_id)
+        self.end_turn()
+        content = _text(item.output, f"{path}.output", _SAID)
+        turn = {"role": "tool", "content": content, "tool_call_id": call_id}
+        self.turns.append({**turn, "name": self._names[call_id]})  # some templates say it
+
+    def _begin_turn(self) -> Turn:
+        self._own = {"role": "assistant", "content": ""}
+        self.turns.append(self._own)
+        return self._own
+
+    def check_answered(self) -> None:
+        if self._waiting:
+            names = ", ".join(repr(call_id[:128]) for call_id in sorted(self._waiting)[:5])
+            raise RequestError(
+                f"calls without output: {names}; an item of type function_call_output must follow "
+                "for each",
+                param="input",
+            )
+
+
+def _text(content: str | list[InputPart] | None, path: str, types: Sequence[str]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content or ()):
+        place = f"{path}[{i}]"
+        if part.type not in types:
+            raise RequestError(
+                f"{place}: parts of type {part.type[:64]!r} are not supported here, only "
+                f"{' and '.join(map(repr, types))}",
+                param=place,
+            )
+        refuse_all_but(("type", "text"), part, place)
+        if part.text is None:
+            raise RequestError(f"{place}.text is missing", param=f"{place}.text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def refuse_all_but(names: Sequence[str], part: RequestPart, path: str) -> None:
+    """What is known but not served there must be empty."""
+    for name in part.__struct_fields__:
+        if name not in names and getattr(part, name):
+            raise RequestError(
+                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
+            )
+
+
+def tools_of(body: ResponsesRequest) -> ToolUse | None:
+    """The tools that are offered. Raises `RequestError` that says where."""
+    offered = body.tools or []
+    for i, tool in enumerate(offered):
+        refuse_all_but(("type", "name", "description", "parameters", "strict"), tool, f"tools[{i}]")
+    choice, is_parallel = body.tool_choice or "auto", body.parallel_tool_calls is not False
+    if isinstance(choice, str):
+        return tool_use(offered, choice, is_parallel=is_parallel)
+    is_allowed = choice.type == "allowed_tools"
+    for name, is_own in (("name", not is_allowed), ("mode", is_allowed), ("tools", is_allowed)):
+        if (getattr(choice, name) is not None) != is_own:
+            verb = "needs" if is_own else "takes no"
+            raise RequestError(
+                f"tool_choice of type {choice.type} {verb} {name}", param=f"tool_choice.{name}"
+            )
+    if choice.name is not None:
+        return tool_use(offered, "required", only=[choice.name], is_parallel=False)
+    assert choice.mode is not None, "it was just checked"
+    only = [tool.name for tool in choice.tools or ()]
+    if not only:
+        raise RequestError("tool_choice.tools must not be empty", param="tool_choice.tools")
+    names = Names(chosen="tool_choice.tools")
+    return tool_use(offered, choice.mode, only=only, is_parallel=is_parallel, names=names)
