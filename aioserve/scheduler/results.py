@@ -115,6 +115,7 @@ def _roll_back(request: Request) -> None:
     """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens = request.num_tokens - 1
+        request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
 
 
 def _take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:

@@ -40,9 +40,9 @@ def next_of_reply(token_ids: Sequence[int], num_prompt_tokens: int, reply: Reply
 
 
 def guess(token_ids: Sequence[int]) -> list[int]:
-    """Draft tokens, zero to three, of which some are right: a `Drafter`."""
+    """Draft tokens, zero to four, of which some are right: a `Drafter`."""
     dice = crc32(repr(list(token_ids[-3:])).encode())
-    num_right, num_wrong = dice % 3, dice // 3 % 2
+    num_right, num_wrong = dice % 3, dice // 3 % 3
     sequence = list(token_ids)
     for _ in range(num_right):
         sequence.append(next_token(sequence))
