@@ -157,8 +157,7 @@ HINTS_ON_MESSAGES = ("cache_control",)
 UNSERVED_ANTHROPIC: Mapping[str, Unserved] = {
     "context_management": Unserved(({},)),
     "mcp_servers": Unserved(([],)),
-    "output_config": Unserved(({},)),
-    "output_format": Unserved(),
+    "output_format": Unserved((), "output_config.format"),
     "speed": Unserved(("standard",)),
 }
 NOT_ON_MESSAGES: Mapping[str, Unserved] = {

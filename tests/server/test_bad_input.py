@@ -228,11 +228,14 @@ GOOD = {
         "max_tokens": 2,
         "stop_sequences": ["a"],
         "metadata": {"user_id": "ann"},
+        "output_config": {"format": None},
     },
     "/v1/responses": {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
         "max_output_tokens": 2,
         "metadata": {"a": "b"},
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "none"},
     },
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": "Be brief."},
 }

@@ -5,6 +5,7 @@ import json
 
 import anthropic
 import msgspec
+import pydantic
 import pytest
 from scripted import saying
 from serving import SIMULATED, running
@@ -34,6 +35,8 @@ TOOLS = [
     }
     for name in ("add", "sub")
 ]
+FORM = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+CALLED = {"role": "assistant", "content": "It is"}
 TO_SELL = {"type": "tool", "name": "sell"}
 CALLING = [
     {"type": "thinking", "thinking": "Hm.", "signature": "s"},
@@ -371,11 +374,16 @@ async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path
             ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
             ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
             ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "use adaptive"),
+            ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type"),
+            ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+            ({"output_config": {"effort": "high"}}, "output_config.effort"),
+            ({"output_config": FORM, "messages": [TURN, CALLED]}, "for a whole reply"),
+            ({"output_format": FORM["format"]}, "use output_config.format"),
         ):
             answer = await ask(server, **change)
             assert answer.status == 400, change
             assert where in check(answer)["message"], change
-        good = {**BODY, "tools": TOOLS[:1], "tool_choice": {"type": "auto"}}
+        good = {**BODY, "tools": TOOLS[:1], "tool_choice": {"type": "auto"}, "output_config": {}}
         good["messages"] = [TURN, {"role": "assistant", "content": CALLING}]
         good["messages"] += [{"role": "user", "content": ANSWERS["content"][:1]}]
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
@@ -391,7 +399,13 @@ async def test_tools_that_cannot_be_called_are_refused_with_their_place(tmp_path
         assert "not supported with this model" in check(await ask(server, tools=TOOLS))["message"]
 
 
-async def test_a_forced_call_is_made_and_fits_its_schema():
+class Hair(pydantic.BaseModel):
+    """What is asked for."""
+
+    is_red: bool
+
+
+async def test_a_call_that_is_forced_and_a_text_that_has_a_form_fit_their_schemas():
     config = EngineConfig(
         runner=RunnerConfig(threads=1),
         server=ServerConfig(tool_call_parser="hermes", reasoning_parser="none"),
@@ -414,7 +428,21 @@ async def test_a_forced_call_is_made_and_fits_its_schema():
                 assert message.stop_reason == "tool_use"
                 assert call.name == "sell" or choice is not TO_SELL
                 assert call.input["colour"] in ("red", "blue")
+        formed = {"type": "json_schema", "schema": schema}
+        plain = {**ASKED, "max_tokens": 3000, "output_config": {"format": formed}}
+        whole = await client.messages.create(**plain)
+        assert json.loads(whole.content[0].text)["colour"] in ("red", "blue")
+        parsed = await client.messages.parse(**{**ASKED, "max_tokens": 3000}, output_format=Hair)
+        assert type(parsed.parsed_output.is_red) is bool
+        async with client.messages.stream(**asked, output_format=Hair) as stream:
+            last = (await stream.get_final_message()).content[-1]
+        assert last.type == "tool_use" or type(last.parsed_output.is_red) is bool
         bad = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
+        answer = await ask(server, output_config={"format": {**formed, "schema": bad}})
+        assert check(answer)["message"].startswith("output_config.format cannot be compiled")
+        for change in mutations({**FORM, "effort": None}):
+            answer = await ask(server, output_config=change, max_tokens=1)
+            assert answer.status == 200 or check(answer), change
         tools = [{"name": "x", "input_schema": bad}]
         answer = await ask(server, tools=tools, tool_choice={"type": "any"})
         assert check(answer)["message"].startswith("the tools cannot be compiled")

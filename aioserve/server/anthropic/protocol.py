@@ -9,6 +9,7 @@ import msgspec
 
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.protocol import Int, ModelRequest, RequestPart, Usage
+from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
 
@@ -87,10 +88,25 @@ class Thinking(RequestPart, kw_only=True, omit_defaults=True):
     display: str | None = None
 
 
+class OutputFormat(RequestPart, kw_only=True):
+    """What the text of a reply keeps to."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(RequestPart, kw_only=True, omit_defaults=True):
+    """How the text of a reply is bound, and how much the model thinks before it."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountTokensRequest(ModelRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/messages/count_tokens: the fields that make a prompt."""
 
     messages: list[InputMessage]
+    output_config: OutputConfig | None = None
     system: str | list[Block] | None = None
     thinking: Thinking | None = None
     tools: list[ToolDefinition] | None = None
@@ -118,6 +134,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
         names = ("max_tokens", "temperature", "top_k", "top_p")
         given = {name: getattr(self, name) for name in names}
         given["stop"] = self.stop_sequences
+        if self.output_config is not None and self.output_config.format is not None:
+            given["structured_outputs"] = StructuredOutputs(json=self.output_config.format.schema)
         return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
     def request_fields(self) -> dict[str, Any]:

@@ -14,9 +14,14 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.server.anthropic.answer import MessageAnswer
 from aioserve.server.anthropic.prompt import template_messages, tools_of
-from aioserve.server.anthropic.protocol import CountTokensRequest, InputTokens, MessagesRequest
+from aioserve.server.anthropic.protocol import (
+    CountTokensRequest,
+    InputTokens,
+    MessagesRequest,
+    OutputConfig,
+)
 from aioserve.server.body import decode_body
-from aioserve.server.chat.binding import bind
+from aioserve.server.chat.binding import bind, blame
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, ENGINE
@@ -37,13 +42,14 @@ _NAMES = {
     "continue_final_message": "messages",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
 }
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
     body = await decode_body(request, create_decoder)
-    with _own_names():
+    with _own_names(body):
         conversation, use = _conversation(request, body)
         params = msgspec.structs.replace(
             body.sampling_params(),
@@ -57,7 +63,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
     body = await decode_body(request, count_decoder)
-    with _own_names():
+    with _own_names(body):
         conversation, _ = _conversation(request, body)
         token_ids = await request.app[ENGINE].tokenize(conversation)
     return web.Response(
@@ -76,22 +82,29 @@ def _conversation(
             "use adaptive",
             param="thinking.type",
         )
+    config, is_begun = body.output_config or OutputConfig(), body.messages[-1].role == "assistant"
+    if is_begun and config.format is not None:
+        raise RequestError(
+            "output_config.format is for a whole reply: the last message must not be the "
+            "assistant's",
+            param="output_config.format",
+        )
     if use is not None:
         request.app[CHAT_FORMAT].call_parser  # noqa: B018 - refuses tools that no reply could call
     return Conversation(
         messages,
         use.tools if use else (),
-        continue_final_message=body.messages[-1].role == "assistant",
+        continue_final_message=is_begun,
+        reasoning_effort=config.effort,
     ), use
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
+def _own_names(body: CountTokensRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        param, message = _NAMES.get(error.param or "", error.param), str(error)
-        if (param or "").startswith("structured_outputs"):  # what binds a forced call
-            param, message = "tools", f"the tools cannot be compiled: {message}"
-        error.param, error.args = param, (message,)
+        is_offered = body.tool_choice is None or body.tool_choice.type != "none"
+        blame(error, bool(body.tools) and is_offered, "output_config.format")
+        error.param = _NAMES.get(error.param or "", error.param)
         raise

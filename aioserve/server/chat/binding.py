@@ -67,11 +67,11 @@ def _bound(params: SamplingParams, grammar: str) -> SamplingParams:
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
 
 
-def blame(error: RequestError, use: ToolUse | None, field: str | None) -> None:
+def blame(error: RequestError, has_tools: bool, field: str | None) -> None:
     """Where a grammar is at fault, let it name what asked for that: the tools, or else `field`."""
-    field = "tools" if use is not None else field
+    field = "tools" if has_tools else field
     if field is not None and (error.param or "").startswith("structured_outputs"):
-        what = "the tools" if use is not None else field
+        what = "the tools" if has_tools else field
         error.param, error.args = field, (f"{what} cannot be compiled: {error}",)
 
 

@@ -48,7 +48,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages
             error.param = "messages"
-        blame(error, use, None)
+        blame(error, use is not None, None)
         raise
 
 

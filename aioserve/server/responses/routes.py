@@ -98,7 +98,7 @@ def _own_names(use: ToolUse | None) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        blame(error, use, "text.format")
+        blame(error, use is not None, "text.format")
         error.param = _NAMES.get(error.param or "", error.param)
         raise
 
