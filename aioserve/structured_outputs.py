@@ -13,7 +13,12 @@ WAYS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class StructuredOutputs(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, weakref=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    repr_omit_defaults=True,
+    weakref=True,
 ):
     """One way to say it, in the words of vLLM. Raises `RequestError` for none or several.
 

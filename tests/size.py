@@ -21,7 +21,7 @@ LIMITS = {
     "aioserve/runner": 6_900,
     "aioserve/scheduler": 2_200,
     "aioserve/server": 7_000,
-    "aioserve/testing": 2_850,
+    "aioserve/testing": 2_900,
     "aioserve/watch": 1_700,
     "benchmarks": 2_900,
     "policies": 650,

@@ -138,6 +138,7 @@ ALLOWED = {
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
         "aioserve.scheduler.output",
+        "aioserve.structured_outputs",
     },
     "aioserve.server": {
         "aioserve.config",

@@ -27,8 +27,9 @@ from aioserve.scheduler.blame import blamed
 from aioserve.testing.calls import Call, kept, make_calls
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
+from aioserve.testing.replies import Drafter, Masked, Reply
 from aioserve.testing.successors import FAILURES
-from aioserve.testing.toy_runner import Drafter, Reply, ToyRunner
+from aioserve.testing.toy_runner import ToyRunner
 from aioserve.testing.violation import ContractViolation, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
@@ -148,12 +149,15 @@ class SchedulerHarness:
 
         `reply` are the tokens that it is to get, EOS among them if you like; those of a list in it
         come at once, as draft tokens that turn out right, if the scheduler grants them. After its
-        end, and without it, tokens are made up. Raises what the scheduler raises at its door.
+        end, and without it, tokens are made up; with `structured_outputs`, which toys know by
+        `choice` alone, they fit the mask. Raises what the scheduler raises at its door.
         """
         names = RequestSpec.__struct_fields__
         of_request = {name: fields.pop(name) for name in names if name in fields}
         of_request.setdefault("arrival_time", self.now)
         params = SamplingParams(**fields)
+        if params.structured_outputs is not None:
+            reply = Masked.by(params.structured_outputs, of_request.get("eos_token_ids", ()))
         request = Request(RequestSpec(request_id, prompt_token_ids, params, **of_request))
         try:
             with self._blame("add_request"):

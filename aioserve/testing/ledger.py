@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.testing.toy_runner import Reply, next_of_reply
+from aioserve.testing.replies import Reply, next_of_reply
 from aioserve.testing.violation import ContractViolation
 
 

@@ -98,8 +98,9 @@ class PolicyMachine(RuleBasedStateMachine):
             if "encoder_inputs" in request:
                 items = [item for item in request["encoder_inputs"] if item.end <= length]
                 request["encoder_inputs"] = tuple(items)
-            if "deadline" in request:
-                request["deadline"] += self.harness.now
+            for name in ("arrival_time", "deadline"):
+                if name in request:
+                    request[name] += self.harness.now
             self._do("add_request", request_id=self._name(old_name), **request)
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=2), is_list=BOOLEANS, was_stopped=BOOLEANS)

@@ -4,51 +4,14 @@ Rebuilt from `SchedulerOutput` alone, as the real one is. What a position reads 
 tokens before it, so a block that is shared, freed or overwritten wrongly is noticed and named.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from zlib import crc32
 
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.violation import ContractViolation
-
-VOCAB_SIZE = 50
-
-Drafter = Callable[[Sequence[int]], list[int]]
-#: Tokens that a request is to get; those of a list in it come at once, as draft tokens that turn
-#: out right, if the scheduler grants them.
-Reply = Sequence[int | Sequence[int]]
-
-
-def next_token(token_ids: Sequence[int]) -> int:
-    """The token that follows: any fixed function of the whole sequence will do."""
-    return crc32(repr(list(token_ids)).encode()) % VOCAB_SIZE
-
-
-def next_of_reply(token_ids: Sequence[int], num_prompt_tokens: int, reply: Reply) -> list[int]:
-    """What follows, by a reply and after its end by `next_token`: one token, or what is left of
-    those that come at once.
-    """
-    position = len(token_ids) - num_prompt_tokens
-    for item in reply:
-        together = [item] if isinstance(item, int) else list(item)
-        if position < len(together):
-            return together[position:]
-        position -= len(together)
-    return [next_token(token_ids)]
-
-
-def guess(token_ids: Sequence[int]) -> list[int]:
-    """Draft tokens, zero to four, of which some are right: a `Drafter`."""
-    dice = crc32(repr(list(token_ids[-3:])).encode())
-    num_right, num_wrong = dice % 3, dice // 3 % 3
-    sequence = list(token_ids)
-    for _ in range(num_right):
-        sequence.append(next_token(sequence))
-    for _ in range(num_wrong):
-        sequence.append((next_token(sequence) + 1) % VOCAB_SIZE)
-    return sequence[len(token_ids) :]
 
 
 @dataclass(slots=True)
@@ -189,6 +152,9 @@ class ToyRunner:
             raise ContractViolation(
                 f"step {step_id}: {data.request_id} is new, but it is in the batch"
             )
+        if isinstance(reply, Masked):  # by what the step says, as in the real one
+            wanted = data.sampling_params.structured_outputs
+            reply = () if wanted is None else Masked.by(wanted, reply.eos_token_ids)
         self._rows[data.request_id] = _Row(
             list(data.token_ids),
             list(data.block_ids),
@@ -333,7 +299,9 @@ class ToyRunner:
                 )
 
     def _propose(self, req_ids: list[str], sampled: list[list[int]]) -> dict[str, list[int]]:
-        """Draft tokens of the drafter, and of replies in which several come at once."""
+        """Draft tokens of the drafter, and of replies in which several come at once; those of who
+        is masked fit the mask.
+        """
         drafts = {}
         for request_id, token_ids in zip(req_ids, sampled, strict=True):
             row = self._rows[request_id]

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from aioserve.request import EncoderInput
-from aioserve.testing.toy_runner import VOCAB_SIZE, guess
+from aioserve.structured_outputs import StructuredOutputs
+from aioserve.testing.replies import VOCAB_SIZE, guess
 
 SOMETIMES = st.sampled_from([False, False, True])
 RARELY = st.sampled_from([False] * 9 + [True])
@@ -54,7 +55,7 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments of `SchedulerHarness.add_request`, but for the name.
 
-    Cut the prompt to what the harness takes. A deadline is in seconds from the arrival.
+    Cut the prompt to what the harness takes. Times are in seconds from now.
     """
     length = draw(st.sampled_from([40, 30, 20, 10])) - draw(st.integers(0, 9))
     num_common, tail = draw(st.sampled_from([40, 0, 5, 13])), draw(st.integers(0, 20))
@@ -70,6 +71,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         request |= draw(_STOPS)
         request["min_tokens"] = min(request["min_tokens"], request.get("max_tokens", 3))
+    elif draw(SOMETIMES):
+        request |= draw(_STRUCTURED)
     if draw(RARELY):
         request["deadline"] = draw(st.sampled_from([0.1, 3.0, 12.0]))
     if draw(st.booleans()):
@@ -93,6 +96,18 @@ _STOPS = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([(), (1,), tuple(range(5, 15))]),
         "ignore_eos": st.booleans(),
         "min_tokens": st.integers(0, 3),
+    }
+)
+
+
+#: Tokens that are forced at the beginning, in the middle, to the end, never; an end that goes on.
+_STRUCTURED = st.fixed_dictionaries(
+    {
+        "structured_outputs": st.sampled_from(
+            [StructuredOutputs(choice=c) for c in (("abcdefgh",), ("abcd", "abefgh", "ab"), ("",))]
+        ),
+        "eos_token_ids": st.sampled_from([(0,), (0, 49)]),
+        "arrival_time": st.sampled_from([0.0, 0.0, -5.0]),  # then it waited for its grammar
     }
 )
 

@@ -11,6 +11,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.outputs import FinishReason
 from aioserve.scheduler import BaseScheduler
+from aioserve.structured_outputs import StructuredOutputs
 from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.calls import make_calls, write_program
 from aioserve.testing.successors import FAILURES, FailsToTakeOver
@@ -54,6 +55,30 @@ def test_a_reply_goes_on_after_a_preemption() -> None:
     harness.run_until_idle()
     assert harness.requests["b"].num_preemptions > 0
     assert harness.tokens == {"a": reply, "b": reply}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masked_replies_keep_to_their_choices_through_preemptions(depth: int) -> None:
+    harness = SchedulerHarness(
+        FCFSScheduler, num_blocks=10, max_num_seqs=3, max_model_len=32, pipeline_depth=depth
+    )
+    choices = ("abcdefghijkl", "abcduvwxyz")
+    wanted = StructuredOutputs(choice=choices)
+    for name in "ab":
+        harness.add_request(
+            name, [ord(name) % 50] * 16, structured_outputs=wanted, eos_token_ids=(0,)
+        )
+    harness.add_request("free", [3] * 16, max_tokens=14)
+    harness.run_until_idle()
+    assert sum(request.num_preemptions for request in harness.requests.values()) > 0
+    texts = [tuple(ord(char) - 96 for char in text) for text in choices]
+    for name in "ab":
+        assert harness.finished[name] is FinishReason.STOP
+        assert tuple(harness.tokens[name][:-1]) in texts
+    drafts = [step.scheduled_spec_decode_tokens for step in harness.steps]
+    # What has no alternative comes at once, if the next step is not planned already.
+    assert any("a" in own for own in drafts) is (depth == 1)
+    assert len(harness.tokens["free"]) == 14
 
 
 def test_a_request_arrives_when_the_test_says() -> None:
