@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from aioserve.errors import AioserveError, EngineDeadError, RequestError, RequestFailedError
-from aioserve.outputs import RequestOutput
+from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import from_wire
 from aioserve.server.protocol import (
@@ -34,6 +34,7 @@ from aioserve.server.protocol import (
     ErrorResponse,
     ModelCard,
     ModelList,
+    PromptLogprobs,
     StreamOptions,
 )
 
@@ -240,7 +241,7 @@ class AsyncClient:
                 for choice in chunk.choices:
                     if choice.token_ids is UNSET and choice.finish_reason is None:
                         continue  # it only says the role
-                    output = _output(chunk, choice)
+                    output = _output(chunk, choice, body.prompt_logprobs)
                     if chunk.usage:  # of this sample so far
                         output.num_output_tokens = chunk.usage.completion_tokens
                     yield output
@@ -260,7 +261,7 @@ class AsyncClient:
             message = f"the answer of {self.base_url} cannot be read: {error}"
             raise RequestFailedError(message) from error
         for choice in reply.choices:
-            output = _output(reply, choice)
+            output = _output(reply, choice, body.prompt_logprobs)
             output.num_output_tokens = len(output.token_ids)
             yield output
 
@@ -274,7 +275,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield event.removeprefix(b"data: ")
 
 
-def _output(reply: Envelope, choice: Choice) -> RequestOutput:
+def _output(reply: Envelope, choice: Choice, num_prompt_logprobs: int | None) -> RequestOutput:
     """The engine's output behind a choice, without the number of its tokens."""
     output = RequestOutput(
         request_id=reply.id,
@@ -282,6 +283,7 @@ def _output(reply: Envelope, choice: Choice) -> RequestOutput:
         text=_text(choice),
         token_ids=choice.token_ids or [],
         logprobs=choice.raw_logprobs or None,
+        prompt_logprobs=_prompt_logprobs(reply, choice, num_prompt_logprobs),
         finish_reason=choice.finish_reason,
         stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
     )
@@ -290,6 +292,33 @@ def _output(reply: Envelope, choice: Choice) -> RequestOutput:
         if details := reply.usage.prompt_tokens_details:
             output.num_cached_tokens = details.cached_tokens
     return output
+
+
+def _prompt_logprobs(
+    reply: Envelope, choice: Choice, num_logprobs: int | None
+) -> list[TokenLogprobs | None] | None:
+    """What the first sample tells of the prompt."""
+    holder = choice if isinstance(choice, CompletionChoice) else reply
+    told: PromptLogprobs | UnsetType = getattr(holder, "prompt_logprobs", UNSET)
+    if told is UNSET or num_logprobs is None or choice.index:
+        return None
+    found: list[TokenLogprobs | None] = []
+    for position in told:
+        if position is None:
+            found.append(None)
+            continue
+        own, *others = items = list(position.items())
+        # The prompt's own token comes first; it is an alternative as well, if there is no other.
+        top = sorted(others if len(others) == num_logprobs else items, key=lambda i: i[1].rank)
+        found.append(
+            TokenLogprobs(
+                own[1].logprob,
+                own[1].rank,
+                [token_id for token_id, _ in top][:num_logprobs],
+                [value.logprob for _, value in top][:num_logprobs],
+            )
+        )
+    return found
 
 
 def _text(choice: Choice) -> str:

@@ -67,6 +67,8 @@ PARAMS = [
     SamplingParams(max_tokens=20, temperature=0.3, top_k=4, seed=1, logit_bias={7: 1.5}),
     SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, output_kind="final_only"),
     SamplingParams(max_tokens=12, output_kind="final_only", stop=("e",)),
+    SamplingParams(max_tokens=3, prompt_logprobs=1),
+    SamplingParams(max_tokens=0, prompt_logprobs=0, output_kind="final_only"),
     SamplingParams(max_tokens=12, detokenize=False),
     SamplingParams(max_tokens=12, detokenize=False, output_kind="final_only"),
 ]

@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 # it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
 POLICY_FAILURE_SECONDS = 10.0
 
-# Tokens of a prompt that its stream shows: no mark of a chat template is longer.
-PROMPT_END_TOKENS = 16
-
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
@@ -164,7 +161,7 @@ class AsyncEngine:
             token_ids = await self._prepare(prompt, params, parts)
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
-            stream.prompt_end = token_ids[-PROMPT_END_TOKENS:]
+            stream.prompt_token_ids = token_ids
             spec = RequestSpec(
                 request_id,
                 token_ids,

@@ -20,8 +20,7 @@ class RequestStream:
     def __init__(self, request_id: str, n: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = 0  # known before anybody reads
-        #: The prompt's last tokens: a chat template may have begun the reply with them.
-        self.prompt_end: Sequence[int] = ()
+        self.prompt_token_ids: Sequence[int] = ()  # those that are computed, as they are
         self._abort = abort
         self._num_unfinished = n
         self._pending: dict[int, RequestOutput] = {}  # at most one per sample: deltas are merged

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from aioserve.errors import RequestError
-from aioserve.outputs import RequestOutput
+from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import MAX_N
 from aioserve.server.generation import Reply, read_body, respond
-from aioserve.server.logprobs import completion_logprobs
+from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from aioserve.server.sse import event
 from aioserve.server.unserved import NOT_ON_COMPLETIONS
@@ -27,7 +27,10 @@ decoder = BodyDecoder(CompletionRequest, NOT_ON_COMPLETIONS)
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """The handler. Raises what `add_request` raises, before anything is sent."""
     body = await read_body(request, decoder)
-    params = body.sampling_params(body.max_tokens, body.logprobs)
+    asked = body.prompt_logprobs
+    if body.echo and (body.logprobs is not None or body.max_tokens == 0):
+        asked = max(asked or 0, body.logprobs or 0)
+    params = body.sampling_params(body.max_tokens, body.logprobs, prompt_logprobs=asked)
     best_of = params.n if body.best_of in (None, 1) else body.best_of
     if not params.n <= best_of <= MAX_N:
         raise RequestError(
@@ -37,9 +40,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         raise RequestError(
             "best_of above n cannot be streamed: the best are known at the end", param="best_of"
         )
-    if body.echo and body.logprobs is not None:
+    if body.echo and body.logprobs is not None and body.stream and params.n > 1:
         raise RequestError(
-            "echo with logprobs is not supported by this server: prompts get no logprobs",
+            "echo with logprobs and n above 1 cannot be streamed: one sample of a prompt tells it",
             param="echo",
         )
     prompts = body.prompts()
@@ -66,6 +69,9 @@ class CompletionReply(Reply):
     ) -> None:
         """`echoed`: the prompts, if the text of each of their `n` choices begins with them."""
         super().__init__(request, body)
+        self._num_logprobs = body.logprobs
+        self._num_prompt_logprobs = body.prompt_logprobs
+        self._is_cut = body.truncate_prompt_tokens is not None
         self._offsets: dict[int, int] = {}  # by choice: where its next token's text begins
         self._echoed = echoed
         self._n = n
@@ -73,8 +79,10 @@ class CompletionReply(Reply):
 
     async def begin(self) -> None:
         texts = [
-            prompt if isinstance(prompt, str) else await asyncio.to_thread(self.texts.join, prompt)
-            for prompt in self._echoed
+            prompt
+            if isinstance(prompt, str) and not self._is_cut
+            else await asyncio.to_thread(self.texts.join, token_ids)
+            for prompt, token_ids in zip(self._echoed, self.prompts, strict=False)
         ]
         self._echoes = {
             i * self._n + j: text for i, text in enumerate(texts) for j in range(self._n)
@@ -99,13 +107,25 @@ class CompletionReply(Reply):
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices)
 
     def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
-        text = self._echoes.pop(index, "") + output.text
+        echo = self._echoes.pop(index, "")
+        text = echo + output.text
         choice = CompletionChoice(index=index, text=text, finish_reason=output.finish_reason)
-        if output.logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            choice.logprobs = logprobs = completion_logprobs(
-                self.texts, output.token_ids, output.logprobs, offset
+        entries: list[TokenLogprobs | None] = list(output.logprobs or ())
+        token_ids = output.token_ids if entries else []
+        if (of_prompt := output.prompt_logprobs) is not None:
+            prompt = self.prompts[index // self._n]
+            if (count := self._num_prompt_logprobs) is not None:
+                choice.prompt_logprobs = prompt_logprobs(self.texts, prompt, of_prompt, count)
+            if self._echoed and self._num_logprobs is not None:
+                entries, token_ids = [*of_prompt, *entries], [*prompt, *token_ids]
+        if entries:
+            choice.logprobs, self._offsets[index] = completion_logprobs(
+                self.texts,
+                token_ids,
+                entries,
+                self._num_logprobs or 0,
+                self._offsets.get(index, 0),
+                text if echo else None,
             )
-            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         self.extend(choice, output)
         return choice

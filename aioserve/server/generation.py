@@ -5,11 +5,10 @@ What all routes share that generate. How a delta looks on the wire is the busine
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -18,9 +17,10 @@ from aiohttp import web
 
 from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
-from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.body import decode_body
+from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
 from aioserve.server.keys import (
     ENGINE,
@@ -35,6 +35,8 @@ from aioserve.server.sse import DONE, EventStream, event
 from aioserve.server.validation import BodyDecoder, check_stream_options
 
 logger = logging.getLogger(__name__)
+
+PROMPT_END_TOKENS = 16  # no mark of a chat template is longer
 
 _encoder = msgspec.json.Encoder()
 
@@ -60,9 +62,14 @@ class Answer(ABC):
     def __init__(self, request: web.Request, model: str | None, given_id: str | None) -> None:
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}" if given_id is None else given_id
         self.model = model or request.app[ENGINE].config.model.served_name
-        self.prompt_end: Sequence[int] = ()  # the last tokens of the (first) prompt
+        self.prompts: Sequence[Sequence[int]] = ()  # their tokens, known when they are accepted
         # By choice: the event of a delta that is text alone, without that text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    @property
+    def prompt_end(self) -> Sequence[int]:
+        """The last tokens of the (first) prompt: a chat template may begin the reply with them."""
+        return self.prompts[0][-PROMPT_END_TOKENS:] if self.prompts else ()
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         """The events, perhaps none, that tell the next delta of choice `index`."""
@@ -112,7 +119,12 @@ class Answer(ABC):
 
     def is_silent(self, output: RequestOutput) -> bool:
         """Whether a delta says nothing yet: its text is held back."""
-        return not (output.text or output.finish_reason is not None or output.logprobs)
+        return not (
+            output.text
+            or output.finish_reason is not None
+            or output.logprobs
+            or output.prompt_logprobs
+        )
 
 
 class Reply(Answer):
@@ -158,52 +170,6 @@ class Reply(Answer):
             )
         elif self.include_usage:
             chunk.usage = None
-
-
-class _Tally:
-    """Token counts of all prompts and samples of one HTTP request."""
-
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
-        self._num_prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
-        self._num_output_tokens: dict[int, int] = {}
-        self._num_cached_tokens: dict[int, int] = {}
-
-    def note(self, index: int, output: RequestOutput) -> None:
-        self._num_output_tokens[index] = output.num_output_tokens
-        if output.index == 0:  # the other samples may have found the first one's blocks
-            self._num_cached_tokens[index] = output.num_cached_tokens
-
-    def usage(self) -> Usage:
-        return Usage.of(
-            self._num_prompt_tokens,
-            sum(self._num_output_tokens.values()),
-            sum(self._num_cached_tokens.values()),
-        )
-
-
-class _Collected:
-    """All deltas of one choice. Lists are extended in place: merging would copy every time."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._last: RequestOutput | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        self._texts.append(output.text)
-        self._token_ids += output.token_ids
-        self._logprobs += output.logprobs or ()
-        self._last = output
-
-    def output(self) -> RequestOutput:
-        assert self._last is not None, "a stream ends only after every sample has finished"
-        return msgspec.structs.replace(
-            self._last,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            logprobs=self._logprobs or None,
-        )
 
 
 async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
@@ -255,18 +221,18 @@ async def respond(
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized
                 engine.abort(request_id)
-        reply.prompt_end = streams[0].prompt_end
+        reply.prompts = [stream.prompt_token_ids for stream in streams]
         await reply.begin()
         if body.stream:
-            return await _stream(request, streams, params.n, reply)
+            return await _stream(request, streams, params, reply)
         return await _collect(streams, params.n, reply, wanted)
 
 
 async def _stream(
-    request: web.Request, streams: Sequence[RequestStream], n: int, reply: Answer
+    request: web.Request, streams: Sequence[RequestStream], params: SamplingParams, reply: Answer
 ) -> web.StreamResponse:
-    events = EventStream(request)
-    tally = _Tally(streams)
+    events, n = EventStream(request), params.n
+    tally = Tally(streams)
 
     async def pump(first_index: int, stream: RequestStream) -> None:
         def write(output: RequestOutput) -> bool:
@@ -278,11 +244,12 @@ async def _stream(
             events.write(chunk)
             return True
 
-        stream.offer_to(write)
+        if params.prompt_logprobs is None:  # else the first delta is told beside the loop
+            stream.offer_to(write)
         async for output in stream:
             index = first_index + output.index
             tally.note(index, output)
-            if chunk := reply.chunk(index, output):
+            if chunk := await _told(reply.chunk, index, output, outputs=[output]):
                 await events.send(chunk)
 
     try:
@@ -301,8 +268,8 @@ async def _stream(
 async def _collect(
     streams: Sequence[RequestStream], n: int, reply: Answer, wanted: SamplingParams
 ) -> web.Response:
-    choices = [_Collected() for _ in range(len(streams) * n)]
-    tally = _Tally(streams)
+    choices = [Collected() for _ in range(len(streams) * n)]
+    tally = Tally(streams)
 
     async def drain(first_index: int, stream: RequestStream) -> None:
         async for output in stream:
@@ -311,28 +278,23 @@ async def _collect(
             choices[index].add(output)
 
     await _run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
-    outputs = [choice.output() for choice in choices]
+    outputs = whole_outputs(choices, n)
     if wanted.n < n:
         samples = [outputs[begin : begin + n] for begin in range(0, len(outputs), n)]
         outputs = [output for own in samples for output in best_outputs(own, wanted)]
-    whole = reply.whole(outputs, tally.usage())
-    return web.Response(body=_encoder.encode(whole), content_type="application/json")
+    body = await _told(
+        lambda: _encoder.encode(reply.whole(outputs, tally.usage())), outputs=outputs
+    )
+    return web.Response(body=body, content_type="application/json")
 
 
-def best_outputs(samples: Sequence[RequestOutput], wanted: SamplingParams) -> list[RequestOutput]:
-    """The `n` samples of a prompt whose tokens are most likely on average, the best first.
-
-    All come with logprobs; they keep them if those are wanted.
+async def _told(tell: Callable[..., bytes], *args: Any, outputs: Sequence[RequestOutput]) -> bytes:
+    """`outputs` as bytes. Those with long prompts and many alternatives take as long as steps do:
+    they are told in a thread.
     """
-
-    def mean(output: RequestOutput) -> float:
-        values = [entry.logprob for entry in output.logprobs or ()]
-        return sum(values) / len(values) if values else -math.inf
-
-    best = sorted(samples, key=mean, reverse=True)[: wanted.n]
-    if wanted.logprobs is None:
-        best = [msgspec.structs.replace(output, logprobs=None) for output in best]
-    return best
+    if all(output.prompt_logprobs is None for output in outputs):
+        return tell(*args)
+    return await asyncio.to_thread(tell, *args)
 
 
 async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

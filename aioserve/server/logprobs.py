@@ -5,6 +5,7 @@ Knows the tokenizer only by `decode` and `convert_ids_to_tokens`.
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from aioserve.engine.byte_level import REPLACEMENT, spelled_bytes
@@ -13,8 +14,12 @@ from aioserve.server.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
 )
+
+_LEAST = -9999.0  # JSON knows no infinity; vLLM's
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -37,6 +42,19 @@ class TokenTexts:
         """The token's text; a piece of a character shows as U+FFFD."""
         return self[token_id][0]
 
+    @cached_property
+    def _special(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token_id for token_id, token in added.items() if token.special}
+
+    def width(self, token_id: int) -> int:
+        """The characters that begin in the token."""
+        return sum(byte & 0xC0 != 0x80 for byte in self[token_id][1])
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts may leave it out."""
+        return token_id in self._special
+
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of known token ids, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -53,27 +71,75 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
-) -> CompletionLogprobs:
-    """The format of /v1/completions; `offset` is where the first token's text begins."""
-    tokens = [texts.text(token_id) for token_id in token_ids]
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    num_logprobs: int,
+    offset: int = 0,
+    text: str | None = None,
+) -> tuple[CompletionLogprobs, int]:
+    """The format of /v1/completions, and where the next token's text begins.
+
+    `offset` is where the first token's does; `text`, if given, is all of it, from which special
+    tokens may be missing.
+    """
     offsets = []
-    for token in tokens:
+    for token_id in token_ids:
         offsets.append(offset)
-        offset += len(token)
-    return CompletionLogprobs(
-        tokens=tokens,
-        token_logprobs=[item.logprob for item in logprobs],
+        is_there = text is None or not texts.is_special(token_id)
+        if is_there or text.startswith(texts.text(token_id), offset):  # type: ignore[union-attr]
+            offset += texts.width(token_id)
+    pairs = list(zip(token_ids, logprobs, strict=True))
+    told = CompletionLogprobs(
+        tokens=[texts.text(token_id) for token_id in token_ids],
+        token_logprobs=[None if item is None else max(item.logprob, _LEAST) for item in logprobs],
         top_logprobs=[
-            {
-                texts.text(i): value
-                for i, value in zip(item.top_token_ids, item.top_logprobs, strict=True)
-            }
-            | {token: item.logprob}  # OpenAI's always holds the sampled token as well
-            for token, item in zip(tokens, logprobs, strict=True)
+            None if item is None else _alternatives(texts, token_id, item, num_logprobs)
+            for token_id, item in pairs
         ],
         text_offset=offsets,
     )
+    return told, offset
+
+
+def _alternatives(
+    texts: TokenTexts, token_id: int, item: TokenLogprobs, num_logprobs: int
+) -> dict[str, float]:
+    """By text, and by id where another token has that; with OpenAI's, the own token is there."""
+    own, named = texts.text(token_id), {}
+    alternatives = zip(item.top_token_ids, item.top_logprobs, strict=True)
+    for other_id, value in list(alternatives)[:num_logprobs]:
+        name = texts.text(other_id)
+        if other_id != token_id and (name == own or name in named):
+            name = f"token_id:{other_id}"
+        named[name] = max(value, _LEAST)
+    named[own] = max(item.logprob, _LEAST)
+    return named
+
+
+def prompt_logprobs(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    num_logprobs: int,
+) -> PromptLogprobs:
+    """The format of vLLM, of a prompt of these tokens."""
+    told: PromptLogprobs = []
+    for token_id, item in zip(token_ids, logprobs, strict=True):
+        if item is None:
+            told.append(None)
+            continue
+        values = [(token_id, item.logprob, item.rank)]
+        alternatives = zip(item.top_token_ids, item.top_logprobs, strict=True)
+        for rank, (other_id, value) in enumerate(list(alternatives)[:num_logprobs], start=1):
+            values.append((other_id, value, rank))
+        told.append(
+            {
+                i: PromptLogprob(logprob=max(value, _LEAST), rank=rank, decoded_token=texts.text(i))
+                for i, value, rank in values
+            }
+        )
+    return told
 
 
 def chat_logprobs(

@@ -105,7 +105,10 @@ class OpenAPIDocument:
         for struct, decoder in bodies.items():
             properties = components[schema_of[struct]["$ref"].removeprefix(_REFS)]["properties"]
             for name, schema in properties.items():
-                _limit(_CALLED.get(name, name), schema)
+                called = _CALLED.get(name, name)
+                _limit(called, schema)
+                if called == "max_tokens" and "prompt_logprobs" in properties:
+                    _allow_zero(schema)
             if issubclass(struct, ModelRequest):
                 properties["model"] = {"enum": [self._model, None], "default": None}
             for name in decoder.hints:
@@ -247,6 +250,13 @@ def _limit(name: str, schema: Schema) -> None:
             case "object" if name == "logit_bias":
                 kind["propertyNames"] = {"pattern": r"^-?[0-9]+$"}
                 kind["additionalProperties"].update(_numbers(BIAS_RANGE))
+
+
+def _allow_zero(schema: Schema) -> None:
+    """Of `max_tokens`, where the prompt alone may be asked about."""
+    for kind in schema.get("anyOf", [schema]):
+        if "minimum" in kind:
+            kind["minimum"] = 0
 
 
 def _numbers(numbers: Range) -> Schema:

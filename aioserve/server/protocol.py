@@ -115,6 +115,7 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     bad_words: tuple[str, ...] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # as in vLLM
+    prompt_logprobs: Int | None = None  # as in vLLM: alternatives per token of the prompt
     skip_special_tokens: bool | None = None
     detokenize: bool | None = None  # false: no text; the ids come with return_token_ids
     priority: Int | None = None  # smaller is more urgent, under a policy that looks
@@ -123,9 +124,11 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None  # as in vLLM: prefixes are shared within one salt only
     return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, **others: int | None
+    ) -> SamplingParams:
         """The request's sampling parameters. Raises `RequestError` that names the field."""
-        given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS}
+        given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS} | others
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
         if self.response_format is not None:
             wanted = self.response_format.structured_outputs()
@@ -297,6 +300,18 @@ class Usage(msgspec.Struct, kw_only=True):
         )
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """One token at a position of the prompt, as vLLM shows it."""
+
+    logprob: float
+    rank: int  # 1: the most likely
+    decoded_token: str
+
+
+#: By token of the prompt; null for the first. By token id: the prompt's own, then alternatives.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class Choice(msgspec.Struct, kw_only=True):
     """What every kind of choice says, besides its text."""
 
@@ -317,11 +332,11 @@ class Envelope(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Parallel lists, one entry per token."""
+    """Parallel lists, one entry per token; of the first of an echoed prompt, nothing is known."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -330,6 +345,7 @@ class CompletionChoice(Choice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # extension
 
 
 class Completion(Envelope, kw_only=True):
@@ -380,6 +396,7 @@ class ChatCompletion(Envelope, kw_only=True):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # extension
 
 
 class FunctionCallDelta(msgspec.Struct, kw_only=True):
@@ -419,6 +436,7 @@ class ChatCompletionChunk(Envelope, kw_only=True):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # extension
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -18,7 +18,7 @@ class Unserved(NamedTuple):
         """Whether this value asks for nothing."""
         if value is None or (value is False and not any(no_op is True for no_op in self.no_ops)):
             return True
-        # Types are compared as well: prompt_logprobs=0 is not false, echo=1 is not true.
+        # Types are compared as well: logprobs=0 is not false, echo=1 is not true.
         return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
 
 
@@ -63,7 +63,6 @@ _VLLM = {
     "media_io_kwargs": Unserved(({},)),
     "mm_processor_kwargs": Unserved(({},)),
     "prompt_embeds": Unserved(),
-    "prompt_logprobs": Unserved(),
     "repetition_detection": Unserved(),
     "return_prompt_text": Unserved(),
     "return_token_offsets": Unserved(),

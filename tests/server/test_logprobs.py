@@ -1,6 +1,7 @@
 """Token texts and bytes, with vocabularies that split characters."""
 
 import pytest
+from tokenizers import AddedToken
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
@@ -14,6 +15,7 @@ class Tokenizer:
     def __init__(self, *vocabulary: tuple[str, str]) -> None:
         self.vocabulary = vocabulary
         self.num_decoded = 0
+        self.added_tokens_decoder = {}
 
     def decode(self, token_ids):
         self.num_decoded += 1
@@ -54,11 +56,27 @@ SAMPLED = [
 
 
 def test_the_sampled_token_is_among_a_completions_alternatives():
-    logprobs = completion_logprobs(TEXTS, [0, 1], SAMPLED, offset=10)
+    logprobs, end = completion_logprobs(TEXTS, [0, 1], SAMPLED, 1, offset=10)
     assert logprobs.tokens == ["To", " be"]
     assert logprobs.token_logprobs == [-0.1, -2.0]
     assert logprobs.top_logprobs == [{"To": -0.1}, {" or": -0.5, " be": -2.0}]
-    assert logprobs.text_offset == [10, 12]
+    assert (logprobs.text_offset, end) == ([10, 12], 15)
+
+
+def test_alternatives_of_the_same_text_are_told_apart():
+    texts = TokenTexts(Tokenizer((REPLACEMENT, "Ã"), (REPLACEMENT, "Â"), ("a", "a")))
+    entry = TokenLogprobs(-3.0, 3, top_token_ids=[0, 2], top_logprobs=[-0.1, -1.0])
+    told, _ = completion_logprobs(texts, [1], [entry], 2)
+    assert told.top_logprobs == [{"token_id:0": -0.1, "a": -1.0, REPLACEMENT: -3.0}]
+
+
+def test_offsets_count_characters_that_begin_and_no_tokens_that_the_text_lacks():
+    tokenizer = Tokenizer(("<s>", "<s>"), (REPLACEMENT, "Ã"), (REPLACEMENT, "©"), ("!", "!"))
+    tokenizer.added_tokens_decoder[0] = AddedToken("<s>", special=True)
+    texts, ids = TokenTexts(tokenizer), [0, 1, 2, 3, 0]
+    for text, offsets in (("é!<s>", [0, 0, 1, 1, 2]), ("<s>é!", [0, 3, 4, 4, 5])):
+        told, _ = completion_logprobs(texts, ids, [None] * 5, 0, text=text)
+        assert told.text_offset == offsets
 
 
 def test_a_chats_alternatives_are_exactly_those_asked_for():

@@ -8,17 +8,15 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.sampler import SampledTokens, sample, token_logprobs
+from aioserve.runner.cpu.prompts import forward_and_look
+from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -92,7 +90,9 @@ class StepExecutor:
             if wanted is None:
                 logits = self._model.forward(ModelInputs.of(inputs), self._backend)
             else:
-                logits, found = self._forward_and_look(ModelInputs.of(inputs), wanted)
+                logits, found = forward_and_look(
+                    self._model, ModelInputs.of(inputs), self._backend, wanted
+                )
                 prompt_logprobs = wanted.keep(found)
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
@@ -110,24 +110,6 @@ class StepExecutor:
         return ModelRunnerOutput(
             inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs
         )
-
-    def _forward_and_look(
-        self, inputs: ModelInputs, wanted: WantedLogprobs
-    ) -> tuple[Tensor, list[TokenLogprobs]]:
-        """Logits [S, V], and what is wanted of prompts, whose logits are made piece by piece."""
-        model, sampling = self._model, inputs.logits_rows.numpy()
-        rows = np.sort(np.concatenate((sampling, wanted.places)))
-        states = model.hidden(inputs._replace(logits_rows=torch.from_numpy(rows)), self._backend)
-        logits = model.logits(states[torch.from_numpy(np.searchsorted(rows, sampling))])
-        places = torch.from_numpy(np.searchsorted(rows, wanted.places))
-        found: list[TokenLogprobs] = []
-        for piece in wanted.pieces(logits.shape[1]):
-            found += token_logprobs(
-                model.logits(states[places[piece]]),
-                wanted.token_ids[piece],
-                wanted.num_logprobs[piece],
-            )
-        return logits, found
 
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""

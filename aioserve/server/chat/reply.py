@@ -6,13 +6,14 @@ Knows the shapes of OpenAI's messages and deltas. How a model writes them is kno
 from collections.abc import Sequence
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import Reply
 from aioserve.server.keys import CHAT_FORMAT
-from aioserve.server.logprobs import chat_logprobs
+from aioserve.server.logprobs import chat_logprobs, prompt_logprobs
 from aioserve.server.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -22,6 +23,7 @@ from aioserve.server.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatReplyMessage,
+    PromptLogprobs,
     Usage,
 )
 from aioserve.server.sse import event
@@ -42,6 +44,7 @@ class ChatReply(Reply):
         separates_reasoning: bool = True,
     ) -> None:
         super().__init__(request, body)
+        self._num_prompt_logprobs = body.prompt_logprobs or 0
         self._format = request.app[CHAT_FORMAT]
         self._use = use
         self._separates = separates_reasoning and body.separate_reasoning is not False
@@ -71,7 +74,8 @@ class ChatReply(Reply):
         """A chunk for each thing that the text turns out to say; the last one says the rest."""
         reader = self._reader(index)
         deltas = reader.deltas(reader.read(output))
-        if not deltas and not (output.finish_reason or output.logprobs or self.return_token_ids):
+        says_more = output.logprobs or output.prompt_logprobs or self.return_token_ids
+        if not deltas and not (output.finish_reason or says_more):
             return b""
         if not deltas or (output.finish_reason is not None and deltas[-1].tool_calls):
             deltas.append(ChatDelta())  # as OpenAI ends its streams
@@ -98,6 +102,7 @@ class ChatReply(Reply):
         )
         self.extend(choice, output)
         chunk = self._envelope([choice])
+        chunk.prompt_logprobs = self._prompt_logprobs(output)
         self.add_usage(chunk, output)
         return chunk
 
@@ -123,6 +128,7 @@ class ChatReply(Reply):
             model=self.model,
             choices=[self._choice(i, output) for i, output in enumerate(outputs)],
             usage=usage,
+            prompt_logprobs=self._prompt_logprobs(outputs[0]),
         )
 
     def _envelope(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -161,3 +167,9 @@ class ChatReply(Reply):
         if output.logprobs is None:
             return None
         return chat_logprobs(self.texts, output.token_ids, output.logprobs)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
+        found = output.prompt_logprobs
+        if found is None:
+            return UNSET
+        return prompt_logprobs(self.texts, self.prompts[0], found, self._num_prompt_logprobs)

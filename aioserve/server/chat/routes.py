@@ -62,7 +62,7 @@ def sampling_params(body: ChatCompletionRequest) -> SamplingParams:
             "max_tokens and max_completion_tokens are two names of one limit; they differ",
             param="max_completion_tokens",
         )
-    if limit < 1:
+    if limit < (1 if body.prompt_logprobs is None else 0):
         raise RequestError(
             f"max_completion_tokens must be at least 1, got {limit}", param="max_completion_tokens"
         )
