@@ -60,6 +60,7 @@ ALLOWED = {
         "aioserve.kernels.cpu",
         "aioserve.kernels.structs",
         "aioserve.model_info",
+        "aioserve.model_source.quantized",
         "aioserve.model_source.source",
         "aioserve.nearest",
         "aioserve.outputs",

@@ -70,10 +70,18 @@ class Kernels:
             "paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P
         )
         self._linear = by_dtype("linear", _P, _P, _P, _I)
+        self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
         #: How `linear` and `decode` want weights.
         self.panel_shapes = {
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
+            for dtype, suffix in _SUFFIXES.items()
+        }
+        #: How they want weights in blocks.
+        self.block_shapes = {
+            dtype: PanelShape(
+                self.panel_shapes[dtype].outputs, _I.in_dll(library, f"block_depth_{suffix}").value
+            )
             for dtype, suffix in _SUFFIXES.items()
         }
         #: Whether products of two-byte numbers are faster than those of float32 by other means.
@@ -172,6 +180,12 @@ class Kernels:
         A row's result does not depend on the other rows or on the number of threads.
         """
         self._linear[x.dtype](ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
+
+    def embed(self, table: PackedWeight, ids: Tensor, out: Tensor) -> None:
+        """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks."""
+        self._embed[out.dtype](
+            ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel()
+        )
 
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor

@@ -19,10 +19,23 @@ class PanelShape(NamedTuple):
     depth: int
 
 
+class BlockPart(ctypes.Structure):
+    """`block_part` in C."""
+
+    _fields_ = (
+        ("panels", _P),
+        *((name, _I) for name in ("outputs", "bits", "group", "per_super", "has_offset", "zero")),
+        ("panel_bytes", _I),
+    )
+
+
 class PackedWeight(ctypes.Structure):
     """`linear` in C."""
 
-    _fields_ = (("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I))
+    _fields_ = (
+        *(("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I)),
+        *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I)),
+    )
 
 
 class LayerStruct(ctypes.Structure):
@@ -43,6 +56,7 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = (
         ("embedding", _P),
+        ("table", ctypes.POINTER(PackedWeight)),
         ("layers", ctypes.POINTER(LayerStruct)),
         ("norm", _P),
         ("head", PackedWeight),

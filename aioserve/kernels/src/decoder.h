@@ -18,7 +18,8 @@ typedef struct {
 } decoder_layer;
 
 typedef struct {
-    const void *embedding;  // [vocabulary, hidden]
+    const void *embedding;  // [vocabulary, hidden], or null
+    const linear *table;    // then the same in blocks, an output per token
     const decoder_layer *layers;
     const void *norm;
     linear head;
@@ -37,6 +38,16 @@ typedef struct {
 
 #endif
 
+// Rows of a weight in blocks, [count, in].
+void NAME(embed)(const linear *table, const int64_t *ids, T *out, int64_t count) {
+    float *row = malloc(table->in * sizeof(float));
+    for (int64_t t = 0; t < count; t++) {
+        unpack_row(table, ids[t], NAME(block_depth), row);
+        for (int64_t k = 0; k < table->in; k += W) STORE(out + t * table->in + k, load_f32(row + k));
+    }
+    free(row);
+}
+
 static void NAME(take_rows)(T *x, const int64_t *indices, int64_t count, int64_t n) {
     for (int64_t i = 0; i < count; i++)  // indices rise, so nothing is overwritten that is needed
         if (indices[i] != i) memcpy(x + i * n, x + indices[i] * n, n * sizeof(T));
@@ -47,7 +58,8 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
     int64_t tokens = step->tokens, hidden = model->hidden;
     T *residual = scratch, *normed = residual + tokens * hidden;
     T *wide = normed + tokens * hidden, *narrow = wide + tokens * model->wide;
-    for (int64_t t = 0; t < tokens; t++)
+    if (!model->embedding) NAME(embed)(model->table, step->input_ids, residual, tokens);
+    else for (int64_t t = 0; t < tokens; t++)
         memcpy(residual + t * hidden, (const T *)model->embedding + step->input_ids[t] * hidden,
                hidden * sizeof(T));
     const decoder_layer *layer = model->layers;

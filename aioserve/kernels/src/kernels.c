@@ -1,5 +1,6 @@
 // The kernels for all element types; built once per instruction set (see setup.py), called
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
+#include "blocks.h"
 #include "plan.h"
 #include "vector.h"
 #include "weight.h"

@@ -3,22 +3,20 @@
 // into a buffer for many. Each output is one float32 sum over the inputs in their order, whatever
 // the number of rows: no result depends on other rows or on threads.
 
-#ifndef PANEL
-#define PANEL (MAX_VECTORS * W)
+#ifndef LINE
 #define BLOCK (W == 16 ? 128 : 256)  // inputs at a time: of a panel 8 to 32 KiB, widened 16 or 32
 #define FEW 36                       // rows, up to which weights are widened in registers
 #define PAIR_ROWS 3                  // up to which two panels share them: one alone has few sums
 #define MANY 192                     // rows at a time; a multiple of MAX_ROWS
 #define MANY_OUTPUTS (32 * W)        // at a time, for which the rows are widened once
 #define LINE 64                      // bytes that memory gives at a time
-
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 
 #define LOAD_WEIGHTS(p, i) (DEPTH == 2 ? LOAD_PART(p, i) : LOAD(p))
 #define STEP_BYTES (PANEL * DEPTH * (int64_t)sizeof(T))  // of DEPTH inputs in a panel
 
 const int64_t NAME(panel)[2] = {PANEL, DEPTH};
+const int64_t NAME(block_depth) = 1;  // `depth` of weights in blocks
 
 // Outputs of one row and one panel, of which `count` exist.
 INLINE void NAME(store_sums)(const float *sums, const T *bias, T *y, int64_t count) {
@@ -144,21 +142,58 @@ static void NAME(linear_few)(const linear *layer, const T *x, T *y, int64_t rows
     }
 }
 
-// sums [rows][PANEL] += x [rows][n] times a part of a panel; from 0 if `is_first`. `next` is
-// fetched meanwhile.
-static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, const T *weight,
-                                int64_t n, const char *next, int is_first, float *sums) {
-    float wide[BLOCK * PANEL] __attribute__((aligned(64)));
+// The same for a weight in blocks and up to BLOCK_ROWS rows.
+static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t rows) {
+    const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
+    const int64_t at_once = rows <= PAIR_ROWS ? 2 : 1, items = ceil_div(panels, at_once);
+    const int64_t x_stride = in + 16;
+    const T *const bias = layer->bias;
+#pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
+    {
+        float sums[2 * BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+        float *wide = malloc(rows * x_stride * sizeof(float));
+        NAME(widen_rows)(x, in, rows, in, wide, x_stride);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t item = 0; item < items; item++)
+            for (int64_t p = 0; p < at_once && item * at_once + p < panels;) {
+                const place at = find_panel(layer, item * at_once + p);
+                const int64_t count = smaller(at_once - p, at.left);
+                multiply_blocks(rows, count, wide, x_stride, &at, in, sums);
+                for (int64_t i = 0; i < count * rows; i++) {
+                    const place one = find_panel(layer, item * at_once + p + i / rows);
+                    NAME(store_sums)(sums + i * PANEL, bias ? bias + one.column : 0,
+                                     y + i % rows * out + one.column, one.count);
+                }
+                p += count;
+            }
+        free(wide);
+    }
+}
+
+// Inputs [start, start + n) of a panel, as floats [n][PANEL].
+static void NAME(widen_panel)(const linear *layer, const place *at, int64_t start, int64_t n,
+                              float *wide) {
+    if (at->part) {
+        unpack_floats(at, start, n, wide);
+        return;
+    }
+    const T *own = (const T *)layer->weight + at->column * layer->in + start * PANEL;
     for (int64_t k = 0; k < n; k += DEPTH)
 #pragma GCC unroll 2
         for (int i = 0; i < DEPTH; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < MAX_VECTORS; j++)
                 store_f32(wide + (k + i) * PANEL + j * W,
-                          LOAD_WEIGHTS(weight + k * PANEL + j * W * DEPTH, i));
+                          LOAD_WEIGHTS(own + k * PANEL + j * W * DEPTH, i));
+}
+
+// sums [rows][PANEL] += x [rows][n] times weights [n][PANEL]; from 0 if `is_first`. So many bytes
+// from `next` on are fetched meanwhile.
+static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, const float *wide,
+                                int64_t n, const char *next, int64_t bytes, int is_first,
+                                float *sums) {
     static const float ones[MAX_ROWS] = {1, 1, 1, 1, 1, 1};
     const int64_t tiles = ceil_div(rows, MAX_ROWS);
-    const int64_t bytes = n * PANEL * sizeof(T);
     for (int64_t tile = 0; tile < tiles; tile++) {
         for (int64_t b = bytes * tile / tiles / LINE; b < bytes * (tile + 1) / tiles / LINE; b++)
             __builtin_prefetch(next + b * LINE);
@@ -169,16 +204,17 @@ static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, 
 }
 
 static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t rows) {
-    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
+    const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t x_stride = BLOCK + 16;  // rows of a power of two would share lines of a cache
     const int64_t blocks = ceil_div(rows, MANY);
     const int64_t at_once = ceil_div(ceil_div(rows, blocks), MAX_ROWS) * MAX_ROWS;
-    const T *const weight = layer->weight, *const bias = layer->bias;
-#pragma omp parallel
+    const T *const bias = layer->bias;
+#pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t share = ceil_div(panels * blocks, 4 * omp_get_num_threads());
         const int64_t group = smaller(MANY_OUTPUTS / PANEL, share);
         const int64_t groups = ceil_div(panels, group);
+        float weights[BLOCK * PANEL] __attribute__((aligned(64)));
         float *wide = malloc((x_stride + group * PANEL) * at_once * sizeof(float));
         float *sums = wide + x_stride * at_once;
 #pragma omp for schedule(dynamic) nowait
@@ -189,18 +225,21 @@ static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t row
                 const int64_t inputs = smaller(BLOCK, in - start);
                 NAME(widen_rows)(x + row * in + start, in, n, inputs, wide, x_stride);
                 for (int64_t panel = first; panel < end; panel++) {
-                    const T *own = weight + (panel * in + start) * PANEL;
-                    NAME(multiply_many)(wide, x_stride, n, own, inputs,
-                                        (const char *)(own + in * PANEL), start == 0,
+                    const place at = find_panel(layer, panel);
+                    const T *next = (const T *)layer->weight + ((panel + 1) * in + start) * PANEL;
+                    NAME(widen_panel)(layer, &at, start, inputs, weights);
+                    NAME(multiply_many)(wide, x_stride, n, weights, inputs, (const char *)next,
+                                        at.part ? 0 : inputs * PANEL * sizeof(T), start == 0,
                                         sums + (panel - first) * at_once * PANEL);
                 }
             }
-            for (int64_t r = 0; r < n; r++)
-                for (int64_t panel = first; panel < end; panel++)
+            for (int64_t panel = first; panel < end; panel++) {
+                const place at = find_panel(layer, panel);
+                for (int64_t r = 0; r < n; r++)
                     NAME(store_sums)(sums + ((panel - first) * at_once + r) * PANEL,
-                                     bias ? bias + panel * PANEL : 0,
-                                     y + (row + r) * out + panel * PANEL,
-                                     smaller(out - panel * PANEL, PANEL));
+                                     bias ? bias + at.column : 0, y + (row + r) * out + at.column,
+                                     at.count);
+            }
         }
         free(wide);
     }
@@ -208,7 +247,9 @@ static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t row
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void NAME(linear)(const linear *layer, const T *x, T *y, int64_t rows) {
-    if (rows <= FEW)
+    if (layer->num_parts && rows <= BLOCK_ROWS)
+        NAME(linear_blocks)(layer, x, y, rows);
+    else if (!layer->num_parts && rows <= FEW)
         NAME(linear_few)(layer, x, y, rows);
     else
         NAME(linear_many)(layer, x, y, rows);

@@ -10,6 +10,26 @@ INLINE __m512bh load_pairs(const bf16 *p) {
     return v;
 }
 
+// Sums of `rows` rows and a panel to outputs, of which `count` exist.
+INLINE void store_rows(int rows, const __m512 sums[TILE_ROWS][4], const bf16 *bias, bf16 *y,
+                       int64_t out, int64_t count) {
+    for (int c = 0; c < 4; c++) {
+        int64_t left = count - 16 * c;
+        if (left <= 0) return;
+        __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
+        vf add = {0};
+        if (bias) {
+            bf16 part[16] = {0};
+            memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
+            add = load_bf16(part);
+        }
+        for (int r = 0; r < rows; r++) {
+            __m256bh half = _mm512_cvtneps_pbh((__m512)((vf)sums[r][c] + add));
+            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
+        }
+    }
+}
+
 // `rows` rows of x against one panel; `count` outputs of it exist. Meanwhile a share of a panel is
 // fetched from `next` on; by the only tile, what comes AHEAD: here, then there.
 INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in, const bf16 *bias,
@@ -32,21 +52,7 @@ INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in,
             for (int c = 0; c < 4; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], both, w[c]);
         }
     }
-    for (int c = 0; c < 4; c++) {
-        int64_t left = count - 16 * c;
-        if (left <= 0) return;
-        __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
-        vf add = {0};
-        if (bias) {
-            bf16 part[16] = {0};
-            memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
-            add = load_bf16(part);
-        }
-        for (int r = 0; r < rows; r++) {
-            __m256bh half = _mm512_cvtneps_pbh((__m512)((vf)sums[r][c] + add));
-            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
-        }
-    }
+    store_rows(rows, sums, bias, y, out, count);
 }
 
 INLINE void begin_panels(int64_t rows) { (void)rows; }
@@ -70,4 +76,43 @@ static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_
         }
 #undef CASE
     }
+}
+
+#define BLOCK_TILE_ROWS TILE_ROWS  // up to which panels are unpacked in registers
+
+INLINE void block_pairs_tile(int rows, int bits, const bf16 *x, const place *at, int64_t in,
+                             const bf16 *bias, bf16 *y, int64_t out) {
+    const int64_t size = at->part->group;
+    pair_scales by;
+    __m512 sums[TILE_ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < 4; c++) sums[r][c] = _mm512_setzero_ps();
+    for (int64_t group = 0; group < in / size; group++) {
+        const uint8_t *codes = read_pair_scales(at->part, at->panel, group, &by);
+        for (int64_t k = group * size; k < (group + 1) * size; k += 2, codes += PANEL / 4 * bits) {
+            __m512bh w[4];
+            read_pairs(bits, codes, &by, w);
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, x + r * in + k, sizeof pair);
+                __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                for (int c = 0; c < 4; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], both, w[c]);
+            }
+        }
+    }
+    store_rows(rows, sums, bias, y, out, at->count);
+}
+
+// Up to BLOCK_TILE_ROWS rows against a panel in blocks.
+static void block_product(int64_t rows, const bf16 *x, const place *at, int64_t in,
+                          const bf16 *bias, bf16 *y, int64_t out) {
+#define CASE(rows)                                                                           \
+    case rows:                                                                               \
+        if (at->part->bits == 4) block_pairs_tile(rows, 4, x, at, in, bias, y, out);         \
+        else block_pairs_tile(rows, 8, x, at, in, bias, y, out);                             \
+        break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+    }
+#undef CASE
 }

@@ -72,6 +72,37 @@ INLINE vh narrow(vu v) {
 #endif
 }
 
+// Bytes to 32 bits. By hand for 8 lanes and more, as above.
+INLINE vu widen_bytes(const uint8_t *p) {
+#if W == 16
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif W == 8
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    uint8_t b __attribute__((vector_size(W)));
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, vu);
+#endif
+}
+
+INLINE vf to_floats(vi v) {
+#if W == 16
+    return (vf)_mm512_cvtepi32_ps((__m512i)v);
+#else
+    return __builtin_convertvector(v, vf);
+#endif
+}
+
+INLINE vf signed_bytes(const uint8_t *p) {
+#if W == 16
+    return to_floats((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif W == 8
+    return to_floats((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    return to_floats((vi)(widen_bytes(p) << 24) >> 24);
+#endif
+}
+
 INLINE vf load_bf16(const bf16 *p) {
     vh h;
     memcpy(&h, p, sizeof h);

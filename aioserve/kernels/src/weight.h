@@ -2,11 +2,30 @@
 #pragma once
 #include <stdint.h>
 
+// Some outputs of a weight as codes of 4 or 8 bits, `scale * code + offset`, one scale for `group`
+// inputs of an output. The offset is stored, or `-zero * scale`.
+//
+// A panel lies together. For each group: a float16 scale per output, as many offsets if they are
+// stored, then for each `block_depth_*` inputs the codes of the panel, output by output; of 4 bits those of
+// the first half of the panel in the low halves of bytes, the others in the high ones. With
+// `per_super`, a scale or offset of a group is a signed byte, times a float16 number that so many
+// groups share and that lies before them.
+typedef struct {
+    const uint8_t *panels;  // padded with zeros
+    int64_t out, bits;
+    int64_t group;      // 16 or 32
+    int64_t per_super;  // 0: none
+    int64_t has_offset, zero;
+    int64_t panel_bytes;
+} block_part;
+
 typedef struct {
     // [out / panel][in / depth][panel][depth], zeros at the end: see `panel_*` in linear.h
     const void *weight;
     const void *bias;  // as many as there are outputs in all panels, or null
     int64_t in, out;   // `in` is a multiple of `depth`
+    const block_part *parts;  // instead of `weight`, one after another; `in` is a multiple of 32
+    int64_t num_parts;        // 0: none
 } linear;
 
 #define PARALLEL_PRODUCTS_FROM (1 << 17)  // products; fewer are done before the others have started

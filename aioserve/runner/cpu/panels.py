@@ -23,6 +23,8 @@ class PanelLinear:
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             *weight.shape[::-1],
+            None,
+            0,
         )
 
     @staticmethod

@@ -1,0 +1,88 @@
+"""Products with weights in blocks, of every variant that this CPU runs, against float64.
+
+What a format's bytes mean is `tests/model_source/test_quantized.py`.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aioserve.kernels import Kernels, usable_variants
+from aioserve.model_source.quantized import FORMATS, QuantizedWeight
+from aioserve.runner.cpu.blocks import BlockLinear
+from aioserve.runner.cpu.panels import PanelLinear
+from tests.blocks import random_weight
+
+if not usable_variants():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+# Sums in float32, and one rounding of the result; as in test_products.py.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ROWS = [*range(1, 8), 16, 17, 37, 200]
+
+
+def random_rows(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_are_those_of_the_unpacked_weight(
+    kernels: Kernels, dtype: torch.dtype, kind: str
+) -> None:
+    weight, x = random_weight(kind, 150, 512), random_rows(200, 512, dtype)
+    bias = random_rows(1, 150, dtype)[0]
+    linear = BlockLinear(kernels, [weight], bias, dtype)
+    unpacked = weight.dequantize(torch.float32)
+    is_rounded = kernels.block_shapes[dtype].depth == 2
+    if is_rounded:
+        unpacked = unpacked.to(dtype)
+    expected = x.double() @ unpacked.double().T + bias.double()
+    size = x.double().abs() @ unpacked.double().abs().T + bias.double().abs()
+    limit = TOLERANCE[dtype] * (expected.abs() if dtype != torch.float32 else size) + 4e-6 * size
+    for rows in ROWS:
+        found = linear(x[:rows])
+        assert bool(((found.double() - expected[:rows]).abs() <= limit[:rows]).all()), rows
+    if is_rounded or dtype == torch.float32:
+        plain = PanelLinear(kernels, unpacked, bias)
+        assert all(torch.equal(linear(x[:rows]), plain(x[:rows])) for rows in ROWS)
+
+
+def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    linear = BlockLinear(kernels, [random_weight("Q6_K", 450, 512)], None, dtype)
+    x = random_rows(200, 512, dtype)
+    threads, expected = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in ROWS:
+                assert torch.equal(linear(x[200 - rows :]), expected[200 - rows :]), rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_weights_of_several_formats_share_one_product(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    weights = [random_weight(*of) for of in (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256))]
+    bias, x = random_rows(1, 104, dtype)[0], random_rows(40, 256, dtype)
+    both = BlockLinear(kernels, weights, bias, dtype)
+    parts = zip(weights, bias.split([70, 33, 1]), strict=True)
+    alone = [BlockLinear(kernels, [weight], part, dtype) for weight, part in parts]
+    for rows in (1, 3, 5, 40):
+        room = torch.full((rows + 1, 104), 7.0, dtype=dtype)
+        kernels.linear(both.packed, x[:rows], room)
+        assert torch.equal(room[:rows], torch.cat([linear(x[:rows]) for linear in alone], dim=1))
+        assert bool((room[rows] == 7).all())
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+def test_rows_are_those_of_the_unpacked_weight(
+    kernels: Kernels, dtype: torch.dtype, kind: str
+) -> None:
+    weights = [random_weight(kind, 130, 256), random_weight("Q5_K", 9, 256)]
+    ids = torch.tensor([129, 0, 64, 63, 130, 138, 0])
+    unpacked = torch.cat([weight.dequantize(dtype) for weight in weights])
+    found = BlockLinear(kernels, weights, None, dtype).embed(ids, dtype)
+    assert torch.equal(found, unpacked[ids])
