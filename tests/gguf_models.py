@@ -1,6 +1,7 @@
 """Tiny GGUF files, made of the directories that `tests.models` writes.
 
-Knows what llama.cpp's converter does to names, rows and metadata; the weights stay float32.
+Knows what llama.cpp's converter does to names, rows and metadata; the weights stay float32, or are
+stored as types of a few bits.
 """
 
 from collections import defaultdict
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.blocks import random_weight
+
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 EOS, END_OF_TURN = 7, 9
 
@@ -26,10 +29,12 @@ def write_gguf(
     *,
     architecture: str | None = None,
     change: Change | None = None,
+    kind_of: Callable[[str], str] | None = None,
     **fields: Any,
 ) -> Path:
     """The model of `directory` as a file. `fields` go into the metadata, under the architecture's
-    name, and `change` may edit the tensors, by GGUF name, before they are written.
+    name, and `change` may edit the tensors, by GGUF name, before they are written. Matrices become
+    of the type that `kind_of` says, by GGUF name.
     """
     config = AutoConfig.from_pretrained(directory)
     kind = architecture or config.model_type.replace("_moe", "moe")
@@ -41,7 +46,11 @@ def write_gguf(
     if change is not None:
         change(writer, tensors)
     for name, weights in tensors.items():
-        writer.add_tensor(name, weights)
+        kind = None
+        if kind_of is not None and weights.ndim == 2:
+            kind = gguf.GGMLQuantizationType[kind_of(name)]
+            weights = _quantized(weights, kind)
+        writer.add_tensor(name, weights, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,6 +119,16 @@ def _tensors(directory: Path, config: Any) -> dict[str, np.ndarray]:
             weights = weights + 1
         tensors[found] = weights.astype(np.float32)
     return tensors
+
+
+def _quantized(weights: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Bytes; of types that the package gguf cannot write, random ones of about the same size."""
+    try:
+        return gguf.quantize(weights, kind)
+    except NotImplementedError:
+        data = random_weight(kind.name, *weights.shape).data.numpy()
+        found = gguf.dequantize(data, kind).std()
+        return random_weight(kind.name, *weights.shape, weights.std() / found).data.numpy()
 
 
 def _with_experts_together(

@@ -183,9 +183,7 @@ class Kernels:
 
     def embed(self, table: PackedWeight, ids: Tensor, out: Tensor) -> None:
         """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks."""
-        self._embed[out.dtype](
-            ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel()
-        )
+        self._embed[out.dtype](ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel())
 
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor

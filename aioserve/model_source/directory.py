@@ -81,7 +81,9 @@ class Directory(ModelSource):
     def num_elements(self) -> int:
         return sum(map(_num_elements, self._weight_files()))
 
-    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+    def load_module(
+        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+    ) -> Any:
         from transformers import AutoModelForCausalLM
 
         # With accelerate, files are read straight to a device; without, through the host's memory.

@@ -1,8 +1,9 @@
 """A GGUF file, as llama.cpp writes them: configuration, tokenizer and weights in one.
 
 `transformers` turns its metadata into a configuration and a tokenizer, and knows what llama.cpp did
-to the weights of an architecture; here they are unpacked one by one, straight into the model. What
-`transformers` would leave out in silence, and answer wrongly without, is read here or refused.
+to the weights of an architecture; here they are unpacked one by one, straight into the model, and
+kept as they are beside it where they are multiplied so. What `transformers` would leave out in
+silence, and answer wrongly without, is read here or refused.
 """
 
 import json
@@ -15,17 +16,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
 from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+
+if TYPE_CHECKING:
+    from aioserve.model_source.quantized import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
 INSTALL_LINE = "pip install 'aioserve[gguf]'"
 
 _PIECE = 1 << 20  # weights that are unpacked at a time
+_WHOLE = ("F32", "F16", "BF16")  # types of numbers that are not quantized
 _EMBEDDING, _ROPE_DIVISORS = "token_embd.weight", "rope_freqs.weight"
 # Ends of text, of a turn, and of a message to a tool.
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -174,8 +179,12 @@ class GgufFile(ModelSource):
     def num_elements(self) -> int:
         return sum(tensor.num_elements for tensor in self._header.tensors)
 
-    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
-        """Takes no more memory than the model and one tensor, in float32, beside it."""
+    def load_module(
+        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+    ) -> Any:
+        """Takes no more memory than the model and one tensor, in float32, beside it; and the file's
+        bytes, if it keeps them.
+        """
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
@@ -186,33 +195,28 @@ class GgufFile(ModelSource):
                     self.read_config(), dtype=dtype, attn_implementation=attn_implementation
                 )
             module.tie_weights()
-            self._fill(module)
+            self._fill(module, keeps_blocks)
         except ConfigError:
             raise
         except Exception as error:
             why = why_not_loaded(error, attn_implementation)
             raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
         self._warn_of_unread()
-        stored = sum(tensor.num_bytes for tensor in self._header.tensors)
-        logger.info(
-            "%s: %.0f MB of blocks unpacked to %.0f MB of %s, one tensor at a time; they are not "
-            "served packed",
-            self.path.name,
-            stored / 1e6,
-            sum(p.numel() for p in module.parameters()) * dtype.itemsize / 1e6,
-            str(dtype).removeprefix("torch."),
-        )
         return module.eval()
 
-    def _fill(self, module: Any) -> None:
+    def _fill(self, module: Any, keeps_blocks: bool) -> None:
         """Give every parameter its weights. Raises `ConfigError` for what is missing or left."""
         import torch
+        from gguf import GGMLQuantizationType
+        from torch import nn
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
             get_gguf_hf_weights_map,
         )
         from transformers.utils.logging import tqdm
+
+        from aioserve.model_source.quantized import attach
 
         name_of = type(module).__name__
         parameters = module.state_dict(keep_vars=True)
@@ -227,21 +231,32 @@ class GgufFile(ModelSource):
         parts = Counter(targets.values())  # those that are still to come
         # Experts come in two tensors for one parameter, which `transformers` puts together in here.
         joined: dict[str, Any] = {}
-        missing, left = set(parameters), []
+        missing, left, unpacked = set(parameters), [], Counter[str]()
+        products = (nn.Linear, nn.Embedding)
+        multiplied = {id(m.weight) for m in module.modules() if type(m) in products}
         with torch.no_grad():
             for tensor in tqdm(self._header.tensors, desc="Unpacking weights"):
                 if tensor.name == _ROPE_DIVISORS:
                     continue  # in the configuration
+                target = targets.get(tensor.name) or targets.get(
+                    tensor.name.removesuffix(".weight")
+                )
+                parameter = parameters.get(target)
+                stored = None
+                if keeps_blocks and id(parameter) in multiplied:
+                    stored = self._blocks(tensor, processor)
+                if stored is not None and stored.shape == parameter.shape:
+                    attach(parameter, stored)
+                    missing -= {name for name, other in parameters.items() if other is parameter}
+                    continue
+                unpacked[GGMLQuantizationType(tensor.type_id).name] += tensor.num_bytes
                 result = processor.process(
                     weights=_unpack(self.path, tensor),
                     name=tensor.name,
                     tensor_key_mapping=targets,
                     parsed_parameters={"tensors": joined},
                 )
-                target = targets.get(tensor.name) or targets.get(
-                    tensor.name.removesuffix(".weight")
-                )
-                if target not in parameters:
+                if parameter is None:
                     left.append(tensor.name)
                     continue
                 parts[target] -= 1
@@ -250,7 +265,6 @@ class GgufFile(ModelSource):
                     weights = joined.pop(target)
                 if weights is None:
                     continue
-                parameter = parameters[target]
                 if parameter.shape != weights.shape:
                     raise ConfigError(
                         f"{self.path}: tensor {tensor.name} has the shape {tuple(weights.shape)}, "
@@ -258,6 +272,15 @@ class GgufFile(ModelSource):
                     )
                 parameter.copy_(weights)
                 missing -= {name for name, other in parameters.items() if other is parameter}
+        sizes = {kind: size for kind, size in unpacked.items() if kind not in _WHOLE}
+        if sizes:
+            logger.info(
+                "%s: %.0f MB of %s are unpacked to %s",
+                self.path.name,
+                sum(sizes.values()) / 1e6,
+                ", ".join(sorted(sizes)),
+                str(module.dtype).removeprefix("torch."),
+            )
         if missing:
             raise ConfigError(
                 f"{len(missing)} weights of {name_of} are not in {self.path}, first {min(missing)}"
@@ -267,6 +290,30 @@ class GgufFile(ModelSource):
                 f"{len(left)} tensors of {self.path} have no place in {name_of} of transformers, "
                 f"first {left[0]}: without them its answers would be wrong"
             )
+
+    def _blocks(self, tensor: Tensor, processor: Any) -> "QuantizedWeight | None":
+        """A matrix as it is stored, if its format is known and `transformers` would do no more to
+        it than change the order of its rows; else None.
+        """
+        import numpy as np
+        import torch
+        from gguf import GGMLQuantizationType
+
+        from aioserve.model_source.quantized import FORMATS, QuantizedWeight
+
+        kind = GGMLQuantizationType(tensor.type_id).name
+        if kind not in FORMATS or len(tensor.shape) != 2:
+            return None
+        numbers = np.arange(tensor.shape[0])[:, None]
+        # a plain processor asks nothing of the model's names, and others give other shapes
+        order = processor.process(
+            weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}
+        ).weights
+        is_order = order is not None and order.shape == numbers.shape
+        if not is_order or not np.array_equal(np.sort(order, axis=0), numbers):
+            return None
+        rows = _read(self.path, tensor).reshape(tensor.shape[0], -1)
+        return QuantizedWeight(kind, torch.from_numpy(rows[order[:, 0]]))
 
     def _stated(self, key: str) -> Any:
         return self._header.metadata.get(f"{self._architecture}.{key}")
@@ -338,14 +385,22 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
+def _read(path: Path, tensor: Tensor) -> Any:
+    """Its bytes, a numpy array."""
+    import numpy as np
+
+    return np.fromfile(path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+
+
 def _unpack(path: Path, tensor: Tensor) -> Any:
     """The weights as float32, a numpy array of the tensor's shape."""
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType(tensor.type_id)
-    data = np.fromfile(path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-    rows = data.reshape(-1, tensor.num_bytes * tensor.shape[-1] // tensor.num_elements)
+    rows = _read(path, tensor).reshape(
+        -1, tensor.num_bytes * tensor.shape[-1] // tensor.num_elements
+    )
     weights = np.empty((len(rows), tensor.shape[-1]), dtype=np.float32)
     step = max(1, _PIECE // tensor.shape[-1])  # `dequantize` takes several times what it returns
     try:

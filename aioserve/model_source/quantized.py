@@ -71,6 +71,17 @@ class QuantizedWeight:
 _PIECE = 1 << 14  # weights: few enough that torch calls no second thread, which would cost more
 
 
+def attach(parameter: Tensor, weight: QuantizedWeight) -> None:
+    """Fill a parameter with what `weight` is in its type, and note where that came from."""
+    parameter.data.copy_(weight.dequantize(parameter.dtype))
+    parameter._quantized = weight  # type: ignore[attr-defined]
+
+
+def attached(parameter: Tensor) -> QuantizedWeight | None:
+    """What the numbers of a parameter were unpacked from, if from anything."""
+    return getattr(parameter, "_quantized", None)
+
+
 def _times(numbers: Tensor, supers: Tensor | None) -> Tensor:
     if supers is None:
         return numbers.float()
@@ -127,7 +138,7 @@ def _q5_1(blocks: Tensor) -> Codes:
 
 def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """8 of each, of 6 bits, in 12 bytes after two float16 numbers: [out, 8 * blocks]."""
-    first, second, third = blocks[..., 4:16].split(4, dim=-1)
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
     offsets = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
     return _rows(scales), _rows(offsets)
@@ -139,20 +150,22 @@ def _with_offsets(bits: int, values: Tensor, blocks: Tensor) -> Codes:
 
 
 def _q4_k(blocks: Tensor) -> Codes:
-    values = _bits(blocks[..., 16:].unflatten(-1, (4, 32)), [0, 4], 15)
+    values = _bits(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32), [0, 4], 15)
     return _with_offsets(4, values.flatten(2), blocks)
 
 
 def _q5_k(blocks: Tensor) -> Codes:
-    low = _bits(blocks[..., 48:].unflatten(-1, (4, 32)), [0, 4], 15).flatten(-3, -2)
+    low = _bits(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32), [0, 4], 15).flatten(-3, -2)
     return _with_offsets(
         8, (low | _bits(blocks[..., 16:48], list(range(8)), 1) << 4).flatten(2), blocks
     )
 
 
 def _q6_k(blocks: Tensor) -> Codes:
-    low = _bits(blocks[..., :128].unflatten(-1, (2, 64)), [0, 4], 15).flatten(-2)
-    high = _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), [0, 2, 4, 6], 3).flatten(-2)
+    low = _bits(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64), [0, 4], 15).flatten(-2)
+    high = _bits(blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32), [0, 2, 4, 6], 3).flatten(
+        -2
+    )
     values = _rows((low | high << 4).flatten(2)) - 32
     return Codes(8, values, _rows(blocks[..., 192:208].contiguous()), supers=_halves(blocks, 208))
 
@@ -179,7 +192,7 @@ FORMATS = {
 
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
     """The nearest weight [out, in] in "Q8_0" or "Q4_0"; `in` is a multiple of 32."""
-    blocks = weight.float().unflatten(1, (-1, 32))
+    blocks = weight.float().view(weight.shape[0], -1, 32)
     if kind == "Q8_0":
         scale = blocks.abs().amax(-1, keepdim=True) / 127
     else:  # 4 bits count from -8 to 7: the largest number becomes -8, whatever its sign

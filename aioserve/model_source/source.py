@@ -43,9 +43,12 @@ class ModelSource(ABC):
         """Weights that are stored, by the headers of their files."""
 
     @abstractmethod
-    def load_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+    def load_module(
+        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+    ) -> Any:
         """The causal language model of `transformers` with all its weights, as `dtype`, a
-        `torch.dtype`, at `device`, a `torch.device`.
+        `torch.dtype`, at `device`, a `torch.device`. With `keeps_blocks`, what is stored in a
+        format of `quantized` is `attached` to its parameter.
         """
 
 

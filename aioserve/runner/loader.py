@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
+from aioserve.model_source.quantized import attached
 from aioserve.model_source.source import one_line
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -93,9 +94,22 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
     with _quiet_transformers():
         module = info.source.load_module(
-            named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
+            named_dtype(config.dtype),
+            place.device,
+            ATTN_IMPLEMENTATION,
+            keeps_blocks=config.fused and place.multiplies_blocks,
         )
-    return prepare_model(module, config, info, place)
+    stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
+    model = prepare_model(module, config, info, place)
+    if stored:
+        logger.info(
+            "%s: %.0f MB of weights, %s, %s",
+            model.name,
+            sum(weight.data.numel() for weight in stored.values()) / 1e6,
+            ", ".join(sorted({weight.kind for weight in stored.values()})),
+            "multiplied as they are stored" if model.is_compiled else f"unpacked to {config.dtype}",
+        )
+    return model
 
 
 def prepare_model(

@@ -479,8 +479,15 @@ static void check_attention(type t) {
 // Products and whole passes
 
 typedef struct {
+    const uint8_t *panels;
+    int64_t out, bits, group, per_super, has_offset, zero, panel_bytes;
+} block_part;
+
+typedef struct {
     const void *weight, *bias;
     int64_t in, out;
+    const block_part *parts;
+    int64_t num_parts;
 } linear;
 
 typedef void linear_function(const linear *, const void *, void *, int64_t);
@@ -499,7 +506,7 @@ static linear pack(const int64_t *panel, type t, const void *weight, const void 
                    (const char *)weight + (o * in + i) * SIZES[t], SIZES[t]);
         }
     if (bias) memcpy(padded_bias, bias, out * SIZES[t]);
-    return (linear){packed, bias ? padded_bias : 0, in, out};
+    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0};
 }
 
 static void check_linear(type t) {
@@ -536,6 +543,96 @@ static void check_linear(type t) {
         }
 }
 
+// A random part of a weight in blocks; its numbers go to `plain` [out][in].
+static block_part random_part(int64_t panel, int64_t depth, int64_t in, block_part part,
+                              float *plain) {
+    const int64_t kinds = 1 + part.has_offset, panels = (part.out + panel - 1) / panel;
+    const int64_t groups = in / part.group, per_super = part.per_super;
+    const int64_t scale_bytes = kinds * panel * (per_super ? 1 : 2);
+    const int64_t group_bytes = scale_bytes + part.group * panel / 8 * part.bits;
+    const int64_t head = per_super ? kinds * 2 * panel : 0;
+    part.panel_bytes = groups * group_bytes + (per_super ? groups / per_super * head : 0);
+    uint8_t *bytes = allocate(panels * part.panel_bytes);
+    for (int64_t i = 0; i < panels * part.panel_bytes; i++) bytes[i] = below(256);
+    for (int64_t o = 0; o < panels * panel; o++)
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t place = o % panel, inner = per_super ? g % per_super : 0;
+            uint8_t *own = bytes + o / panel * part.panel_bytes + g * group_bytes;
+            if (per_super) own += (g / per_super + 1) * head;
+            uint8_t *halves = per_super ? own - inner * group_bytes - head : own;
+            double scales[2];
+            for (int64_t kind = 0; kind < kinds; kind++, halves += 2 * panel) {
+                if (inner == 0) put(F16, halves, place, 0.01 * normal());
+                scales[kind] = get(F16, halves, place);
+                if (per_super) scales[kind] *= (int8_t)own[kind * panel + place];
+            }
+            if (o >= part.out) continue;
+            const double offset = part.has_offset ? scales[1] : -part.zero * scales[0];
+            for (int64_t i = 0; i < part.group; i++) {
+                const uint8_t *step = own + scale_bytes + i / depth * depth * panel / 8 * part.bits;
+                const int64_t element = place * depth + i % depth, half = panel * depth / 2;
+                const int code = part.bits == 8 ? (int8_t)step[element]
+                                 : element < half ? step[element] & 15 : step[element - half] >> 4;
+                plain[o * in + g * part.group + i] = code * scales[0] + offset;
+            }
+        }
+    part.panels = bytes;
+    return part;
+}
+
+static void check_blocks(type t) {
+    linear_function *product = function("linear", t);
+    const int64_t *panel = function("panel", t), *depth = function("block_depth", t);
+    void (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
+    if (!product || !panel || !depth || !embed) return;
+    const block_part kinds[] = {{.bits = 4, .group = 32, .zero = 8},
+                                {.bits = 4, .group = 32, .has_offset = 1},
+                                {.bits = 8, .group = 32},
+                                {.bits = 4, .group = 32, .per_super = 8, .has_offset = 1},
+                                {.bits = 8, .group = 16, .per_super = 16}};
+    enum { KINDS = sizeof kinds / sizeof *kinds };
+    const int64_t rows[] = {1, 3, 5, 6, 7, 40}, in = 256, outs[] = {37, 70}, out = 107;
+    for (unsigned kind = 0; kind < KINDS; kind++)
+        for (unsigned i = 0; i < sizeof rows / sizeof *rows; i++) {
+            begin("linear_%s in blocks, kind %d, %d rows", SUFFIXES[t], (int)kind, (int)rows[i]);
+            block_part parts[2];
+            float *plain = allocate(out * in * sizeof *plain);
+            for (int p = 0; p < 2; p++) {
+                block_part part = kinds[(kind + p) % KINDS];
+                part.out = outs[p];
+                parts[p] = random_part(panel[0], *depth, in, part, plain + p * outs[0] * in);
+            }
+            void *x = random_numbers(t, rows[i] * in, 1);
+            void *bias = random_numbers(t, out + panel[0], 1);
+            char *y = allocate((rows[i] * out + 64) * SIZES[t]), *row = allocate(in * SIZES[t]);
+            linear layer = {0, bias, in, out, parts, 2};
+            product(&layer, x, y, rows[i]);
+            for (int64_t j = 0; j < rows[i] * out; j++) {
+                double v = get(t, bias, j % out), scale = fabs(v);
+                for (int64_t k = 0; k < in; k++) {
+                    double weight = plain[j % out * in + k];
+                    uint16_t rounded;
+                    if (*depth == 2) {  // the kernel multiplies pairs of bfloat16
+                        put(BF16, &rounded, 0, weight);
+                        weight = get(BF16, &rounded, 0);
+                    }
+                    const double term = get(t, x, j / out * in + k) * weight;
+                    v += term, scale += fabs(term);
+                }
+                compare(t, "out", j, get(t, y, j), v, scale, 1);
+            }
+            for (int64_t j = 0; j < 64 * SIZES[t]; j++)
+                if (y[rows[i] * out * SIZES[t] + j] != 0x5a) fail("it wrote beyond its end");
+            const int64_t id = below(out);
+            embed(&layer, &id, row, 1);
+            for (int64_t k = 0; k < in; k++) {
+                const double weight = plain[id * in + k];
+                compare(t, "row", k, get(t, row, k), weight, fabs(weight), 1);
+            }
+            end();
+        }
+}
+
 typedef struct {
     linear qkv, output, gate_up, down;
     const void *input_norm, *post_norm, *q_norm, *k_norm;
@@ -547,6 +644,7 @@ typedef struct {
 
 typedef struct {
     const void *embedding;
+    const linear *table;
     const decoder_layer *layers;
     const void *norm;
     linear head;
@@ -774,6 +872,7 @@ int main(int count, char **arguments) {
         check_rope(t);
         check_attention(t);
         check_linear(t);
+        check_blocks(t);
         check_decode(t);
     }
     printf("%d passed, %d failed\n", num_passed, num_failed);

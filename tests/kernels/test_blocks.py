@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
-from aioserve.model_source.quantized import FORMATS, QuantizedWeight
-from aioserve.runner.cpu.blocks import BlockLinear
+from aioserve.model_source.quantized import FORMATS
+from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.panels import PanelLinear
 from tests.blocks import random_weight
 
@@ -62,10 +62,10 @@ def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threa
         torch.set_num_threads(threads)
 
 
-def test_weights_of_several_formats_share_one_product(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
-    weights = [random_weight(*of) for of in (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256))]
+def test_weights_of_several_formats_share_one_product(kernels: Kernels, dtype: torch.dtype) -> None:
+    weights = [
+        random_weight(*of) for of in (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256))
+    ]
     bias, x = random_rows(1, 104, dtype)[0], random_rows(40, 256, dtype)
     both = BlockLinear(kernels, weights, bias, dtype)
     parts = zip(weights, bias.split([70, 33, 1]), strict=True)
@@ -84,5 +84,5 @@ def test_rows_are_those_of_the_unpacked_weight(
     weights = [random_weight(kind, 130, 256), random_weight("Q5_K", 9, 256)]
     ids = torch.tensor([129, 0, 64, 63, 130, 138, 0])
     unpacked = torch.cat([weight.dequantize(dtype) for weight in weights])
-    found = BlockLinear(kernels, weights, None, dtype).embed(ids, dtype)
-    assert torch.equal(found, unpacked[ids])
+    table = BlockEmbedding(BlockLinear(kernels, weights, None, dtype), dtype)
+    assert torch.equal(table(ids), unpacked[ids])

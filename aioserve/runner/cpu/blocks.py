@@ -3,7 +3,6 @@
 Knows how the kernels want them; knows nothing about files, formats or models.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +30,7 @@ class BlockLinear:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         shape = kernels.block_shapes[dtype]
         packed = [_pack(weight, shape) for weight in weights]
         self._bytes = [data for data, _ in packed]
@@ -46,17 +45,25 @@ class BlockLinear:
             self._parts,
             len(self._parts),
         )
-        self.num_bytes = sum(data.numel() for data in self._bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], self.packed.outputs)
-        self._kernels.linear(self.packed, x, out)
+        self.kernels.linear(self.packed, x, out)
         return out
 
-    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` [T] of the weight, without bias: [T, in]."""
-        out = torch.empty(ids.numel(), self.packed.inputs, dtype=dtype)
-        self._kernels.embed(self.packed, ids, out)
+
+class BlockEmbedding:
+    """Rows of such a weight, by their numbers: [T] -> [T, in]."""
+
+    def __init__(self, linear: BlockLinear, dtype: torch.dtype) -> None:
+        """`linear` is for numbers of `dtype`, and goes on to be used for products."""
+        self._linear, self.dtype = linear, dtype
+        self.packed = linear.packed
+        self.shape = (self.packed.outputs, self.packed.inputs)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype)
+        self._linear.kernels.embed(self.packed, ids, out)
         return out
 
 

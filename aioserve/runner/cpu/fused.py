@@ -4,11 +4,15 @@ Knows the seams of `runner.fused`, and which sizes the kernels serve; knows noth
 classes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
+from aioserve.model_source.quantized import QuantizedWeight
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.panels import PanelLinear
@@ -17,6 +21,7 @@ from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,
+    Embedding,
     Linear,
     Ops,
     RMSNorm,
@@ -46,6 +51,14 @@ class CompiledOps(PackedOps):
         if PanelLinear.serves(self._kernels, weight):
             return PanelLinear(self._kernels, weight, bias)
         return super().linear(weight, bias)
+
+    def quantized_linear(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Linear | None:
+        return BlockLinear(self._kernels, weights, bias, dtype)
+
+    def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
+        return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`
@@ -91,6 +104,14 @@ class CpuPlace(Place):
 
     device = torch.device("cpu")
 
+    @property
+    def multiplies_blocks(self) -> bool:  # type: ignore[override]
+        try:
+            load_kernels()
+        except KernelsUnavailableError:
+            return False
+        return True
+
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
         if CompiledAttention.why_not(spec) or any(size % _MULTIPLE for size in row_sizes):
             return PackedOps()
@@ -108,7 +129,7 @@ class CpuPlace(Place):
 
     def create_whole_decoder(
         self,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,

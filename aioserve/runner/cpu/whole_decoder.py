@@ -7,15 +7,17 @@ GIL, which the event loop holds whenever it has work. Knows which addresses go w
 import ctypes
 import itertools
 
+import torch
 from torch import Tensor
 
 from aioserve.kernels import load_kernels
 from aioserve.kernels.structs import DecoderStruct, LayerStruct, PackedWeight, StepStruct
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
 
 
 class WholeDecoder(FusedDecoder):
@@ -23,7 +25,7 @@ class WholeDecoder(FusedDecoder):
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
@@ -34,7 +36,7 @@ class WholeDecoder(FusedDecoder):
         self._norm = norm
         self._kernels = load_kernels()
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
-        self._scratch = embedding.new_empty(0)
+        self._scratch = torch.empty(0, dtype=embedding.dtype)
 
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
@@ -42,7 +44,7 @@ class WholeDecoder(FusedDecoder):
         linears = [head]
         for layer in layers:
             linears += (layer.qkv, layer.output, layer.gate_up, layer.down)
-        return all(isinstance(linear, PanelLinear) for linear in linears) and all(
+        return all(isinstance(linear, PanelLinear | BlockLinear) for linear in linears) and all(
             layer.activation in ("silu", "gelu_tanh") for layer in layers
         )
 
@@ -53,8 +55,8 @@ class WholeDecoder(FusedDecoder):
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
         size = num_tokens * self._numbers_per_token
         if self._scratch.numel() < size:
-            self._scratch = self.embedding.new_empty(size)
-        logits = self.embedding.new_empty(num_sampling, len(self.embedding))
+            self._scratch = self._scratch.new_empty(size)
+        logits = self._scratch.new_empty(num_sampling, self.embedding.shape[0])
         step = StepStruct(
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
@@ -73,7 +75,8 @@ class WholeDecoder(FusedDecoder):
 
     def _fill_in(self, attention: CompiledAttention) -> None:
         """The structs, with the caches of this attention."""
-        hidden, layers = self.embedding.shape[1], self._layers
+        table, layers = self.embedding, self._layers
+        hidden = table.shape[1]
         wide = max(
             itertools.chain.from_iterable(
                 (_packed(layer.qkv).outputs, _packed(layer.gate_up).outputs) for layer in layers
@@ -83,7 +86,8 @@ class WholeDecoder(FusedDecoder):
             *(_layer_struct(layer, attention) for layer in layers)
         )
         self._struct = DecoderStruct(
-            embedding=self.embedding.data_ptr(),
+            embedding=table.table.data_ptr() if isinstance(table, PlainEmbedding) else None,
+            table=ctypes.pointer(table.packed) if isinstance(table, BlockEmbedding) else None,
             layers=ctypes.cast(self._structs, ctypes.POINTER(LayerStruct)),
             norm=self._norm.weight.data_ptr(),
             head=_packed(self._head),
@@ -98,7 +102,7 @@ class WholeDecoder(FusedDecoder):
 
 
 def _packed(linear: Linear) -> PackedWeight:
-    assert isinstance(linear, PanelLinear)
+    assert isinstance(linear, PanelLinear | BlockLinear)
     return linear.packed
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from aioserve.errors import ConfigError
+from aioserve.model_source.quantized import attached
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Linear, Ops
+from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
@@ -87,9 +88,18 @@ def fuse(
     return FusedModel(original, decoder, ops.is_compiled)
 
 
-def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]:
+def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Embedding, Linear]:
     """Embedding and head of the fused model. Raises `NotFusedError`."""
-    embedding = parts.embedding.weight.data.clone()  # the file that it may be mapped to can go
+    head = _fuse_linears((parts.head,), ops)
+    table = parts.embedding.weight
+    embedding = None
+    if parts.head.weight is table:  # tied: one copy for both
+        embedding = ops.quantized_embedding(head, table.dtype)
+    elif (stored := attached(table)) is not None:
+        alone = ops.quantized_linear([stored], None, table.dtype)
+        embedding = alone and ops.quantized_embedding(alone, table.dtype)
+    if embedding is None:
+        embedding = PlainEmbedding(table.data.clone())  # the file that it is mapped to can go
     proof.check_embedding(embedding)
     # one layer at a time, and all of them again later: there may not be memory for all layers
     # beside the originals, and the originals are needed until the last one is proved
@@ -97,7 +107,6 @@ def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Tensor, Linear]
     layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
-    head = _fuse_linears((parts.head,), ops)
     proof.check_head(parts.norm, head, ops)
     return embedding, head
 
@@ -118,12 +127,17 @@ def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:
 
 def _fuse_linears(linears: tuple[nn.Linear, ...], ops: Ops) -> Linear:
     """One product instead of several with the same input."""
-    weight, biases = torch.cat([linear.weight.data for linear in linears]), None
+    biases, first = None, linears[0].weight
     if any(linear.bias is not None for linear in linears):
         biases = torch.cat(
             [
-                weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data
+                first.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data
                 for linear in linears
             ]
         )
-    return ops.linear(weight, biases)
+    stored = [weight for linear in linears if (weight := attached(linear.weight)) is not None]
+    if len(stored) == len(linears):
+        product = ops.quantized_linear(stored, biases, first.dtype)
+        if product is not None:
+            return product
+    return ops.linear(torch.cat([linear.weight.data for linear in linears]), biases)

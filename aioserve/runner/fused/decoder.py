@@ -7,11 +7,10 @@ Knows nothing about `transformers`, blocks or requests.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.fused.ops import Activation, AttentionLayer, Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import Activation, AttentionLayer, Embedding, Linear, Ops, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,14 @@ class FusedDecoder:
     """Embedding, layers, last norm and LM head, over the operations of one machine."""
 
     def __init__(
-        self, embedding: Tensor, layers: list[DecoderLayer], norm: RMSNorm, head: Linear, ops: Ops
+        self,
+        embedding: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        ops: Ops,
     ) -> None:
-        self.embedding = embedding  # [V, hidden]
+        self.embedding = embedding
         self._layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
         self._head = head
@@ -81,7 +85,7 @@ class FusedDecoder:
         """As `ServedModel.hidden`."""
         ops, last, num_sampling = self._ops, self._layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
-        x = F.embedding(inputs.input_ids, self.embedding)
+        x = self.embedding(inputs.input_ids)
         state = self._layers[0].start(x, ops)
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             attended = layer.attend(state, ops)
@@ -99,5 +103,5 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """As `ServedModel.logits`."""
         if not len(hidden):
-            return hidden.new_empty(0, len(self.embedding))
+            return hidden.new_empty(0, self.embedding.shape[0])
         return self._head(hidden)

@@ -5,18 +5,39 @@ attention backend; knows nothing about model classes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aioserve.model_source.quantized import QuantizedWeight
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
+
+
+class Embedding(Protocol):
+    """Rows of a table by token id: [T] -> [T, hidden]."""
+
+    shape: tuple[int, int]  # tokens, hidden
+    dtype: torch.dtype
+
+    def __call__(self, ids: Tensor) -> Tensor: ...
+
+
+class PlainEmbedding:
+    """Of a table as it is."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.dtype = table, table.dtype
+        self.shape = (table.shape[0], table.shape[1])
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.table)
 
 
 class RMSNorm(NamedTuple):
@@ -49,6 +70,18 @@ class Ops(ABC):
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made."""
+
+    def quantized_linear(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Linear | None:
+        """The same for weights one below the other in their formats, and `x` of `dtype`; None where
+        nothing multiplies with these.
+        """
+        return None
+
+    def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
+        """The weight of such a product as a table; None if it is another's product."""
+        return None
 
     @abstractmethod
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:

@@ -6,17 +6,17 @@
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor
 
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
 
 
 class Place(ABC):
     """A kind of machine."""
 
     device: torch.device
+    multiplies_blocks = False  # whether weights of a few bits are served as they are stored
 
     @abstractmethod
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
@@ -30,7 +30,7 @@ class Place(ABC):
 
     def create_whole_decoder(
         self,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.recognize import DecoderParts, NotFusedError
 from aioserve.runner.served_model import ServedModel
@@ -50,9 +49,9 @@ class Proof:
         if not all(bool(x.isfinite().all()) for x in (*self._states, self._logits)):
             raise NotFusedError("it computes infinities or what is not a number")
 
-    def check_embedding(self, embedding: Tensor) -> None:
-        """Raises `NotFusedError` if the first layer is given anything but rows of `embedding`."""
-        rows = F.embedding(self._inputs.input_ids, embedding)
+    def check_embedding(self, embedding: Embedding) -> None:
+        """Raises `NotFusedError` if the first layer is given anything but its rows."""
+        rows = embedding(self._inputs.input_ids)
         if not torch.equal(rows, self._states[0]):
             raise NotFusedError("its embedding is not a plain one")
 

@@ -177,7 +177,7 @@ def test_non_finite_values_of_one_request_do_not_reach_the_next_owner_of_its_blo
 ) -> None:
     driver = make_driver()
     driver.add("broken", [0] * 30)
-    embedding = driver.runner._model.decoder.embedding
+    embedding = driver.runner._model.decoder.embedding.table
     with torch.inference_mode():
         healthy = embedding[0].clone()
         embedding[0] = float("nan")

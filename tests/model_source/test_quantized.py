@@ -1,0 +1,37 @@
+"""What the bytes of a format mean, against the package gguf."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from aioserve.model_source.quantized import FORMATS, QuantizedWeight, quantize
+from tests.blocks import random_weight
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_format_is_unpacked_to_the_bit(kind: str) -> None:
+    weight = random_weight(kind, 40, 768)
+    expected = gguf.dequantize(weight.data.numpy(), gguf.GGMLQuantizationType[kind])
+    assert weight.shape == expected.shape
+    assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(expected))
+    some = weight.rows(torch.tensor([39, 2])).dequantize(torch.float32)
+    assert torch.equal(some, torch.from_numpy(expected[[39, 2]]))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q8_0", 1 / 254), ("Q4_0", 1 / 14)])
+def test_a_weight_is_off_by_at_most_half_a_step(kind: str, most: float) -> None:
+    """But for the number opposite to the largest, of which 4 bits have one less."""
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    found = quantize(weight, kind)
+    assert isinstance(found, QuantizedWeight)
+    error = (found.dequantize(torch.float32) - weight).unflatten(1, (-1, 32)).abs()
+    largest = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+    assert bool((error <= most * (1 + 1 / (kind == "Q4_0" or 2**30)) * 1.001 * largest).all())
+    ours = error.square().mean()
+    theirs = gguf.dequantize(
+        gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]),
+        gguf.GGMLQuantizationType[kind],
+    )
+    assert ours <= 1.02 * float(np.square(theirs - weight.numpy()).mean())

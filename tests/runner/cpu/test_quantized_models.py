@@ -1,0 +1,103 @@
+"""Models whose weights stay as few bits as a file has, against the same weights unpacked.
+
+The reference is `transformers` on what the package gguf unpacks, which shares no code with ours.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import Driver, make_config
+
+from aioserve.config import ModelConfig
+from aioserve.kernels import load_kernels
+from aioserve.model_info import ModelInfo
+from aioserve.model_source.quantized import FORMATS
+from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.loader import named_dtype
+from tests.gguf_models import write_gguf
+from tests.greedy import GreedyReference
+from tests.models import make_model
+from tests.variants import DTYPES
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+PROMPTS = {"a": [7], "b": [5, 80, 7, 511, 2] * 8, "c": [250, 3, 3] * 5}
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp mixes them, and one that no kernel knows."""
+    if "attn_v" in name or "token_embd" in name:
+        return "Q6_K"
+    return "Q8_0" if "ffn_gate" in name else "F16" if "attn_output" in name else "Q4_K"
+
+
+def write(path: Path, kind: str, kind_of: Callable[[str], str]) -> Path:
+    directory = make_model(kind, path / "float", **SIZES)
+    return write_gguf(directory, path / "m.gguf", kind_of=kind_of)
+
+
+def reference(file: Path, dtype: str) -> GreedyReference:
+    """`transformers` on the weights of `file`, unpacked by the package gguf."""
+    import torch
+
+    place = file.parent / "unpacked"
+    if not place.exists():
+        source = ModelInfo(ModelConfig(model=str(file))).source
+        module = source.load_module(torch.float32, torch.device("cpu"), "eager")
+        module.config.eos_token_id = module.generation_config.eos_token_id = None  # go on and on
+        module.save_pretrained(place)
+    return GreedyReference(place, named_dtype(dtype))
+
+
+def check(file: Path, dtype: str, caplog: Any, said: str) -> None:
+    config = make_config(file, dtype=dtype)
+    with caplog.at_level("INFO"):
+        runner = load_on_cpu(config, ModelInfo(config.model))
+    try:
+        assert said in caplog.text
+        if "as they are stored" in said:
+            assert isinstance(runner._model.decoder, WholeDecoder)
+        driver = Driver(runner, 128, 8)
+        for name, prompt in PROMPTS.items():
+            driver.add(name, prompt)
+        driver.step({"a": 1, "b": 9})
+        driver.step({"b": 30, "a": 1, "c": 15})
+        for _ in range(9):
+            driver.step()
+        expected = reference(file, dtype)
+        for name, prompt in PROMPTS.items():
+            output = driver.sequences[name].output
+            assert len(output) > 8
+            assert output == expected.tokens(prompt, len(output)), name
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_tokens_are_those_of_the_unpacked_weights(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path, "llama", lambda name: kind)
+    check(file, "float32", caplog, f"{kind}, multiplied as they are stored")
+
+
+def test_a_model_of_many_types_is_served_in_every_type_of_its_activations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its queries, keys and values are of two types in one product; one weight has its own type."""
+    file = write(tmp_path, "qwen3", mixed)
+    for dtype in DTYPES:
+        check(file, dtype, caplog, "Q4_K, Q6_K, Q8_0, multiplied as they are stored")
+
+
+def test_without_kernels_the_weights_are_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "llama", mixed)
+    monkeypatch.setenv("AIOSERVE_KERNELS", "off")
+    load_kernels.cache_clear()
+    check(file, "float32", caplog, "are unpacked to float32")
+    monkeypatch.undo()
+    load_kernels.cache_clear()
