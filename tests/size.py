@@ -14,18 +14,18 @@ LIMITS = {
     "aioserve": 2_300,
     "aioserve/engine": 2_850,
     "aioserve/grammars": 650,
-    "aioserve/kernels": 2_500,
+    "aioserve/kernels": 2_900,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
-    "aioserve/model_source": 950,
-    "aioserve/runner": 6_900,
+    "aioserve/model_source": 1_200,
+    "aioserve/runner": 7_250,
     "aioserve/scheduler": 2_200,
     "aioserve/server": 7_000,
     "aioserve/testing": 2_900,
     "aioserve/watch": 1_700,
     "benchmarks": 2_900,
     "policies": 650,
-    "tests": 25_000,
+    "tests": 25_500,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
