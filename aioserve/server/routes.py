@@ -79,6 +79,14 @@ ROUTES = (
         raises=(RequestError, UnknownResponseError),
     ),
     Route(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        response.list_input_items,
+        "What led to a response.",
+        responses.ItemList,
+        raises=(RequestError, UnknownResponseError),
+    ),
+    Route(
         "DELETE",
         "/v1/responses/{id}",
         response.delete_response,

@@ -25,9 +25,10 @@ def document() -> dict[str, Any]:
 @functools.cache
 def responses(method: str, path: str) -> dict[str, Any]:
     """By status, what a route may answer; empty if there is no such route."""
-    for template, operations in document()["paths"].items():
+    paths = document()["paths"]
+    for template in sorted(paths, key=len, reverse=True):  # a parameter may hold slashes
         if re.fullmatch(re.sub(r"{\w+}", ".+", template), path):
-            return operations.get(method.lower(), {}).get("responses", {})
+            return paths[template].get(method.lower(), {}).get("responses", {})
     return {}
 
 
@@ -47,6 +48,7 @@ def validators(method: str, path: str, status: int, media_type: str) -> list[Any
 
 def check_answer(method: str, path: str, status: int, content_type: str, body: bytes) -> None:
     """Raises if a route that is in the document may not answer so."""
+    path = path.partition("?")[0]
     if not responses(method, path):
         return
     media_type = content_type.partition(";")[0]

@@ -13,7 +13,7 @@ from test_bad_input import check, mutations
 from test_tools import HERMES, THINKING, TWO_CALLS
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
-from aioserve.server.anthropic.prompt import template_messages
+from aioserve.server.anthropic.prompt import template_messages, tools_of
 from aioserve.server.anthropic.protocol import CountTokensRequest
 from tests.processes import PATIENCE
 
@@ -322,6 +322,13 @@ async def test_a_client_calls_tools_and_answers_them(tmp_path):
         assert [block.text for block in none.content] == [TWO_CALLS]
         cut = await client.messages.create(**{**ask, "max_tokens": 20})
         assert cut.stop_reason == "max_tokens"
+
+
+async def test_a_strict_tool_is_strict_here_too():
+    body = {"messages": [TURN], "tools": [{**TOOLS[0], "strict": True}, TOOLS[1]]}
+    use = tools_of(msgspec.convert(body, CountTokensRequest))
+    assert [function.is_strict for function in use.functions] == [True, False]
+    assert (use.is_bound, use.must_call, use.is_parallel) == (True, False, True)
 
 
 async def test_a_reply_goes_on_with_an_assistants_last_message(server):

@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from scripted import saying
 from serving import SIMULATED, running
 from test_bad_input import check, mutations
@@ -16,9 +16,10 @@ from test_tools import HERMES, TWO_CALLS
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
-from aioserve.server.responses.prompt import template_turns
-from aioserve.server.responses.protocol import InputItem
+from aioserve.server.responses.prompt import template_turns, tools_of
+from aioserve.server.responses.protocol import InputItem, ResponsesRequest
 from aioserve.server.responses.store import Kept, ResponseStore
+from tests.processes import PATIENCE
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -33,39 +34,11 @@ async def url(request):
         yield server.url + "/v1"
 
 
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
 async def ask_for(server, **fields):
     return await server.request("POST", "/v1/responses", json={**ASKED, **fields})
-
-
-async def test_whole_and_streamed_agree_event_by_event(url):
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        whole = await client.responses.create(**ASKED, instructions="Be brief.")
-        events = [
-            event
-            async for event in await client.responses.create(
-                **ASKED, instructions="Be brief.", stream=True
-            )
-        ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    *_, text_done, part_done, item_done, last = events
-    deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert [event.type for event in events] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * len(deltas),
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        f"response.{whole.status}",
-    ]
-    assert "".join(event.delta for event in deltas) == whole.output_text
-    assert text_done.text == part_done.part.text == item_done.item.content[0].text
-    assert last.response.output_text == whole.output_text
-    assert last.response.status == whole.status
-    assert last.response.usage.total_tokens == whole.usage.total_tokens
-    assert {event.item_id for event in deltas} <= {item_done.item.id}
 
 
 def use_sync_client(url):
@@ -119,6 +92,22 @@ async def test_the_store_forgets_what_was_not_asked_for_the_longest():
     assert store.get("e")
     store.put("f", of(101))
     assert store.get("e") is store.get("f") is None
+
+
+async def test_a_stream_that_fails_ends_with_openais_error(start_server):
+    async with start_server(runner={"step_base_ms": 5}) as server:
+        answering = asyncio.create_task(ask_for(server, max_output_tokens=4000, stream=True))
+        async with asyncio.timeout(PATIENCE):
+            while not (await server.gauges())["num_requests_running"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)
+        parts = server.engine._parts
+        [request_id] = parts.output_processor._states
+        parts.output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
+        events = [data for _, data in events_of(await answering)]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        EVENT.validate_python(events[-1])
+        assert (events[-1]["type"], events[-1]["message"]) == ("error", "internal server error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -226,7 +215,6 @@ CASES = [
     (TWO_CALLS, {"tools": TOOLS, "parallel_tool_calls": False}, ["message", "function_call"]),
     (TWO_CALLS, {"tools": TOOLS, "tool_choice": "none"}, ["message"]),
 ]
-EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 async def test_whole_and_streamed_are_one_and_as_openais_models_have_them(tmp_path):
@@ -249,7 +237,9 @@ def check_stream(streamed, whole):
     for event in events:
         EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{whole['status']}"
     assert whole["id"].startswith("resp_")
     assert said(last["output"]) == said(whole["output"])
     assert last["status"] == whole["status"] == whole["output"][-1]["status"]
@@ -262,8 +252,8 @@ def check_stream(streamed, whole):
         assert deltas == said([item])[0][-1]
         [done] = [event for event in own if "text" in event or "arguments" in event]
         assert done.get("text", done.get("arguments")) == deltas
-        parts = [event["type"] for event in own if "part" in event]
-        assert len(parts) == (0 if item["type"] == "function_call" else 2)
+        parts = [i for i, event in enumerate(own) if "part" in event]
+        assert parts == ([] if item["type"] == "function_call" else [1, len(own) - 2])
 
 
 async def test_a_client_calls_functions_and_answers_them(tmp_path):
@@ -301,6 +291,18 @@ async def test_a_client_calls_functions_and_answers_them(tmp_path):
             await client.responses.create(**ask, input="x", tool_choice=only)
         kept = await client.responses.retrieve(by_id.id)
         assert kept == by_id
+        listed = [item async for item in client.responses.input_items.list(by_id.id, limit=2)]
+        kinds = [item.type for item in reversed(listed)]
+        assert kinds == [
+            "message",
+            "message",
+            *["function_call"] * 2,
+            *["function_call_output"] * 2,
+        ]
+        path = f"/v1/responses/{by_id.id}/input_items?order=asc"
+        ResponseItemList.model_validate((await server.get(path)).json())
+        assert check(await server.get(path + "&after=x"))["param"] == "after"
+        assert "limit" in check(await server.get(path + "&limit=0"))["message"]
         await client.responses.delete(by_id.id)
         for call in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError, match="no response") as caught:
@@ -427,6 +429,23 @@ async def test_calls_and_outputs_that_do_not_fit_are_refused_with_their_place(gi
     with pytest.raises(RequestError) as caught:
         template_turns(items(*given))
     assert caught.value.param == param
+
+
+async def test_tools_are_offered_as_they_are_asked_for():
+    def use(**fields):
+        given = {"input": "x", "tools": [{**TOOLS[0], "strict": True}, TOOLS[1]], **fields}
+        use = tools_of(msgspec.convert(given, ResponsesRequest))
+        return use and (use.may_call, use.must_call, use.is_parallel, use.is_bound)
+
+    allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "sub"}]}
+    both = ("add", "sub")
+    assert use() == use(tool_choice="auto") == (both, False, True, True)
+    assert use(tools=TOOLS) == (both, False, True, False)
+    assert use(tool_choice="none") is None
+    assert use(tool_choice="required", parallel_tool_calls=False) == (both, True, False, True)
+    assert use(tool_choice={**allowed, "mode": "auto"}) == (("sub",), False, True, True)
+    assert use(tool_choice={**allowed, "mode": "required"}) == (("sub",), True, True, True)
+    assert use(tool_choice={"type": "function", "name": "add"}) == (("add",), True, False, True)
 
 
 async def test_nothing_in_a_body_with_tools_is_a_failure_of_the_server():

@@ -65,10 +65,10 @@ class ItemWriter:
         self._pieces: list[str] = []  # of that
         self._number = 0  # of the next event
 
-    def number(self) -> int:
-        """That of the next event."""
+    def event(self, kind: type[Numbered], name: str, **fields: Any) -> Numbered:
+        """The next event."""
         self._number += 1
-        return self._number - 1
+        return kind(type=name, sequence_number=self._number - 1, **fields)
 
     def tell(self, event: Event) -> list[Numbered]:
         """What begins the item of the event, if it is another than the open one, and the delta."""
@@ -132,23 +132,16 @@ class ItemWriter:
         return self._of_item(DeltaEvent, name, delta=text, **_logprobs(self._open))
 
     def _item_event(self, name: str, item: OutputItem) -> Numbered:
-        return ItemEvent(
-            type=f"response.output_item.{name}",
-            sequence_number=self.number(),
-            output_index=len(self.items),
-            item=item,
+        return self.event(
+            ItemEvent, f"response.output_item.{name}", output_index=len(self.items), item=item
         )
 
-    def _of_item(self, event: type[OfItem], name: str, **fields: Any) -> Numbered:
+    def _of_item(self, kind: type[OfItem], name: str, **fields: Any) -> Numbered:
         assert self._open is not None, "only of what is open"
         if not isinstance(self._open, FunctionCallItem):
             fields["content_index"] = 0
-        return event(
-            type=f"response.{name}",
-            sequence_number=self.number(),
-            item_id=self._open.id,
-            output_index=len(self.items),
-            **fields,
+        return self.event(
+            kind, f"response.{name}", item_id=self._open.id, output_index=len(self.items), **fields
         )
 
 
@@ -220,12 +213,8 @@ class ResponseAnswer(Answer):
 
     def failure(self, error: BaseException) -> bytes:
         info = to_wire(error)[1].error
-        number = self._writer.number()
-        return typed_event(
-            ErrorEvent(
-                sequence_number=number, code=info.code, message=info.message, param=info.param
-            )
-        )
+        told = {"code": info.code, "message": info.message, "param": info.param}
+        return typed_event(self._writer.event(ErrorEvent, "error", **told))
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Response:
         [output] = outputs
@@ -244,6 +233,7 @@ class ResponseAnswer(Answer):
         response.usage = ResponseUsage.of(usage)
         if response.store:
             for item in self._input:
+                item.type = item.type or "message"
                 item.id = item.id or new_id("msg_" if item.type == "message" else "item_")
             kept = Kept(_encoder.encode(self._input), _encoder.encode(response))
             self._store.put(self.id, kept)
@@ -254,9 +244,8 @@ class ResponseAnswer(Answer):
             self._reader = ReplyReader.of(self._format, self._use, self.prompt_end)
         return self._reader.read(output)
 
-    def _event(self, name: str, response: Response) -> ResponseEvent:
-        number = self._writer.number()
-        return ResponseEvent(type=f"response.{name}", sequence_number=number, response=response)
+    def _event(self, name: str, response: Response) -> Numbered:
+        return self._writer.event(ResponseEvent, f"response.{name}", response=response)
 
     def _response(self, status: str, output: list[OutputItem]) -> Response:
         body = self._body

@@ -57,19 +57,20 @@ class _Told:
         self._own = None
 
     def add(self, item: InputItem, path: str) -> None:
-        required = _REQUIRED.get(item.type)
+        kind = item.type or "message"
+        required = _REQUIRED.get(kind)
         if required is None:
             known = ", ".join(map(repr, _REQUIRED))
             raise RequestError(
-                f"{path}: items of type {item.type[:64]!r} are not supported by this server, only "
+                f"{path}: items of type {kind[:64]!r} are not supported by this server, only "
                 f"{known}",
                 param=path,
             )
-        refuse_all_but((*_LABELS, *required, *_OPTIONAL.get(item.type, ())), item, path)
+        refuse_all_but((*_LABELS, *required, *_OPTIONAL.get(kind, ())), item, path)
         for name in required:
             if getattr(item, name) is None:
                 raise RequestError(f"{path}.{name} is missing", param=f"{path}.{name}")
-        match item.type:
+        match kind:
             case "message":
                 self._say(item, path)
             case "reasoning":

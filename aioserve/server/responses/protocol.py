@@ -37,7 +37,7 @@ class InputPart(RequestPart, kw_only=True, omit_defaults=True):
 class InputItem(RequestPart, kw_only=True, omit_defaults=True):
     """What was said, called, answered or thought; its type says which fields it has."""
 
-    type: str = "message"
+    type: str | None = None  # default message
     # Labels of what a response had.
     id: str | None = None
     status: str | None = None
@@ -290,6 +290,14 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
 
 
+class Page(RequestPart, kw_only=True):
+    """Query of GET /v1/responses/{id}/input_items."""
+
+    after: str | None = None  # an id: what comes then
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
 class Deleted(msgspec.Struct, kw_only=True):
     """Response of DELETE /v1/responses/{id}."""
 
@@ -319,14 +327,18 @@ class Numbered(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(Numbered, kw_only=True):
-    """How the whole stands: response.created, in_progress, completed or incomplete."""
+    """How the whole stands."""
 
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete"
+    ]
     response: Response
 
 
 class ItemEvent(Numbered, kw_only=True):
-    """An item begins or ends: response.output_item.added or done."""
+    """An item begins or ends."""
 
+    type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
     item: OutputItem
 
@@ -340,21 +352,32 @@ class OfItem(Numbered, kw_only=True):
 
 
 class PartEvent(OfItem, kw_only=True):
-    """The text of an item begins or ends: response.content_part.added or done."""
+    """The text of an item begins or ends."""
 
+    type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
 
 
 class DeltaEvent(OfItem, kw_only=True):
-    """More of it: response.output_text.delta, reasoning_text or function_call_arguments."""
+    """More of it."""
 
+    type: Literal[
+        "response.output_text.delta",
+        "response.reasoning_text.delta",
+        "response.function_call_arguments.delta",
+    ]
     delta: str
     logprobs: list[Any] | UnsetType = UNSET  # of a message
 
 
 class DoneEvent(OfItem, kw_only=True):
-    """All of it: response.output_text.done, reasoning_text or function_call_arguments."""
+    """All of it."""
 
+    type: Literal[
+        "response.output_text.done",
+        "response.reasoning_text.done",
+        "response.function_call_arguments.done",
+    ]
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET

@@ -20,7 +20,14 @@ from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
 from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.prompt import template_turns, tools_of
-from aioserve.server.responses.protocol import Deleted, InputItem, ResponsesRequest
+from aioserve.server.responses.protocol import (
+    Deleted,
+    InputItem,
+    InputPart,
+    ItemList,
+    Page,
+    ResponsesRequest,
+)
 from aioserve.server.responses.store import Kept
 from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
 from aioserve.server.validation import BodyDecoder
@@ -118,6 +125,38 @@ async def delete_response(request: web.Request) -> web.Response:
     request.app[RESPONSES].forget(response_id)
     deleted = _encoder.encode(Deleted(id=response_id))
     return web.Response(body=deleted, content_type="application/json")
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """The handler of GET for all that led to a response, the last of it first. Raises
+    `UnknownResponseError`, and `RequestError` for a wrong query.
+    """
+    kept = _kept(request)
+    try:
+        page = msgspec.convert(dict(request.query), Page, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from error
+    items = [_shown(item) for item in _items.decode(kept.items)]
+    if page.order == "desc":
+        items.reverse()
+    if page.after is not None:
+        ids = [item.id for item in items]
+        if page.after not in ids:
+            raise RequestError(f"no item {page.after[:128]!r} led to it", param="after")
+        items = items[ids.index(page.after) + 1 :]
+    told = items[: page.limit]
+    ends = (told[0].id, told[-1].id) if told else (None, None)
+    listed = ItemList(data=told, first_id=ends[0], last_id=ends[1], has_more=len(told) < len(items))
+    return web.Response(body=_encoder.encode(listed), content_type="application/json")
+
+
+def _shown(item: InputItem) -> InputItem:
+    """With its text as a part, and what replies have besides."""
+    if item.type == "message" and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        item.content = [InputPart(type=kind, text=item.content)]
+    item.status = item.status or "completed"
+    return item
 
 
 def _kept(request: web.Request) -> Kept:
