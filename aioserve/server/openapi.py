@@ -26,6 +26,7 @@ from aioserve.server.errors import UnknownModelError, is_for_anthropic, status_o
 from aioserve.server.protocol import ErrorResponse, ModelRequest
 from aioserve.server.unserved import FOREIGN, Unserved
 from aioserve.server.validation import BodyDecoder
+from aioserve.structured_outputs import WAYS, StructuredOutputs
 from aioserve.version import __version__
 
 Schema = dict[str, Any]
@@ -96,6 +97,7 @@ class OpenAPIDocument:
             if name in sent:
                 if self._ignores_unknown:
                     component.pop("additionalProperties", None)
+                component.update(_ONE_WAY if name == StructuredOutputs.__name__ else {})
             elif "properties" in component:  # a field with a default is there all the same
                 fields = component["properties"].items()
                 defaults = [key for key, schema in fields if "default" in schema]
@@ -231,6 +233,12 @@ _CALLED = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
     "top_logprobs": "logprobs",
+}
+#: Of `StructuredOutputs`: one of its fields, and not two.
+_ONE_WAY: Schema = {
+    "oneOf": [
+        {"required": [way], "properties": {way: {"not": {"enum": [None, False]}}}} for way in WAYS
+    ]
 }
 _ENTRIES: Mapping[str, Schema] = {
     "stop": {"minLength": 1},

@@ -20,6 +20,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 # JSON integers have no limit; those of the engine have 64 bits.
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
+# What is known and not served, inside of what is: refused by the handler, which knows its place.
+_NOTHING = {"enum": [None, False, "", [], {}], "description": "Not served."}
+Empty = Annotated[Any, Meta(extra_json_schema=_NOTHING)]
+
 
 # Requests
 
@@ -179,15 +183,15 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
 class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
     """One part of a message; only text is understood."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
     text: str | None = None
-    # Of parts of other types; refused unless empty.
-    image_url: Any = None
-    input_audio: Any = None
-    audio_url: Any = None
-    video_url: Any = None
-    file: Any = None
-    refusal: Any = None
+    # Of parts of other types.
+    image_url: Empty = None
+    input_audio: Empty = None
+    audio_url: Empty = None
+    video_url: Empty = None
+    file: Empty = None
+    refusal: Empty = None
 
 
 class FunctionCall(RequestPart, kw_only=True, omit_defaults=True):
@@ -215,11 +219,11 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant
     reasoning: str | None = None  # vLLM's name for it
-    # Sent back by clients that replay an assistant's message; refused unless empty.
-    function_call: Any = None
-    audio: Any = None
-    refusal: Any = None
-    annotations: Any = None
+    # Sent back by clients that replay an assistant's message.
+    function_call: Empty = None
+    audio: Empty = None
+    refusal: Empty = None
+    annotations: Empty = None
 
 
 class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):

@@ -1,0 +1,170 @@
+"""Bodies that `schemathesis` makes of the OpenAPI document, good ones and bad ones.
+
+A bad one is refused, a good one may be, in words; whatever is answered is what the document says.
+Most bodies are good but for one field: of several faults all but one would never be looked at.
+"""
+
+import asyncio
+import copy
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+# The loop is the subject of other tests.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+MESSAGES = [{"role": "user", "content": "Hello"}]
+# What is held as it is while one field varies.
+GOOD = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/abort": {"request_id": "x"},
+}
+THIN = 6  # every so manieth body, except in the slow test
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+
+
+def of_one_field(document: dict[str, Any], path: str, field: str) -> Iterator[Case]:
+    """What the edges of this field's schema suggest; the other fields stay as they are."""
+    narrow = copy.deepcopy(document)
+    narrow["paths"] = {path: narrow["paths"][path]}
+    schema = body_schema(narrow, path)
+    held = {name: {"enum": [value]} for name, value in GOOD[path].items()}
+    schema["properties"] = {**held, field: schema["properties"][field]}
+    schema["required"] = list(schema["properties"])
+    api = schemathesis.openapi.from_dict(narrow)
+    return api.iter_coverage_cases(
+        api[path]["POST"],
+        generation_modes=list(GenerationMode),
+        generation_config=api.config.generation,
+    )
+
+
+def try_bodies(
+    url: str, document: dict[str, Any], path: str, *, thin: int
+) -> dict[str, Counter[int]]:
+    """How often which status came, by the field that varied."""
+    schema = {**body_schema(document, path), "components": document["components"]}
+    validator = jsonschema_rs.validator_for(schema)
+    statuses: dict[str, Counter[int]] = {}
+    with requests.Session() as session:
+        for field, told in body_schema(document, path)["properties"].items():
+            if thin > 1 and "Not served" in told.get("description", ""):
+                continue  # other tests name each
+            statuses[field] = Counter()
+            for case in itertools.islice(of_one_field(document, path, field), 0, None, thin):
+                if case.method != "POST":
+                    continue
+                response = case.call(base_url=url, session=session)
+                case.validate_response(response, checks=CHECKS)
+                statuses[field][response.status_code] += 1
+                if not is_good(response.request.body, validator):
+                    assert response.status_code in (400, 404), case.as_curl_command()
+    return statuses
+
+
+def is_good(sent: bytes | None, validator: jsonschema_rs.Validator) -> bool:
+    try:
+        return validator.is_valid(json.loads(sent or b""))
+    except ValueError:
+        return False
+
+
+def served(path: str) -> int:
+    """What a good body gets; none knows what could be aborted."""
+    return 404 if path == "/v1/abort" else 200
+
+
+def try_at_random(url: str, document: dict[str, Any], *, num_examples: int) -> None:
+    """All fields at once, and all routes."""
+    api = schemathesis.openapi.from_dict(document)
+    with requests.Session() as session:
+        for result in api.get_all_operations():
+            operation = result.ok()
+            modes = [GenerationMode.POSITIVE]
+            if operation.body:
+                modes.append(GenerationMode.NEGATIVE)
+
+            @settings(
+                derandomize=True,
+                max_examples=num_examples,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(st.one_of(map(operation.as_strategy, modes)))
+            def try_one(case: Case) -> None:
+                checks = [*CHECKS, negative_data_rejection]
+                case.call_and_validate(base_url=url, session=session, checks=checks)
+
+            try_one()
+
+
+@pytest.fixture
+async def server(start_server):
+    """Its model takes few tokens: where nothing else ends a reply, this does."""
+    limits = {"max_model_len": 64}
+    async with start_server(model=limits, server={"enable_admin": True}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_a_body_that_the_document_does_not_allow_is_refused(server, path):
+    document = (await server.get("/openapi.json")).json()
+    statuses = await asyncio.to_thread(try_bodies, server.url, document, path, thin=THIN)
+    assert sum(statuses.values(), Counter()).keys() >= {served(path), 400}
+
+
+async def test_bodies_at_random_are_answered_as_the_document_says(server):
+    document = (await server.get("/openapi.json")).json()
+    await asyncio.to_thread(try_at_random, server.url, document, num_examples=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GOOD)
+async def test_every_body_that_the_document_does_not_allow_is_refused(server, path):
+    document = (await server.get("/openapi.json")).json()
+    assert {p for p, item in document["paths"].items() if "post" in item} >= GOOD.keys()
+    statuses = await asyncio.to_thread(try_bodies, server.url, document, path, thin=1)
+    for field, seen in statuses.items():
+        assert seen.keys() >= {served(path), 400}, field
+
+
+@pytest.mark.slow
+async def test_many_bodies_at_random_are_answered_as_the_document_says(server):
+    document = (await server.get("/openapi.json")).json()
+    await asyncio.to_thread(try_at_random, server.url, document, num_examples=300)
