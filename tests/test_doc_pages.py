@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,21 +16,12 @@ from openai.types.completion_create_params import (
 )
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-from aioserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from aioserve.server import completions
+from aioserve.server.anthropic import routes as messages
+from aioserve.server.chat import routes as chat
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
-from aioserve.server.responses.protocol import ResponsesRequest
-from aioserve.server.unserved import (
-    FOREIGN,
-    HINTS,
-    HINTS_ON_MESSAGES,
-    HINTS_ON_RESPONSES,
-    NOT_ON_CHAT,
-    NOT_ON_COMPLETIONS,
-    NOT_ON_MESSAGES,
-    NOT_ON_RESPONSES,
-    UNSERVED,
-    UNSERVED_ANTHROPIC,
-)
+from aioserve.server.responses import routes as response
+from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,10 +74,20 @@ def test_the_policies_read_what_the_page_says() -> None:
     assert reads == {"user": {"fair"}, "priority": {"priority"}, "timeout": {"deadline"}}
 
 
+OTHER_PROTOCOLS = ("Anthropic's messages", "Responses")
+
+
+def section_of(heading: str) -> str:
+    """Of the page on HTTP."""
+    page = (ROOT / "docs/http-api.md").read_text()
+    [section] = re.findall(rf"\n## {heading}\n.*?(?=\n## )", page, re.DOTALL)
+    return section
+
+
 def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> None:
     page = (ROOT / "docs/http-api.md").read_text()
-    for section in (ANTHROPICS, RESPONSES):
-        page = re.sub(section, "", page, flags=re.DOTALL)
+    for heading in OTHER_PROTOCOLS:
+        page = page.replace(section_of(heading), "")
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page, re.MULTILINE)
     listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
     for name, field in {**UNSERVED, **FOREIGN}.items():
@@ -103,56 +105,50 @@ def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> No
 
 
 def test_every_field_of_openais_client_is_known() -> None:
-    for params, body, elsewhere in (
-        (ChatParams, ChatCompletionRequest, NOT_ON_CHAT),
-        (CompletionParams, CompletionRequest, NOT_ON_COMPLETIONS),
+    for params, decoder in (
+        (ChatParams, chat.decoder),
+        (CompletionParams, completions.decoder),
     ):
-        known = {*body.__struct_fields__, *elsewhere, *UNSERVED, *HINTS}
+        known = {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
         assert set(params.__annotations__) <= known
 
 
-ANTHROPICS = r"\n## Anthropic's messages\n.*?(?=\n## )"
+def fields_of(heading: str) -> dict[str, tuple[str, ...]]:
+    """The other cells of each field's row, below that heading."""
+    found = re.findall(r"^\| (`.*) \|$", section_of(heading), re.MULTILINE)
+    rows = [row.split(" | ") for row in found]
+    return {n: tuple(rest) for cell, *rest in rows for n in re.findall(r"`(\w+)`", cell)}
 
-RESPONSES = r"\n## Responses\n.*?(?=\n## )"
+
+def check_refusals(told: dict[str, str], refused: Mapping[str, Unserved]) -> None:
+    for name, words in told.items():
+        assert words.startswith("refused") == (name in refused), name
+        if name in refused and not refused[name].instead:
+            values = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", words)]
+            assert values == list(refused[name].no_ops), name
 
 
 def test_the_table_of_responses_holds_all_fields_that_are_known_and_the_clients() -> None:
-    [section] = re.findall(RESPONSES, (ROOT / "docs/http-api.md").read_text(), re.DOTALL)
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
-    listed = {name: rest for cell, rest in rows for name in re.findall(r"`(\w+)`", cell)}
-    served = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
-    assert listed.keys() == served | NOT_ON_RESPONSES.keys() | set(HINTS_ON_RESPONSES)
-    for name, rest in listed.items():
-        assert rest.startswith("refused") == (name in NOT_ON_RESPONSES), name
-        if name in NOT_ON_RESPONSES and not NOT_ON_RESPONSES[name].instead:
-            told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", rest)]
-            assert told == list(NOT_ON_RESPONSES[name].no_ops), name
+    listed = {name: words for name, (words,) in fields_of(OTHER_PROTOCOLS[1]).items()}
+    decoder = response.decoder
+    assert listed.keys() == {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
+    check_refusals(listed, decoder.unserved)
     assert set(ResponseCreateParamsNonStreaming.__annotations__) <= listed.keys()
 
 
 def test_the_table_of_anthropics_fields_holds_all_that_are_known_and_the_clients() -> None:
-    [section] = re.findall(ANTHROPICS, (ROOT / "docs/http-api.md").read_text(), re.DOTALL)
-    rows = re.findall(r"^\| (`.*?) \| (both|messages) \| (.*?) \|$", section, re.MULTILINE)
-    listed = {n: (on, rest) for cell, on, rest in rows for n in re.findall(r"`(\w+)`", cell)}
-    served, counted = (
-        {field.name for field in msgspec.structs.fields(body)}
-        for body in (MessagesRequest, CountTokensRequest)
-    )
-    refused = {**UNSERVED_ANTHROPIC, **NOT_ON_MESSAGES}
-    assert listed.keys() == served | refused.keys() | set(HINTS_ON_MESSAGES)
+    listed = fields_of(OTHER_PROTOCOLS[0])
     on_both = {name for name, (on, _) in listed.items() if on == "both"}
-    assert on_both == counted | UNSERVED_ANTHROPIC.keys() | set(HINTS_ON_MESSAGES)
-    for name, (_, rest) in listed.items():
-        assert rest.startswith("refused") == (name in refused), name
-        if name in refused and not refused[name].instead:
-            told = [msgspec.json.decode(value) for value in re.findall(r"`(.*?)`", rest)]
-            assert told == list(refused[name].no_ops), name
     headers = {"user_profile_id", "workspace_id"}
-    for params, on in (
-        (MessageCreateParamsNonStreaming, listed.keys()),
-        (MessageCountTokensParams, on_both),
+    for decoder, params, names in (
+        (messages.create_decoder, MessageCreateParamsNonStreaming, listed.keys()),
+        (messages.count_decoder, MessageCountTokensParams, on_both),
     ):
-        assert set(params.__annotations__) - headers <= on
+        assert names == {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
+        assert set(params.__annotations__) - headers <= names
+    check_refusals(
+        {name: words for name, (_, words) in listed.items()}, messages.create_decoder.unserved
+    )
 
 
 def anchors(page: Path) -> set[str]:
