@@ -20,8 +20,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 # JSON integers have no limit; those of the engine have 64 bits.
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
+# A text that the engine refuses if it is empty.
+Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+
 # What is known and not served, inside of what is: refused by the handler, which knows its place.
-_NOTHING = {"enum": [None, False, "", [], {}], "description": "Not served."}
+_NOTHING: dict[str, Any] = {"enum": [None, False, "", [], {}], "description": "Not served."}
 Empty = Annotated[Any, Meta(extra_json_schema=_NOTHING)]
 
 
@@ -162,7 +165,7 @@ SHARED_REQUEST_FIELDS = tuple(
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str | Int | list[Int]]
+    prompt: Text | list[Text | Int | list[Int]]
     max_tokens: Int | None = DEFAULT_COMPLETION_TOKENS  # null: up to the model's limit
     logprobs: Int | None = None
     best_of: Int | None = None  # so many are sampled, the n best of them are told

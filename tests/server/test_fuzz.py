@@ -161,10 +161,11 @@ async def test_every_body_that_the_document_does_not_allow_is_refused(server, pa
     assert {p for p, item in document["paths"].items() if "post" in item} >= GOOD.keys()
     statuses = await asyncio.to_thread(try_bodies, server.url, document, path, thin=1)
     for field, seen in statuses.items():
-        assert seen.keys() >= {served(path), 400}, field
+        # Nothing that is made of schemas alone is a conversation that makes sense.
+        assert seen.keys() >= ({400} if field in GOOD[path] else {served(path), 400}), field
 
 
 @pytest.mark.slow
 async def test_many_bodies_at_random_are_answered_as_the_document_says(server):
     document = (await server.get("/openapi.json")).json()
-    await asyncio.to_thread(try_at_random, server.url, document, num_examples=300)
+    await asyncio.to_thread(try_at_random, server.url, document, num_examples=100)
