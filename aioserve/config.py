@@ -65,6 +65,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="compute type; auto: bfloat16 where it is fast, else float32"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Meta(
+            description="round the weights to so many bits as they are loaded, and multiply with "
+            "these: on a CPU, by the compiled kernels (int4: embedding and head int8)"
+        ),
+    ] = None
     max_model_len: Annotated[
         PositiveInt | None,
         Meta(description="prompt and output together, in tokens (default: the model's own limit)"),

@@ -106,6 +106,11 @@ def find_model(config: ModelConfig) -> ModelSource:
     else:
         raise ConfigError(f"no model directory or GGUF file at {config.model}")
     if path.is_file():
+        if config.quantization is not None:
+            raise ConfigError(
+                f"model.quantization is {config.quantization!r}, but {path} is a GGUF file, whose "
+                "weights are served in the types that it has"
+            )
         return GgufFile(path, trust_remote_code=config.trust_remote_code)
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))

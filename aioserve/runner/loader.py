@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import attached
+from aioserve.model_source.quantized import attach, attached, quantize
 from aioserve.model_source.source import one_line
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -99,8 +100,15 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
             ATTN_IMPLEMENTATION,
             keeps_blocks=config.fused and place.multiplies_blocks,
         )
+    if config.quantization is not None:
+        _quantize(module, config, place)
     stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
     model = prepare_model(module, config, info, place)
+    if config.quantization is not None and not (stored and model.is_compiled):
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, but the compiled kernels do not serve "
+            f"{model.name} whole: leave it out"
+        )
     if stored:
         logger.info(
             "%s: %.0f MB of weights, %s, %s",
@@ -110,6 +118,24 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
             "multiplied as they are stored" if model.is_compiled else f"unpacked to {config.dtype}",
         )
     return model
+
+
+@torch.inference_mode()
+def _quantize(module: nn.Module, config: ModelConfig, place: Place) -> None:
+    """Round matrices whose rows are whole blocks; what is left keeps its type."""
+    if not (config.fused and place.multiplies_blocks):
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, which needs the compiled kernels of a "
+            "CPU and model.fused"
+        )
+    kind_of = {"int8": "Q8_0", "int4": "Q4_0"}[str(config.quantization)]
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    for part in tqdm(list(module.modules()), "Quantizing weights", unit="module", **BAR):
+        if type(part) in (nn.Linear, nn.Embedding) and attached(part.weight) is None:
+            is_inner = type(part) is nn.Linear and part is not head
+            if part.weight.shape[1] % 32 == 0:
+                kind = kind_of if is_inner else "Q8_0"
+                attach(part.weight, quantize(part.weight.data, kind))
 
 
 def prepare_model(

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from driver import Driver, make_config
+from transformers import AutoModelForCausalLM
 
 from aioserve.config import ModelConfig
+from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import FORMATS
+from aioserve.model_source.quantized import FORMATS, quantize
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.loader import named_dtype
@@ -40,8 +43,6 @@ def write(path: Path, kind: str, kind_of: Callable[[str], str]) -> Path:
 
 def reference(file: Path, dtype: str) -> GreedyReference:
     """`transformers` on the weights of `file`, unpacked by the package gguf."""
-    import torch
-
     place = file.parent / "unpacked"
     if not place.exists():
         source = ModelInfo(ModelConfig(model=str(file))).source
@@ -51,8 +52,8 @@ def reference(file: Path, dtype: str) -> GreedyReference:
     return GreedyReference(place, named_dtype(dtype))
 
 
-def check(file: Path, dtype: str, caplog: Any, said: str) -> None:
-    config = make_config(file, dtype=dtype)
+def check(file: Path, dtype: str, caplog: Any, said: str, **settings: Any) -> None:
+    config = make_config(file, dtype=dtype, **settings)
     with caplog.at_level("INFO"):
         runner = load_on_cpu(config, ModelInfo(config.model))
     try:
@@ -90,6 +91,42 @@ def test_a_model_of_many_types_is_served_in_every_type_of_its_activations(
     file = write(tmp_path, "qwen3", mixed)
     for dtype in DTYPES:
         check(file, dtype, caplog, "Q4_K, Q6_K, Q8_0, multiplied as they are stored")
+
+
+@pytest.mark.parametrize(("setting", "inner"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_tokens_are_those_of_weights_rounded_at_load(
+    setting: str, inner: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_model("qwen3", tmp_path / "whole")  # tied
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            rounded = quantize(parameter.data, "Q8_0" if "embed" in name else inner)
+            parameter.data.copy_(rounded.dequantize(torch.float32))
+    module.save_pretrained(tmp_path / "unpacked")
+    said = "Q4_0, Q8_0, multiplied" if setting == "int4" else "weights, Q8_0, multiplied"
+    check(directory, "float32", caplog, said, quantization=setting)
+
+
+def test_quantization_is_refused_where_nothing_multiplies_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(path: Path, **settings: Any) -> str:
+        config = make_config(path, quantization="int8", **settings)
+        with pytest.raises(ConfigError, match=r"model\.quantization is 'int8'") as caught:
+            load_on_cpu(config, ModelInfo(config.model))
+        return str(caught.value)
+
+    llama = make_model("llama", tmp_path / "llama")
+    assert "is a GGUF file" in refusal(write_gguf(llama, tmp_path / "m.gguf"))
+    assert "needs the compiled kernels" in refusal(llama, fused=False)
+    experts = make_model("mixtral", tmp_path / "experts")
+    assert "do not serve MixtralForCausalLM whole" in refusal(experts)
+    monkeypatch.setenv("AIOSERVE_KERNELS", "off")
+    load_kernels.cache_clear()
+    assert "needs the compiled kernels" in refusal(llama)
+    monkeypatch.undo()
+    load_kernels.cache_clear()
 
 
 def test_without_kernels_the_weights_are_unpacked(
