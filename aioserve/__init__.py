@@ -12,14 +12,17 @@ if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, RequestStream
-    from aioserve.outputs import FinishReason, RequestOutput
+    from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput
+    from aioserve.pooling_params import PoolingParams
     from aioserve.sampling_params import SamplingParams
 
 _HOMES = {
     "AsyncClient": "aioserve.client",
     "AsyncEngine": "aioserve.engine",
+    "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
     "FinishReason": "aioserve.outputs",
+    "PoolingParams": "aioserve.pooling_params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
     "SamplingParams": "aioserve.sampling_params",
@@ -28,8 +31,10 @@ _HOMES = {
 __all__ = [
     "AsyncClient",
     "AsyncEngine",
+    "EmbeddingOutput",
     "EngineConfig",
     "FinishReason",
+    "PoolingParams",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",

@@ -5,6 +5,8 @@
     │   └── RequestIdInUseError a request of that id is not over: HTTP 409
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
     ├── RequestFailedError      the step that served this request raised: HTTP 500
+    ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
+    ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
     ├── EngineStartError        an engine was started twice, or after its end
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
@@ -50,6 +52,14 @@ class EngineStartError(AioserveError):
 
 class RequestFailedError(AioserveError):
     """The forward pass that carried this request raised; other requests may go on."""
+
+
+class RequestTimeoutError(AioserveError):
+    """The time that the request gave itself has passed, and what there is of it is of no use."""
+
+
+class RequestAbortedError(AioserveError):
+    """The request was ended from outside, and what there is of it is of no use."""
 
 
 class EngineDeadError(AioserveError):

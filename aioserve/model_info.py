@@ -4,6 +4,7 @@ Finds the model that the settings mean; how it lies on disk is known to its sour
 door and the runner's loader read the same facts here.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,27 @@ class ModelInfo:
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def stated_pooling(self) -> str | None:
+        """How it was saved to make a vector of a prompt: `mean`, `last`, something else in words;
+        None if that is not said.
+        """
+        return self.source.stated_pooling
+
+    @cached_property
+    def matryoshka_dimensions(self) -> Sequence[int]:
+        """To how many numbers its vectors may be cut, as it says of itself; none: to no fewer."""
+        if stated := self._read("matryoshka_dimensions"):
+            return sorted(stated)
+        if self._read("is_matryoshka"):
+            return range(1, self.hidden_size + 1)
+        return ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and of an embedding."""
+        return int(self._read("hidden_size"))
 
     @property
     def vocab_size(self) -> int:

@@ -4,8 +4,17 @@ Plain data. Knows nothing about who makes it or who reads it.
 """
 
 import enum
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Vector: TypeAlias = npt.NDArray[np.float32]
+else:
+    Vector = Any  # whoever makes one has numpy
 
 
 class FinishReason(enum.StrEnum):
@@ -43,6 +52,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
     failed: dict[str, str] = {}  # requests that cannot go on, and why: no tokens of theirs
     #: Of requests that asked, with their first token: of every prompt token after the first.
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    pooled: dict[str, Vector] = {}  # of requests that are pooled, once their prompt is computed
 
 
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
@@ -57,6 +67,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None  # the stop token or string that matched
     new_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
+    embedding: Vector | None = None  # of a request that is pooled: all that comes of it
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +121,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # of this sample so far
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    embedding: Vector | None = None  # of a request that is pooled, once it has finished
 
     @property
     def finished(self) -> bool:
@@ -127,3 +139,13 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         self.stop_reason = newer.stop_reason
         self.num_output_tokens = newer.num_output_tokens
         self.num_cached_tokens = newer.num_cached_tokens
+        self.embedding = newer.embedding
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of a prompt."""
+
+    request_id: str
+    embedding: Vector  # float32 [hidden size, or the dimensions asked for]
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of these, found in the prefix cache

@@ -11,6 +11,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason
+from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
 
 
@@ -89,6 +90,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     encoder_inputs: Sequence[EncoderInput] = ()  # images and sounds, in order of position
     deadline: float | None = None  # it ends with a timeout if it has not finished by then
     client_index: int = 0  # which front end hears of it
+    pooling_params: PoolingParams | None = None  # given: it ends with its prompt, in a vector
 
     def __post_init__(self) -> None:
         for name in ("request_id", "user", "cache_salt", "adapter_id"):
@@ -139,6 +141,7 @@ class Request:
         "num_target_tokens",
         "num_tokens",
         "order_key",
+        "pooling_params",
         "priority",
         "request_id",
         "sampling_params",
@@ -165,6 +168,7 @@ class Request:
         self.encoder_inputs = tuple(spec.encoder_inputs)
         self.deadline = spec.deadline
         self.client_index = spec.client_index
+        self.pooling_params = spec.pooling_params
         self.status = RequestStatus.WAITING  # set by the scheduler alone
         self.stop_reason: int | None = None  # the stop token that ended it
         self.token_ids = list(spec.prompt_token_ids)  # prompt, then output
@@ -190,11 +194,14 @@ class Request:
     def bound_length(self, max_model_len: int) -> None:
         """Set `max_total_tokens` from `max_tokens` and the model's limit for prompt and output.
 
+        One that is pooled gets room for a token that is never sampled: the last is never computed.
         Raises `RequestError` for a prompt that is empty or leaves no room for an output.
         """
         num_prompt_tokens, max_tokens = self.num_prompt_tokens, self.sampling_params.max_tokens
         if num_prompt_tokens < 1:
             raise RequestError("the prompt must have at least one token", param="prompt")
+        if self.pooling_params is not None:
+            max_model_len, max_tokens = max_model_len + 1, 1
         if num_prompt_tokens >= max_model_len:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} "
@@ -208,9 +215,11 @@ class Request:
 
     @property
     def takes_cached_prefix(self) -> bool:
-        """Whether blocks that others computed will do: not while every prompt token's logits are
-        wanted.
+        """Whether blocks that others computed will do: not where every prompt token's state is
+        wanted, be it for a mean or for its logits.
         """
+        if self.pooling_params is not None:
+            return self.pooling_params.pooling != "mean"
         return (
             self.sampling_params.prompt_logprobs is None or self.num_tokens > self.num_prompt_tokens
         )

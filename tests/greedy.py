@@ -6,7 +6,7 @@ the logits that the reference gives for what came before it.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +42,12 @@ class GreedyReference:
         )
         tokens: list[int] = output[0, len(prompt) :].tolist()
         return tokens
+
+    @torch.inference_mode()
+    def states(self, prompt: list[int]) -> torch.Tensor:
+        """`last_hidden_state` [T, hidden], in float32."""
+        output = self._model.base_model(torch.tensor([prompt]), use_cache=False)
+        return cast(torch.Tensor, output.last_hidden_state[0].float())
 
     @torch.inference_mode()
     def surprises(self, prompt: list[int], tokens: list[int]) -> list[int]:

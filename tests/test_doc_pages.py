@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,14 +15,16 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming as CompletionParams,
 )
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-from aioserve.server import completions
+from aioserve.server import completions, embeddings
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from aioserve.server.responses import routes as response
 from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
+from aioserve.server.validation import BodyDecoder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,7 +77,7 @@ def test_the_policies_read_what_the_page_says() -> None:
     assert reads == {"user": {"fair"}, "priority": {"priority"}, "timeout": {"deadline"}}
 
 
-OTHER_PROTOCOLS = ("Anthropic's messages", "Responses")
+OTHER_PROTOCOLS = ("Anthropic's messages", "Responses", "Embeddings")
 
 
 def section_of(heading: str) -> str:
@@ -128,12 +131,21 @@ def check_refusals(told: dict[str, str], refused: Mapping[str, Unserved]) -> Non
             assert values == list(refused[name].no_ops), name
 
 
-def test_the_table_of_responses_holds_all_fields_that_are_known_and_the_clients() -> None:
-    listed = {name: words for name, (words,) in fields_of(OTHER_PROTOCOLS[1]).items()}
-    decoder = response.decoder
+@pytest.mark.parametrize(
+    ("heading", "decoder", "client"),
+    [
+        ("Responses", response.decoder, ResponseCreateParamsNonStreaming),
+        ("Embeddings", embeddings.decoder, EmbeddingCreateParams),
+    ],
+    ids=["responses", "embeddings"],
+)
+def test_the_table_of_a_route_holds_all_fields_that_are_known_and_the_clients(
+    heading: str, decoder: BodyDecoder[Any], client: Any
+) -> None:
+    listed = {name: words for name, (words,) in fields_of(heading).items()}
     assert listed.keys() == {*decoder.served.__struct_fields__, *decoder.unserved, *decoder.hints}
     check_refusals(listed, decoder.unserved)
-    assert set(ResponseCreateParamsNonStreaming.__annotations__) <= listed.keys()
+    assert set(client.__annotations__) <= listed.keys()
 
 
 def test_the_table_of_anthropics_fields_holds_all_that_are_known_and_the_clients() -> None:

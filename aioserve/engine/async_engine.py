@@ -18,12 +18,20 @@ from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.input_processor import Prompt
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.output_processor import Samples
+from aioserve.engine.pooling import NOTHING_SAMPLED, read_embedding
+from aioserve.engine.samples import Samples
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import EngineDeadError, EngineOverloadedError, EngineStartError, RequestError
+from aioserve.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineStartError,
+    RequestAbortedError,
+    RequestError,
+)
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import FinishReason, RequestOutput, SchedulerStats
+from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, SchedulerStats
+from aioserve.pooling_params import PoolingParams
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.sampling_params import SamplingParams
@@ -133,7 +141,7 @@ class AsyncEngine:
     async def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -143,7 +151,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
-        `prompt` is text, token ids, or chat messages. `request_id` names it in logs and for `abort`
+        `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
+        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort`
         (default: one that nobody has). `priority` (smaller is more urgent) and
         `user` are for the policy. After `timeout` seconds an unfinished request ends with finish
         reason `timeout`. Prefixes are shared within one `cache_salt` only. Raises `RequestError`,
@@ -153,36 +162,41 @@ class AsyncEngine:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
         parts = self._alive()
         arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
-        params = parts.input_processor.complete_params(sampling_params or SamplingParams())
+        sampling, pooling = NOTHING_SAMPLED, None
+        if isinstance(params, PoolingParams):
+            pooling = parts.pooling.complete(params)
+        else:
+            sampling = parts.input_processor.complete_params(params or SamplingParams())
         request_id = request_id or f"req-{uuid4().hex}"
-        stream = RequestStream(request_id, params.n, abort=lambda: self._drop(samples, parts))
-        samples = parts.output_processor.claim(stream, params.n)
+        stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
+        samples = parts.output_processor.claim(stream, sampling.n)
         try:
-            token_ids = await self._prepare(prompt, params, parts)
+            token_ids = await self._prepare(prompt, pooling or sampling, parts)
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
             stream.prompt_token_ids = token_ids
             spec = RequestSpec(
                 request_id,
                 token_ids,
-                params,
+                sampling,
                 arrival_time=arrival_time,
                 eos_token_ids=self.model_info.eos_token_ids,
                 priority=priority,
                 user=user,
                 cache_salt=cache_salt,
                 deadline=None if timeout is None else arrival_time + timeout,
+                pooling_params=pooling,
             )
             for index, sample_id in enumerate(samples.ids):
                 own = spec  # of this sample
-                if params.n > 1:
-                    seed = None if params.seed is None else params.seed + index
+                if sampling.n > 1:
+                    seed = None if sampling.seed is None else sampling.seed + index
                     own_params = msgspec.structs.replace(
-                        params,
+                        sampling,
                         n=1,
                         seed=seed,
                         # Of the prompt that they share, the first sample tells.
-                        prompt_logprobs=None if index else params.prompt_logprobs,
+                        prompt_logprobs=None if index else sampling.prompt_logprobs,
                     )
                     own = msgspec.structs.replace(
                         spec, request_id=sample_id, sampling_params=own_params
@@ -201,19 +215,20 @@ class AsyncEngine:
         return stream
 
     async def _prepare(
-        self, prompt: Prompt, params: SamplingParams, parts: EngineParts
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, parts: EngineParts
     ) -> list[int]:
         """Tokenizes, and compiles what the text must look like. Refuses what is too long, or too
         much for the queue, before the work is done.
         """
-        keep = parts.input_processor.num_kept_tokens(params)
-        least = parts.input_processor.least_tokens(prompt, keep)
+        room = parts.input_processor.room(params)
+        least = parts.input_processor.least_tokens(prompt, room)
         parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
         self._num_arriving += 1
         self._arriving_tokens += least
         try:
-            token_ids = await parts.input_processor.tokenize(prompt, keep)
-            await parts.input_processor.check_grammar(params)
+            token_ids = await parts.input_processor.tokenize(prompt, room)
+            if isinstance(params, SamplingParams):
+                await parts.input_processor.check_grammar(params)
             return token_ids
         finally:
             self._num_arriving -= 1
@@ -253,6 +268,37 @@ class AsyncEngine:
             async for output in stream:
                 yield output
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
+        cache_salt: str = "",
+    ) -> EmbeddingOutput:
+        """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
+
+        The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
+        or `RequestAbortedError` where a stream would have ended without a vector.
+        """
+        stream = await self.add_request(
+            prompt,
+            pooling_params or PoolingParams(),
+            request_id=request_id,
+            priority=priority,
+            user=user,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        )
+        try:
+            return await read_embedding(stream)
+        except RequestAbortedError:
+            self._alive()  # that it shuts down is what the caller should know
+            raise
+
     def abort(self, request_id: str) -> bool:
         """End a request from outside: its reader gets what there is, with finish reason `abort`.
 
@@ -275,8 +321,9 @@ class AsyncEngine:
         `RequestError`, also for text whose length alone shows that it is too long for the model.
         """
         processor = self._alive().input_processor
-        processor.least_tokens(prompt)
-        return await processor.encode(prompt, add_special_tokens)
+        room = processor.room(NOTHING_SAMPLED)
+        processor.least_tokens(prompt, room)
+        return await processor.encode(prompt, room, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with the special ones. Raises `RequestError`."""

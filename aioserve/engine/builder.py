@@ -20,6 +20,7 @@ from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.request_log import RequestLog
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVEvent
@@ -41,6 +42,7 @@ class EngineParts(NamedTuple):
 
     core: EngineCore
     input_processor: InputProcessor
+    pooling: PoolingDoor
     output_processor: OutputProcessor
     clock: Clock
     max_model_len: int  # the setting, or what the KV pool can hold
@@ -122,6 +124,7 @@ class EngineBuilder:
             self.runner.grammars,
             tells_prompts=self.runner.tells_prompts,
         )
+        pooling = PoolingDoor(self._model_info, can_pool=self.runner.can_pool)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
         output_processor = OutputProcessor(tokenizer, metrics, self._request_log)
         relay = None
@@ -144,6 +147,7 @@ class EngineBuilder:
         return EngineParts(
             core,
             input_processor,
+            pooling,
             output_processor,
             clock,
             max_model_len,

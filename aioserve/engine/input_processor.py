@@ -19,9 +19,11 @@ from aioserve.engine.chat_template import (
     Messages,
     TemplateTooSlowError,
 )
+from aioserve.engine.prompt_room import Room
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
+from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 R = TypeVar("R")
@@ -79,15 +81,13 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
-    def num_kept_tokens(self, params: SamplingParams) -> int | None:
-        """How many tokens at the end of a prompt `truncate_prompt_tokens` keeps; None: all."""
-        if params.truncate_prompt_tokens != -1:
-            return params.truncate_prompt_tokens
-        return max(1, self._max_model_len - (params.max_tokens or 1))
+    def room(self, params: SamplingParams | PoolingParams) -> Room:
+        """What `params` leave to a prompt."""
+        return Room.of(params, self._max_model_len)
 
-    def least_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
-        """How many tokens a prompt has at least, as far as its length alone can tell, if no more
-        than `keep` are kept.
+    def least_tokens(self, prompt: Prompt, room: Room) -> int:
+        """How many tokens of a prompt there are at least to keep, as far as its length alone can
+        tell.
 
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text cost everybody time.
@@ -101,47 +101,45 @@ class InputProcessor:
         elif isinstance(prompt[0], Mapping):
             num_tokens = self._least_tokens_of_messages(prompt)
         else:
-            num_tokens = _at_most(len(prompt), keep)
-            self._check_length(num_tokens, "")
+            num_tokens = room.kept(len(prompt))
+            room.check(num_tokens)
             return num_tokens
         if not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
-        num_tokens = _at_most(num_tokens, keep)
-        self._check_length(num_tokens, "at least ")
+        num_tokens = room.kept(num_tokens)
+        room.check(num_tokens, "at least ")
         return num_tokens
 
-    async def tokenize(self, prompt: Prompt, keep: int | None = None) -> list[int]:
-        """Token ids of a prompt that `least_tokens` has let pass, the last `keep` of them, checked
-        against the vocabulary and the length limit. Raises `RequestError`.
+    async def tokenize(self, prompt: Prompt, room: Room) -> list[int]:
+        """Token ids of a prompt that `least_tokens` has let pass, those to keep, checked against
+        the vocabulary and the length limit. Raises `RequestError`.
         """
-        token_ids = await self.encode(prompt, keep=keep)
+        token_ids = await self.encode(prompt, room)
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
-        self._check_length(len(token_ids), "")
+        room.check(len(token_ids))
         return token_ids
 
     async def encode(
-        self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None
+        self, prompt: Prompt, room: Room, add_special_tokens: bool = True
     ) -> list[int]:
         """As `tokenize`, however many there are. The flag is for text."""
-        token_ids = await self._encode_all(prompt, add_special_tokens, keep)
-        return token_ids if keep is None else token_ids[-keep:]
+        token_ids = await self._encode_all(prompt, room, add_special_tokens)
+        return token_ids if room.keep is None else token_ids[-room.keep :]
 
-    async def _encode_all(
-        self, prompt: Prompt, add_special_tokens: bool, keep: int | None
-    ) -> list[int]:
+    async def _encode_all(self, prompt: Prompt, room: Room, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             is_long = len(prompt) > INLINE_CHARACTERS
             return await self._run(is_long, self._encode, prompt, add_special_tokens)
         if isinstance(prompt, Conversation):
-            return await self._encode_conversation(prompt, keep)
+            return await self._encode_conversation(prompt, room)
         if isinstance(prompt[0], Mapping):
-            return await self._encode_conversation(Conversation(cast(Messages, prompt)), keep)
-        if keep is None:
-            self._check_length(len(prompt), "")
+            return await self._encode_conversation(Conversation(cast(Messages, prompt)), room)
+        if room.keep is None:
+            room.check(len(prompt))
         return self._check_vocabulary(prompt, "prompt")
 
-    async def _encode_conversation(self, conversation: Conversation, keep: int | None) -> list[int]:
+    async def _encode_conversation(self, conversation: Conversation, room: Room) -> list[int]:
         messages, render = conversation.messages, self._render_and_encode
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
@@ -152,8 +150,8 @@ class InputProcessor:
         )
         if not is_long:
             with suppress(TemplateTooSlowError):
-                return render(conversation, keep, INLINE_TEMPLATE_SECONDS)
-        return await self._run(True, render, conversation, keep, TEMPLATE_SECONDS)
+                return render(conversation, room, INLINE_TEMPLATE_SECONDS)
+        return await self._run(True, render, conversation, room, TEMPLATE_SECONDS)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with the special ones. Raises `RequestError`."""
@@ -268,10 +266,10 @@ class InputProcessor:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def _render_and_encode(
-        self, conversation: Conversation, keep: int | None, seconds: float
+        self, conversation: Conversation, room: Room, seconds: float
     ) -> list[int]:
         text = self._chat_template.render(conversation, seconds)
-        self._check_length(_at_most(self._least_tokens_of(text), keep), "at least ")
+        room.check(room.kept(self._least_tokens_of(text)), "at least ")
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
@@ -308,15 +306,3 @@ class InputProcessor:
                 f"{name}[{i}] must be a token id from 0 to {self._vocab_size - 1}, got {ids[i]!r}",
                 param=name,
             ) from None
-
-    def _check_length(self, num_tokens: int, qualifier: str) -> None:
-        if num_tokens >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {qualifier}{num_tokens} tokens, but the model's limit is "
-                f"{self._max_model_len} for prompt and output together",
-                param="prompt",
-            )
-
-
-def _at_most(num_tokens: int, keep: int | None) -> int:
-    return num_tokens if keep is None else min(num_tokens, keep)

@@ -101,11 +101,14 @@ class EngineMetrics(Collector):
         self.request_latency = Histogram()
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
 
-    def on_first_token(self, request: Request, now: float) -> None:
-        """The prompt of a request is computed; `now` in seconds of the engine's clock."""
+    def on_prompt_computed(self, request: Request, now: float) -> None:
+        """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
+        clock.
+        """
         self.prompt_token_rate.add(request.num_prompt_tokens, now)
         self.num_prompt_tokens += request.num_prompt_tokens
-        self.time_to_first_token.observe(now - request.arrival_time)
+        if request.pooling_params is None:  # it has a first token
+            self.time_to_first_token.observe(now - request.arrival_time)
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
         """So many requests have new tokens, `seconds` after their last ones."""

@@ -15,38 +15,11 @@ from aioserve.engine.detokenizer import (
 )
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.request_log import RequestLog
+from aioserve.engine.samples import Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
-
-
-class Samples:
-    """The samples of one request: they share a reader, and nobody else gets their ids or its own
-    while one of them lives.
-    """
-
-    __slots__ = (
-        "claimed_ids",
-        "ids",
-        "is_aborted",
-        "is_arriving",
-        "num_live",
-        "request_id",
-        "stream",
-    )
-
-    def __init__(self, stream: RequestStream, n: int) -> None:
-        self.request_id = stream.request_id
-        self.stream = stream
-        self.ids = [self.request_id]
-        self.claimed_ids = self.ids
-        if n > 1:
-            self.ids = [f"{self.request_id}-{i}" for i in range(n)]
-            self.claimed_ids = [self.request_id, *self.ids]
-        self.num_live = n
-        self.is_arriving = True  # being tokenized: nothing can be ended yet
-        self.is_aborted = False  # meanwhile
 
 
 class RequestState:
@@ -129,6 +102,7 @@ class RequestState:
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.request.num_cached_tokens,
+            embedding=output.embedding,
         )
 
     def put(self, output: RequestOutput) -> None:
@@ -202,7 +176,7 @@ class OutputProcessor:
                 continue  # its reader has left, or a stop string ended it in the step before
             last_time, state.last_token_time = state.last_token_time, now
             if last_time is None:
-                self._metrics.on_first_token(state.request, now)
+                self._metrics.on_prompt_computed(state.request, now)
             else:
                 if last_time != last and count:
                     self._metrics.on_next_tokens(now - last, count)

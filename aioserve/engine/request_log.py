@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
-from aioserve.request import Request
+from aioserve.request import Request, RequestStatus
 
 Count = Annotated[int, Meta(ge=1)]
+_SERVED = RequestStatus.FINISHED_STOPPED
 
 
 class RequestLogLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -21,7 +22,7 @@ class RequestLogLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
 
     arrival: Annotated[float, Meta(ge=0)]  # seconds since the log began
     prompt_tokens: Count
-    output_tokens: Count
+    output_tokens: Annotated[int, Meta(ge=0)]  # 0: an embedding
     priority: int = 0
     user: str = ""
     timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
@@ -40,8 +41,9 @@ class RequestLog:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, request: Request, num_output_tokens: int) -> None:
-        """Note a request that has ended. One that got no token is no load, and left out."""
-        if num_output_tokens == 0:
+        """Note a request that has ended. One that got no token and no vector is left out."""
+        is_pooled = request.pooling_params is not None
+        if num_output_tokens == 0 and not (is_pooled and request.status is _SERVED):
             return
         timeout = None if request.deadline is None else request.deadline - request.arrival_time
         line = RequestLogLine(

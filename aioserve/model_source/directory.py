@@ -8,12 +8,14 @@ import math
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+
+T = TypeVar("T")
 
 # Where config.json may describe the text model of a larger one, as `get_text_config` looks for it.
 TEXT_PARTS = ("decoder", "generator", "text_config")
@@ -25,6 +27,17 @@ class GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
+class _Module(msgspec.Struct):
+    """What is read of an entry of modules.json."""
+
+    type: str
+
+
+# How sentence-transformers calls what is served, and its modules that are.
+_POOLINGS = {"mean_tokens": "mean", "lasttoken": "last"}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
 class Directory(ModelSource):
     """What `save_pretrained` writes."""
 
@@ -33,11 +46,7 @@ class Directory(ModelSource):
     @cached_property
     def known_config(self) -> dict[str, Any]:
         """What config.json says; nothing if the text model is described somewhere inside of it."""
-        path = self.path / "config.json"
-        try:
-            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        config = _read_json(self.path / "config.json", dict[str, Any])
         return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
 
     @cached_property
@@ -46,13 +55,29 @@ class Directory(ModelSource):
         path = self.path / "generation_config.json"
         if not path.is_file():
             return None
-        try:
-            eos = msgspec.json.decode(path.read_bytes(), type=GenerationConfig).eos_token_id
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        eos = _read_json(path, GenerationConfig).eos_token_id
         if eos is None:
             return None
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @cached_property
+    def stated_pooling(self) -> str | None:
+        """What sentence-transformers has written beside the model."""
+        path = self.path / "1_Pooling" / "config.json"
+        if not path.is_file():
+            return None
+        config = _read_json(path, dict[str, Any])
+        modes = [
+            name.removeprefix("pooling_mode_")
+            for name, value in config.items()
+            if name.startswith("pooling_mode_") and value is True
+        ]
+        stated = config.get("pooling_mode") or " and ".join(modes)  # of newer versions, of older
+        pooling = _POOLINGS.get(str(stated), str(stated))
+        modules = self.path / "modules.json"
+        kinds = [m.type for m in _read_json(modules, list[_Module])] if modules.is_file() else []
+        more = [kind for kind in (k.rpartition(".")[2] for k in kinds) if kind not in _MODULES]
+        return ", then ".join([pooling, *more])
 
     def read_config(self) -> Any:
         from transformers import AutoConfig
@@ -124,6 +149,13 @@ class Directory(ModelSource):
         if not files:
             raise ConfigError(f"no *.safetensors weights in model directory {self.path}")
         return files
+
+
+def _read_json(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def _num_elements(file: Path) -> int:

@@ -45,7 +45,11 @@ _FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 # What is read elsewhere, or only repeats what is.
-_READ_OR_REPEATED = re.compile(r"rope\.|attention\.(value_length|causal)$|vocab_size$|expert_")
+_READ_OR_REPEATED = re.compile(
+    r"rope\.|attention\.(value_length|causal)$|vocab_size$|expert_|pooling_type$"
+)
+# `<architecture>.pooling_type`, as llama.cpp numbers them.
+_POOLINGS = {None: None, 0: None, 1: "mean", 3: "last"}
 # What Llama 3.1 and later divide their frequencies by follows from these and the factor.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -103,6 +107,11 @@ class GgufFile(ModelSource):
     def stated_eos(self) -> tuple[int, ...] | None:
         stated = (self._header.metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
         return tuple(dict.fromkeys(token for token in stated if token is not None)) or None
+
+    @property
+    def stated_pooling(self) -> str | None:
+        stated = self._stated("pooling_type")
+        return _POOLINGS.get(stated, f"pooling_type {stated}")
 
     def read_config(self) -> Any:
         from transformers import AutoConfig

@@ -30,6 +30,13 @@ class ModelSource(ABC):
     def stated_eos(self) -> tuple[int, ...] | None:
         """Tokens that end a reply, where that is said apart from the configuration; else None."""
 
+    @property
+    @abstractmethod
+    def stated_pooling(self) -> str | None:
+        """How the model was saved to make one vector of a prompt: `mean`, `last`, or in words what
+        is neither; None if that is not said.
+        """
+
     @abstractmethod
     def read_config(self) -> Any:
         """The whole `transformers` configuration; the text model may be a part of it."""

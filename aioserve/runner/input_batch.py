@@ -12,12 +12,15 @@ import numpy as np
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.grammar_rows import GrammarRows, Masks
+from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+
+NEVER = 2**62  # tokens that a row has computed when it samples, if it is pooled
 
 
 class InputBatch:
@@ -48,6 +51,7 @@ class InputBatch:
         self._sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.grammar_rows = GrammarRows(grammars, vocab_size, eos_token_ids)
         self.prompt_rows = PromptRows()
+        self.pooled_rows = PooledRows()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -171,6 +175,7 @@ class InputBatch:
                 self._sampling.drop(row)
                 self.grammar_rows.drop(row)
                 self.prompt_rows.drop(row)
+                self.pooled_rows.drop(row)
                 self._free_rows.append(row)
 
     def _add(self, request: NewRequestData) -> None:
@@ -178,12 +183,13 @@ class InputBatch:
         row = self._rows[request.request_id] = self._free_rows.pop()
         num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
         self._token_ids[row, :num_tokens] = request.token_ids
-        self._num_tokens[row] = num_tokens
+        self._num_tokens[row] = num_tokens if request.pooling_params is None else NEVER
         self._num_computed_tokens[row] = request.num_computed_tokens
         self._block_table[row, :num_blocks] = request.block_ids
         self._num_blocks[row] = num_blocks
         self._sampling.set(row, request)
         self.prompt_rows.set(row, request)
+        self.pooled_rows.set(row, request)
         output = request.token_ids[request.num_prompt_tokens :]
         self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
 

@@ -32,6 +32,11 @@ class RunnerInterface(ABC):
         """
         return False
 
+    @property
+    def can_pool(self) -> bool:
+        """Whether it makes vectors of prompts, in its outputs' `pooled`; likewise."""
+        return False
+
     @abstractmethod
     async def load(self) -> None:
         """Load weights and allocate the KV cache. Raises `ConfigError` if that cannot work."""

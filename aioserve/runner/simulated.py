@@ -1,4 +1,4 @@
-"""A runner without a model: invented tokens after a modelled time, on the event loop's clock.
+"""A runner without a model: invented tokens and vectors after a modelled time, on the loop's clock.
 
 Test double, quick start without weights, and the lab's machine. Knows what a step costs; knows
 nothing about what is computed. Its view of the batch is rebuilt from `SchedulerOutput` alone.
@@ -13,7 +13,8 @@ import msgspec
 
 from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
+from aioserve.pooling_params import PoolingParams
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.scheduler.features import step_features
@@ -45,6 +46,7 @@ class _Row:
         "num_prompt_tokens",
         "num_tokens",
         "offset",
+        "pooling",
         "prompt",
     )
 
@@ -60,6 +62,7 @@ class _Row:
         is_asking = params.prompt_logprobs is not None and len(prompt) == len(data.token_ids)
         self.prompt = _certain(prompt[1:], params.prompt_logprobs or 0) if is_asking else None
         self.encoder_inputs = data.encoder_inputs
+        self.pooling = data.pooling_params
         # Token and length depend on the prompt alone, so that they are equal under every policy.
         self.hash = crc32(_encode([seed, prompt]))
         self.offset = self.hash % vocab_size
@@ -120,6 +123,7 @@ class SimulatedRunner(RunnerInterface):
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time_model(config.runner)
+        self._model_info = model_info
         self._vocab_size = model_info.vocab_size
         self._factor = HASH_MULTIPLIER % self._vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
@@ -142,6 +146,10 @@ class SimulatedRunner(RunnerInterface):
 
     @property
     def tells_prompts(self) -> bool:
+        return True
+
+    @property
+    def can_pool(self) -> bool:
         return True
 
     def execute_model(
@@ -197,7 +205,8 @@ class SimulatedRunner(RunnerInterface):
             row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
             self._rows[data.request_id] = row
             computed[data.request_id] = data.num_computed_tokens
-            if row.num_logprobs is not None or row.encoder_inputs or row.prompt is not None:
+            is_plain = row.num_logprobs is None and row.prompt is None and row.pooling is None
+            if not is_plain or row.encoder_inputs:
                 self._is_plain = False
         return computed
 
@@ -230,6 +239,7 @@ class SimulatedRunner(RunnerInterface):
         logprobs: dict[str, list[TokenLogprobs]] = {}
         drafts: dict[str, list[int]] = {}
         of_prompts: dict[str, list[TokenLogprobs]] = {}
+        pooled: dict[str, Vector] = {}
         drafted = scheduler_output.scheduled_spec_decode_tokens
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             row = self._rows[request_id]
@@ -238,6 +248,10 @@ class SimulatedRunner(RunnerInterface):
                 self._check_encoded(row, computed[request_id], end)
             if end < row.num_tokens:
                 sampled.append([])
+                continue
+            if row.pooling is not None:
+                sampled.append([])
+                pooled[request_id] = self._invent_vector(row, row.pooling)
                 continue
             drafts_of_row = drafted.get(request_id)
             if drafts_of_row is None:
@@ -252,7 +266,16 @@ class SimulatedRunner(RunnerInterface):
             if self._config.simulated_draft_tokens:
                 drafts[request_id] = self._draft(row)
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts)
+        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
+
+    def _invent_vector(self, row: _Row, params: PoolingParams) -> Vector:
+        """Of the right size, and always the same of a prompt; equal prompts are nearest."""
+        import numpy as np
+
+        vector = np.random.default_rng(row.hash).standard_normal(
+            self._model_info.hidden_size, np.float32
+        )[: params.dimensions]
+        return vector / np.linalg.norm(vector) if params.normalize else vector
 
     def _encode(self, scheduler_output: SchedulerOutput) -> int:
         """Run the encoder inputs of the step; their number of tokens."""

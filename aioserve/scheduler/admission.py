@@ -16,7 +16,7 @@ def check_size(request: Request, num_slots: int) -> None:
         raise RequestError(
             f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
             f"cache of {num_slots} tokens",
-            param="max_tokens",
+            param="max_tokens" if request.pooling_params is None else "prompt",
         )
 
 

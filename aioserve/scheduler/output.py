@@ -5,6 +5,7 @@ Full data once for a request that enters the batch; afterwards only what changed
 
 import msgspec
 
+from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.sampling_params import SamplingParams
 
@@ -20,6 +21,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     block_ids: list[int]
     num_computed_tokens: int  # found in the prefix cache; the step computes what follows
     encoder_inputs: tuple[EncoderInput, ...] = ()
+    pooling_params: PoolingParams | None = None  # given: a vector of the prompt, and no token
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, gc=False):

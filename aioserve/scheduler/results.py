@@ -11,6 +11,7 @@ from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOut
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.pooling import computed_by, end_pooled
 
 
 def take_results(
@@ -29,8 +30,18 @@ def take_results(
     logprobs, of_prompts = model_runner_output.logprobs, model_runner_output.prompt_logprobs
     drafted = scheduler_output.scheduled_spec_decode_tokens
     running = RequestStatus.RUNNING
+    ends: dict[str, int] = {}  # how far each came, if anybody is pooled
     for request, token_ids in sampled:
-        if not token_ids or (request.status is not running and request.status.is_finished):
+        if request.status is not running and request.status.is_finished:
+            continue
+        if not token_ids:
+            if request.pooling_params is None:
+                continue
+            ends = ends or computed_by(scheduler_output)
+            if ends[request.request_id] == request.num_tokens:
+                output = end_pooled(book, request, model_runner_output)
+                outputs.setdefault(request.client_index, []).append(output)
+                any_finished = True
             continue
         new_logprobs = logprobs.get(request.request_id) if logprobs else None
         num_tokens = request.num_tokens + 1

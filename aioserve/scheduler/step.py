@@ -350,4 +350,5 @@ class Step(OpenStep):
             block_ids=list(request.block_ids),
             num_computed_tokens=request.num_computed_tokens - self.tokens[request],
             encoder_inputs=request.encoder_inputs,
+            pooling_params=request.pooling_params,
         )

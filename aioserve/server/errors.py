@@ -9,9 +9,11 @@ from aioserve.errors import (
     AioserveError,
     EngineDeadError,
     EngineOverloadedError,
+    RequestAbortedError,
     RequestError,
     RequestFailedError,
     RequestIdInUseError,
+    RequestTimeoutError,
 )
 from aioserve.server.anthropic.protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
@@ -49,6 +51,8 @@ _KINDS = (
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(RequestError, 400, "invalid_request_error", None),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
+    _Kind(RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
+    _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
     _Kind(EngineDeadError, 503, "server_error", "engine_unavailable"),
 )

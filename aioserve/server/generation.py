@@ -24,11 +24,10 @@ from aioserve.server.collected import Collected, Tally, best_outputs, whole_outp
 from aioserve.server.errors import to_wire
 from aioserve.server.keys import (
     ENGINE,
-    MAX_ID_LENGTH,
     RESPONSE_ID,
     RUNNING,
     TOKEN_TEXTS,
-    is_sane_id,
+    check_id,
 )
 from aioserve.server.protocol import Choice, Envelope, GenerationRequest, Usage
 from aioserve.server.sse import DONE, EventStream, event
@@ -197,11 +196,7 @@ async def respond(
 
     Leaving, by an error or because the client went away, aborts what is unfinished.
     """
-    if not is_sane_id(reply.id):
-        raise RequestError(
-            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
-            param="request_id",
-        )
+    check_id(reply.id)
     request[RESPONSE_ID] = reply.id
     engine = request.app[ENGINE]
     if not body.stream:  # nobody looks at a delta: none is made
@@ -253,7 +248,7 @@ async def _stream(
                 await events.send(chunk)
 
     try:
-        await _run_all([pump(i * n, stream) for i, stream in enumerate(streams)])
+        await run_all([pump(i * n, stream) for i, stream in enumerate(streams)])
     except ConnectionError:
         raise  # the client has gone: nobody is left to be told
     except Exception as error:
@@ -277,7 +272,7 @@ async def _collect(
             tally.note(index, output)
             choices[index].add(output)
 
-    await _run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
+    await run_all([drain(i * n, stream) for i, stream in enumerate(streams)])
     outputs = whole_outputs(choices, n)
     if wanted.n < n:
         samples = [outputs[begin : begin + n] for begin in range(0, len(outputs), n)]
@@ -297,7 +292,7 @@ async def _told(tell: Callable[..., bytes], *args: Any, outputs: Sequence[Reques
     return await asyncio.to_thread(tell, *args)
 
 
-async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run together; the first error cancels the rest and is raised as it is."""
     if len(coroutines) == 1:  # the usual case needs no second task
         return await coroutines[0]

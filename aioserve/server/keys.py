@@ -5,6 +5,7 @@ client chose may look like.
 from aiohttp import web
 
 from aioserve.engine import AsyncEngine
+from aioserve.errors import RequestError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.responses.store import ResponseStore
@@ -23,3 +24,12 @@ MAX_ID_LENGTH = 128
 def is_sane_id(given: str) -> bool:
     """Whether an id can stand in a header and in a line of a log."""
     return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_LENGTH
+
+
+def check_id(given: str) -> None:
+    """Raises `RequestError` for an id that a client may not choose."""
+    if not is_sane_id(given):
+        raise RequestError(
+            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters",
+            param="request_id",
+        )

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.errors import AioserveError, EngineOverloadedError
+from aioserve.pooling_params import POOLING_RANGES
 from aioserve.sampling_params import (
     BIAS_RANGE,
     MAX_BAD_WORD_CHARACTERS,
@@ -240,6 +241,7 @@ _ONE_WAY: Schema = {
         {"required": [way], "properties": {way: {"not": {"enum": [None, False]}}}} for way in WAYS
     ]
 }
+_RANGES: Mapping[str, Range] = {**RANGES, **POOLING_RANGES}
 _ENTRIES: Mapping[str, Schema] = {
     "stop": {"minLength": 1},
     "bad_words": {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARACTERS, "pattern": r"\S"},
@@ -250,8 +252,8 @@ def _limit(name: str, schema: Schema) -> None:
     """Narrow a field of that name to what `SamplingParams` takes."""
     for kind in schema.get("anyOf", [schema]):
         match kind.get("type"):
-            case "integer" | "number" if name in RANGES:
-                kind.update(_numbers(RANGES[name]))
+            case "integer" | "number" if name in _RANGES:
+                kind.update(_numbers(_RANGES[name]))
             case "array" if name in MAX_ENTRIES:
                 kind["maxItems"] = MAX_ENTRIES[name]
                 kind["items"].update(_ENTRIES.get(name, {}))

@@ -10,8 +10,9 @@ from aioserve.errors import (
     EngineOverloadedError,
     RequestError,
     RequestIdInUseError,
+    RequestTimeoutError,
 )
-from aioserve.server import admin, completions, tokenization
+from aioserve.server import admin, completions, embeddings, tokenization
 from aioserve.server import protocol as openai
 from aioserve.server.abort import Aborted, abort_request
 from aioserve.server.abort import decoder as abort_decoder
@@ -52,6 +53,15 @@ ROUTES = (
         body=chat.decoder,
         events=(openai.ChatCompletionChunk, openai.ErrorResponse, _Done),
         raises=_GENERATION,
+    ),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings.create_embedding,
+        "A vector of each input.",
+        embeddings.EmbeddingList,
+        body=embeddings.decoder,
+        raises=(*_GENERATION, RequestTimeoutError),
     ),
     Route(
         "POST",

@@ -193,3 +193,13 @@ NOT_ON_RESPONSES: Mapping[str, Unserved] = {
     "max_tokens": Unserved((), "max_output_tokens"),
     "messages": Unserved((), "input"),
 }
+
+#: Of /v1/embeddings, from vLLM.
+NOT_ON_EMBEDDINGS: Mapping[str, Unserved] = {
+    "add_special_tokens": Unserved((True,)),
+    "embed_dtype": Unserved(("float32",)),
+    "endianness": Unserved(("native", "little")),
+    "messages": Unserved((), "input"),
+    "mm_processor_kwargs": Unserved(({},)),
+    "truncation_side": Unserved(("left",)),
+}

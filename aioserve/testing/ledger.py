@@ -55,6 +55,8 @@ class Ledger:
     def open(self, request: Request, max_model_len: int, reply: Reply = ()) -> None:
         """A request was accepted."""
         prompt, max_tokens = list(request.token_ids), request.sampling_params.max_tokens
+        if request.pooling_params is not None:  # room for a token that never comes
+            max_model_len, max_tokens = max_model_len + 1, 1
         limit = max_model_len if max_tokens is None else len(prompt) + max_tokens
         life = Life(request, prompt, min(limit, max_model_len), reply)
         self.lives[request.request_id] = self.alive[request.request_id] = life
@@ -96,7 +98,7 @@ class Ledger:
         sampled = {
             request_id: token_ids
             for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True)
-            if token_ids and lives[request_id].is_alive
+            if (token_ids or request_id in result.pooled) and lives[request_id].is_alive
         }
         for client_index, batch in outputs.items():
             for item in batch.outputs:
@@ -121,6 +123,9 @@ class Ledger:
     def _append(self, life: Life, sampled: list[int], item: EngineCoreOutput, where: str) -> None:
         expected: list[int] = []
         reason = stop_reason = None
+        if life.request.pooling_params is not None:
+            reason = FinishReason.STOP
+            self._check_vector(life, item, where)
         for token_id in sampled:
             self._check_token(life, token_id, where)
             life.tokens.append(token_id)
@@ -141,6 +146,16 @@ class Ledger:
             )
         if reason is not None:
             self._close(life, reason)
+
+    def _check_vector(self, life: Life, item: EngineCoreOutput, where: str) -> None:
+        """The toy runner's vectors are the tokens whose states were pooled."""
+        params = life.request.pooling_params
+        expected = life.prompt if params and params.pooling == "mean" else life.prompt[-1:]
+        if item.embedding != expected:
+            raise ContractViolation(
+                f"{where}: {life.request_id} was delivered the states of {item.embedding}, due "
+                f"were those of {expected}"
+            )
 
     def _close(self, life: Life, reason: FinishReason) -> None:
         life.finish_reason = reason

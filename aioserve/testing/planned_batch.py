@@ -207,8 +207,8 @@ class PlannedBatch:
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with nothing left to compute and sample from"
             )
-        sampling = (data.sampling_params, data.stop_token_ids, data.encoder_inputs)
-        if sampling != (request.sampling_params, request.stop_token_ids, request.encoder_inputs):
+        names = ("sampling_params", "pooling_params", "stop_token_ids", "encoder_inputs")
+        if any(getattr(data, name) != getattr(request, name) for name in names):
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with other parameters than it came with"
             )

@@ -6,8 +6,10 @@ tokens before it, so a block that is shared, freed or overwritten wrongly is not
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from aioserve.outputs import ModelRunnerOutput
+from aioserve.outputs import ModelRunnerOutput, Vector
+from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
@@ -23,6 +25,8 @@ class _Row:
     namespace: Hashable
     num_prompt_tokens: int
     reply: Reply
+    pooling: PoolingParams | None
+    pooled: list[int] = field(default_factory=list)  # the tokens whose states were pooled
     keys: list[int] = field(default_factory=list)  # of token_ids, on demand
 
     def keys_with(self, drafts: Sequence[int]) -> list[int]:
@@ -95,7 +99,10 @@ class ToyRunner:
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]
         req_ids = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(req_ids, sampled, draft_token_ids=self._propose(req_ids, sampled))
+        drafts = self._propose(req_ids, sampled)
+        return ModelRunnerOutput(
+            req_ids, sampled, draft_token_ids=drafts, pooled=self._pool(output)
+        )
 
     def fail(
         self,
@@ -163,6 +170,7 @@ class ToyRunner:
             namespace,
             data.num_prompt_tokens,
             reply,
+            data.pooling_params,
         )
 
     def _continue(
@@ -273,7 +281,9 @@ class ToyRunner:
         row = self._rows[request_id]
         row.num_computed += num_tokens
         self._check_content(step_id, request_id, row.keys_with(drafts)[: row.num_computed])
-        if row.num_computed < len(row.token_ids):
+        if row.pooling is not None:
+            row.pooled += row.token_ids[row.num_computed - num_tokens : row.num_computed]
+        if row.num_computed < len(row.token_ids) or row.pooling is not None:
             return []
         sampled = []
         for draft in (*drafts, None):
@@ -283,6 +293,16 @@ class ToyRunner:
                 break
         row.num_computed = len(row.token_ids) - 1  # what wrong drafts wrote is not counted
         return sampled
+
+    def _pool(self, output: SchedulerOutput) -> dict[str, Vector]:
+        """Of requests whose prompt is computed: the tokens whose states count, as a vector."""
+        pooled: dict[str, Any] = {}
+        for request_id in output.num_scheduled_tokens:
+            row = self._rows[request_id]
+            if row.pooling is not None and row.num_computed == len(row.token_ids):
+                begin = 0 if row.pooling.pooling == "mean" else -1
+                pooled[request_id] = row.pooled[begin:]
+        return pooled
 
     def _check_content(self, step_id: int, request_id: str, keys: list[int]) -> None:
         size, row = self._block_size, self._rows[request_id]

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.testing.replies import VOCAB_SIZE, guess
@@ -14,7 +15,13 @@ from aioserve.testing.replies import VOCAB_SIZE, guess
 SOMETIMES = st.sampled_from([False, False, True])
 RARELY = st.sampled_from([False] * 9 + [True])
 #: Of harness settings, requests and events, what only a `BaseScheduler` has to understand.
-EXTRAS = ("drafter", "encoder_inputs", "max_encoder_tokens", "num_lookahead_tokens")
+EXTRAS = (
+    "drafter",
+    "encoder_inputs",
+    "max_encoder_tokens",
+    "num_lookahead_tokens",
+    "pooling_params",
+)
 
 VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining")
 
@@ -87,6 +94,9 @@ _IDENTITIES = st.fixed_dictionaries(
         "client_index": st.integers(0, 2),
         "cache_salt": st.sampled_from(["", "", "salt"]),
         "adapter_id": st.sampled_from(["", "", "adapter"]),
+        "pooling_params": st.sampled_from(
+            [None, None, PoolingParams(pooling="mean"), PoolingParams(pooling="last")]
+        ),
     }
 )
 

@@ -14,7 +14,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 4  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 5  # raise it with every change of a record, or of what is in one
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request

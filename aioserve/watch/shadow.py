@@ -172,13 +172,21 @@ class Shadow:
         sampled = []
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.get_request(request_id)
-            is_sampling = request is not None and request.num_computed_tokens >= request.num_tokens
+            is_sampling = (
+                request is not None
+                and request.pooling_params is None
+                and request.num_computed_tokens >= request.num_tokens
+            )
             sampled.append([self._token(request)] if is_sampling and request is not None else [])
         result = ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
         self.scheduler.update_from_output(output, result)
         for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
-            if token_ids and request_id in self._live:
+            if request_id not in self._live:
+                continue
+            if token_ids:
                 self._on_token(request_id)
+            elif self.scheduler.get_request(request_id) is None:  # it was pooled
+                self._on_end(request_id)
 
     def _token(self, request: Request) -> int:
         live = self._live[request.request_id]
@@ -205,8 +213,11 @@ class Shadow:
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
             request = None
         if request is None:
-            self._observer.on_finished(self.now - live.arrival_time)
-            self._forget(request_id)
+            self._on_end(request_id)
+
+    def _on_end(self, request_id: str) -> None:
+        self._observer.on_finished(self.now - self._live[request_id].arrival_time)
+        self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)

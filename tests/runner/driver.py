@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
+from aioserve.pooling_params import PoolingParams
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -39,6 +40,8 @@ class Sequence:
     num_scheduled_ahead: int = 0  # sampled tokens that are not known yet
     is_known_to_runner: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooling: PoolingParams | None = None
+    vector: Vector | None = None  # of its prompt, if it is pooled
 
     @property
     def output(self) -> list[int]:
@@ -67,8 +70,11 @@ class Driver:
         prompt: list[int],
         params: SamplingParams = GREEDY,
         stop_token_ids: frozenset[int] = frozenset(),
+        pooling: PoolingParams | None = None,
     ) -> None:
-        self.sequences[request_id] = Sequence(list(prompt), len(prompt), params, stop_token_ids)
+        self.sequences[request_id] = Sequence(
+            list(prompt), len(prompt), params, stop_token_ids, pooling=pooling
+        )
 
     def share_prefix(self, request_id: str, other: str, num_blocks: int) -> None:
         """Let a new request start with the blocks of `other`, as a prefix cache does."""
@@ -103,7 +109,7 @@ class Driver:
                     new_blocks[request_id] = block_ids
             else:
                 new.append(self.new_request_data(request_id))
-            if count == sequence.lacking:
+            if count == sequence.lacking and sequence.pooling is None:
                 sequence.num_scheduled_ahead += 1
             sequence.num_computed += count
         output = SchedulerOutput(
@@ -135,6 +141,7 @@ class Driver:
             stop_token_ids=sequence.stop_token_ids,
             block_ids=list(sequence.block_ids),
             num_computed_tokens=sequence.num_computed,
+            pooling_params=sequence.pooling,
         )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -147,6 +154,9 @@ class Driver:
             sequence.token_ids += tokens
             sequence.num_scheduled_ahead -= len(tokens)
             sequence.logprobs += result.logprobs.get(request_id, [])
+            if request_id in result.pooled:
+                assert sequence.vector is None
+                sequence.vector = result.pooled[request_id]
         return result
 
     def step(self, num_scheduled: dict[str, int] | None = None) -> ModelRunnerOutput:

@@ -227,6 +227,14 @@ GOOD = {
         "reasoning": {"effort": "none"},
     },
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": "Be brief."},
+    "/v1/embeddings": {
+        "input": [[5, 6], [7]],
+        "encoding_format": "float",
+        "pooling": "mean",
+        "normalize": True,
+        "truncate_prompt_tokens": 3,
+        "user": "ann",
+    },
 }
 
 

@@ -141,3 +141,18 @@ async def test_parse_returns_what_the_model_class_says():
     assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
     assert choice.choices[0].text in ("Nay", "answer me")
     assert refused.value.param == "structured_outputs.json"
+
+
+async def test_embeddings_are_the_same_as_numbers_and_as_bytes(client):
+    """The package asks for base64 unless it is told otherwise."""
+    fields = {"model": "embedded", "input": ["Who's there?", "Stand, and unfold yourself."]}
+    as_bytes = await client.embeddings.create(**fields)
+    as_numbers = await client.embeddings.create(**fields, encoding_format="float")
+    assert as_bytes.usage == as_numbers.usage
+    for ours, theirs in zip(as_bytes.data, as_numbers.data, strict=True):
+        assert ours.index == theirs.index
+        assert ours.embedding == pytest.approx(theirs.embedding, rel=1e-6)
+        assert sum(x * x for x in ours.embedding) == pytest.approx(1, rel=1e-4)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.embeddings.create(**fields, dimensions=32)
+    assert caught.value.param == "dimensions"

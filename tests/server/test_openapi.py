@@ -76,6 +76,9 @@ async def test_it_says_what_the_types_of_fields_do_not(start_server):
         ("/v1/messages", "max_tokens", 1, None),
         ("/v1/messages", "stop_sequences", ["a"] * 32, ["a"] * 33),
         ("/v1/responses", "max_output_tokens", None, 0),
+        ("/v1/embeddings", "dimensions", 1, 0),
+        ("/v1/embeddings", "truncate_prompt_tokens", -1, 0),
+        ("/v1/embeddings", "endianness", "little", "big"),
     ):
         assert takes(document, path, field, good), (field, good)
         assert bad is ... or not takes(document, path, field, bad), (field, bad)

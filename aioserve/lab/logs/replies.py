@@ -22,6 +22,7 @@ class RepliesRunner(RunnerInterface):
         self._num_known: dict[str, int] = {}  # tokens of each request in the batch
         self._num_prompt: dict[str, int] = {}
         self._filler: dict[str, int] = {}
+        self._pooled: set[str] = set()  # they get no token
         self._busy_until = 0.0
 
     async def load(self) -> None:
@@ -50,6 +51,8 @@ class RepliesRunner(RunnerInterface):
         for new in output.scheduled_new_reqs:
             computed[new.request_id] = new.num_computed_tokens
             self._num_known[new.request_id] = len(new.token_ids)
+            if new.pooling_params is not None:
+                self._pooled.add(new.request_id)
             self._num_prompt[new.request_id] = new.num_prompt_tokens
             self._filler[new.request_id] = next(
                 i for i in range(len(new.stop_token_ids) + 1) if i not in new.stop_token_ids
@@ -59,6 +62,7 @@ class RepliesRunner(RunnerInterface):
         sampled = [
             [self._next_token(request_id)]
             if computed[request_id] + num_tokens >= self._num_known[request_id]
+            and request_id not in self._pooled
             else []
             for request_id, num_tokens in output.num_scheduled_tokens.items()
         ]

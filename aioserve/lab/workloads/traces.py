@@ -120,7 +120,7 @@ def _read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[Workl
         yield WorkloadRequest(
             line.arrival,
             (Piece(text_name("log", seed, where), line.prompt_tokens),),
-            line.output_tokens,
+            max(line.output_tokens, 1),  # a prompt that is pooled costs as much as with one token
             priority=line.priority,
             user=line.user,
             timeout=line.timeout,

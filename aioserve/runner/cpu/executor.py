@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
@@ -59,8 +59,8 @@ class StepExecutor:
         self.num_kv_blocks = backend.memory.num_blocks
 
     @property
-    def tells_prompts(self) -> bool:
-        """As `RunnerInterface.tells_prompts`."""
+    def has_hidden(self) -> bool:
+        """Whether the model tells hidden states: of prompts, log probabilities and vectors."""
         return self._model.has_hidden
 
     @property
@@ -80,20 +80,21 @@ class StepExecutor:
             return EMPTY_RUNNER_OUTPUT
         inputs = self._batch.prepare(scheduler_output)
         wanted = self._batch.prompt_rows.begin(inputs)
+        pooled = self._batch.pooled_rows.begin(inputs)
         masks = self._batch.begin_masks(inputs)
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        vectors: dict[str, Vector] = {}
         num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
         self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
         self._threads.begin_step()
         self._backend.prepare(inputs)
         try:
-            if wanted is None:
+            if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs), self._backend)
             else:
-                logits, found = forward_and_look(
-                    self._model, ModelInputs.of(inputs), self._backend, wanted
+                logits, prompt_logprobs, vectors = forward_and_look(
+                    self._model, ModelInputs.of(inputs), self._backend, wanted, pooled
                 )
-                prompt_logprobs = wanted.keep(found)
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
         sampled = sample(logits, self._batch.sampling_inputs(inputs), made)
@@ -108,7 +109,7 @@ class StepExecutor:
             ]
         logprobs = _logprobs(inputs, sampled, token_ids)
         return ModelRunnerOutput(
-            inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs
+            inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs, vectors
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A step in which somebody asks how likely the tokens of a prompt are.
+"""A step in which prompts are looked at: how likely their tokens are, and for vectors of them.
 
 Knows a model and numbers; knows nothing about requests.
 """
@@ -7,29 +7,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioserve.outputs import TokenLogprobs
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.outputs import TokenLogprobs, Vector
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
 from aioserve.runner.cpu.sampler import token_logprobs
+from aioserve.runner.pooling import WantedStates
 from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
 
 
 def forward_and_look(
-    model: ServedModel, inputs: ModelInputs, attention: LayerAttention, wanted: WantedLogprobs
-) -> tuple[Tensor, list[TokenLogprobs]]:
-    """Logits [S, V] as `model.forward` gives them, and what is wanted of prompts: their logits are
-    made, looked at and forgotten piece by piece.
+    model: ServedModel,
+    inputs: ModelInputs,
+    attention: LayerAttention,
+    wanted: WantedLogprobs | None,
+    pooled: WantedStates | None,
+) -> tuple[Tensor, dict[str, list[TokenLogprobs]], dict[str, Vector]]:
+    """Logits [S, V] as `model.forward` gives them, and what is complete of what prompts want.
+
+    Their logits are made, looked at and forgotten piece by piece; for vectors none are made.
     """
     sampling = inputs.logits_rows.numpy()
-    rows = np.sort(np.concatenate((sampling, wanted.places)))
+    parts = [sampling, *(part.places for part in (wanted, pooled) if part is not None)]
+    rows = np.sort(np.concatenate(parts))
     states = model.hidden(inputs._replace(logits_rows=torch.from_numpy(rows)), attention)
-    logits = model.logits(states[torch.from_numpy(np.searchsorted(rows, sampling))])
-    places = torch.from_numpy(np.searchsorted(rows, wanted.places))
+
+    def of(places: IntArray) -> Tensor:
+        return states[torch.from_numpy(np.searchsorted(rows, places))]
+
+    vectors = {} if pooled is None else pooled.keep(of(pooled.places))
+    logits = model.logits(of(sampling))
+    if wanted is None:
+        return logits, {}, vectors
     found: list[TokenLogprobs] = []
     for piece in wanted.pieces(logits.shape[1]):
         found += token_logprobs(
-            model.logits(states[places[piece]]),
+            model.logits(of(wanted.places[piece])),
             wanted.token_ids[piece],
             wanted.num_logprobs[piece],
         )
-    return logits, found
+    return logits, wanted.keep(found), vectors

@@ -50,7 +50,11 @@ class ThreadedRunner(RunnerInterface):
 
     @property
     def tells_prompts(self) -> bool:
-        return self._executor is not None and self._executor.tells_prompts
+        return self._executor is not None and self._executor.has_hidden
+
+    @property
+    def can_pool(self) -> bool:
+        return self.tells_prompts
 
     @property
     def num_compute_threads(self) -> int | None:

@@ -1,0 +1,153 @@
+"""POST /v1/embeddings: texts or token ids in, a vector of each out.
+
+Knows the shape of that endpoint. Every input is a request of its own to the engine, which pools.
+"""
+
+import base64
+import uuid
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from aioserve.engine import Prompt
+from aioserve.errors import RequestAbortedError, RequestError
+from aioserve.outputs import Vector
+from aioserve.pooling_params import Pooling, PoolingParams
+from aioserve.server.body import decode_body
+from aioserve.server.generation import run_all
+from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
+from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
+from aioserve.server.unserved import NOT_ON_EMBEDDINGS
+from aioserve.server.validation import BodyDecoder
+
+MAX_INPUTS = 2048  # OpenAI's limit
+
+
+class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/embeddings."""
+
+    input: str | list[str | Int | list[Int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    user: str | None = None
+    # Extensions; `normalize` and those after it as in vLLM.
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    request_id: str | None = None
+    priority: Int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+    def prompts(self) -> dict[str, Prompt]:
+        """Every input by its place. Raises `RequestError` for one that is empty, and for texts and
+        token ids that are mixed.
+        """
+        given = self.input
+        kinds = {type(item) for item in given}
+        if isinstance(given, str) or kinds == {int}:
+            prompts: dict[str, Any] = {"input": given}
+        elif len(kinds) > 1:
+            raise RequestError(
+                "input must not mix texts, token ids and lists of token ids", param="input"
+            )
+        else:
+            prompts = {f"input[{i}]": item for i, item in enumerate(given)}
+        if len(prompts) > MAX_INPUTS:
+            raise RequestError(
+                f"input must hold at most {MAX_INPUTS} inputs, got {len(prompts)}", param="input"
+            )
+        for place, prompt in prompts.items() or [("input", "")]:
+            if not prompt:
+                raise RequestError(f"{place} must not be empty", param=place)
+        return prompts
+
+    def pooling_params(self) -> PoolingParams:
+        """How vectors are made. Raises `RequestError` that names the field."""
+        given = {name: getattr(self, name) for name in PoolingParams.__struct_fields__}
+        return PoolingParams(**{k: v for k, v in given.items() if v is not None})
+
+    def request_fields(self) -> dict[str, Any]:
+        """Keyword arguments of `AsyncEngine.embed`, but for the id; no null among them."""
+        given = {name: getattr(self, name) for name in SHARED_REQUEST_FIELDS}
+        return {k: v for k, v in given.items() if v is not None}
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """The vector of one input."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str  # numbers, or float32 in base64, little-endian
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    """Token counts: there is no output to count."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """Response of /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+decoder = BodyDecoder(EmbeddingRequest, NOT_ON_EMBEDDINGS, shared={}, hints=())
+_encoder = msgspec.json.Encoder()
+
+
+async def create_embedding(request: web.Request) -> web.Response:
+    """The handler. Leaving, by an error or because the client went away, aborts what is unfinished.
+
+    At most as many inputs as there are seats are with the engine at a time, so that one body does
+    not fill the queue.
+    """
+    body = await decode_body(request, decoder)
+    prompts, params, fields = body.prompts(), body.pooling_params(), body.request_fields()
+    own_id = f"embd-{uuid.uuid4().hex}" if body.request_id is None else body.request_id
+    check_id(own_id)
+    request[RESPONSE_ID] = own_id
+    engine = request.app[ENGINE]
+    ids = [own_id] if len(prompts) == 1 else [f"{own_id}-{i}" for i in range(len(prompts))]
+    todo = iter(enumerate(zip(ids, prompts.items(), strict=True)))
+    found: dict[int, Embedding] = {}
+    num_tokens = 0
+
+    async def work() -> None:
+        nonlocal num_tokens
+        for index, (request_id, (place, prompt)) in todo:
+            if is_aborted.is_set():
+                raise RequestAbortedError(f"request {own_id} was aborted")
+            try:
+                output = await engine.embed(prompt, params, request_id=request_id, **fields)
+            except RequestError as error:
+                if error.param != "prompt":
+                    raise
+                raise RequestError(f"{place}: {error}", param=place) from error
+            # Written now: all of them at once could keep the loop from others for long.
+            written: Any = _write(output.embedding, body.encoding_format)
+            found[index] = Embedding(index=index, embedding=written)
+            num_tokens += output.num_prompt_tokens
+
+    with request.app[RUNNING].enter(own_id, ids) as is_aborted:
+        num_workers = min(len(prompts), engine.config.scheduler.max_num_seqs)
+        await run_all([work() for _ in range(num_workers)])
+    answer = EmbeddingList(
+        data=[found[index] for index in range(len(prompts))],
+        model=body.model or engine.config.model.served_name,
+        usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+    )
+    return web.Response(body=_encoder.encode(answer), content_type="application/json")
+
+
+def _write(vector: Vector, encoding: str | None) -> msgspec.Raw:
+    """As JSON."""
+    if encoding == "base64":
+        return msgspec.Raw(b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes()))
+    return msgspec.Raw(_encoder.encode(vector.tolist()))
