@@ -24,7 +24,7 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 
 # What is known and not served, inside of what is: refused by the handler, which knows its place.
-_NOTHING: dict[str, Any] = {"enum": [None, False, "", [], {}], "description": "Not served."}
+_NOTHING: dict[str, Any] = {"enum": [None, False, 0, "", [], {}], "description": "Not served."}
 Empty = Annotated[Any, Meta(extra_json_schema=_NOTHING)]
 
 

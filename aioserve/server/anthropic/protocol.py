@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.protocol import Int, ModelRequest, RequestPart, Usage
+from aioserve.server.protocol import Empty, Int, ModelRequest, RequestPart, Usage
 from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
@@ -33,14 +33,14 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     # Of thinking.
     thinking: str | None = None
     signature: str | None = None  # by whom it was thought is not checked
-    # Of blocks that are not understood, or what these may hold besides; refused unless empty.
-    caller: Any = None
-    citations: Any = None
-    context: Any = None
-    data: Any = None
-    source: Any = None
-    title: Any = None
-    toolset_name: Any = None
+    # Of blocks that are not understood, or what these may hold besides; not served.
+    caller: Empty = None
+    citations: Empty = None
+    context: Empty = None
+    data: Empty = None
+    source: Empty = None
+    title: Empty = None
+    toolset_name: Empty = None
 
 
 class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
@@ -66,10 +66,10 @@ class ToolDefinition(RequestPart, kw_only=True, omit_defaults=True):
     strict: bool | None = None
     cache_control: Any = None  # hints
     eager_input_streaming: Any = None
-    # Refused unless empty.
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    input_examples: Any = None
+    # Not served.
+    allowed_callers: Empty = None
+    defer_loading: Empty = None
+    input_examples: Empty = None
 
 
 class ToolChoice(RequestPart, kw_only=True, omit_defaults=True):

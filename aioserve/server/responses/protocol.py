@@ -10,7 +10,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.protocol import FunctionDefinition, Int, ModelRequest, RequestPart, Usage
+from aioserve.server.protocol import (
+    Empty,
+    FunctionDefinition,
+    Int,
+    ModelRequest,
+    RequestPart,
+    Usage,
+)
 from aioserve.structured_outputs import StructuredOutputs
 
 # Requests
@@ -21,17 +28,17 @@ class InputPart(RequestPart, kw_only=True, omit_defaults=True):
 
     type: str
     text: str | None = None
-    # Of parts that replies have, or of other types; refused unless empty.
-    annotations: Any = None
-    detail: Any = None
-    file_data: Any = None
-    file_id: Any = None
-    file_url: Any = None
-    filename: Any = None
-    image_url: Any = None
-    input_audio: Any = None
-    logprobs: Any = None
-    refusal: Any = None
+    # Of parts that replies have, or of other types; not served.
+    annotations: Empty = None
+    detail: Empty = None
+    file_data: Empty = None
+    file_id: Empty = None
+    file_url: Empty = None
+    filename: Empty = None
+    image_url: Empty = None
+    input_audio: Empty = None
+    logprobs: Empty = None
+    refusal: Empty = None
 
 
 class InputItem(RequestPart, kw_only=True, omit_defaults=True):
@@ -53,20 +60,20 @@ class InputItem(RequestPart, kw_only=True, omit_defaults=True):
     output: str | list[InputPart] | None = None
     # Of reasoning.
     summary: list[InputPart] | None = None
-    # Refused unless empty.
-    caller: Any = None
-    encrypted_content: Any = None
-    namespace: Any = None
+    # Not served.
+    caller: Empty = None
+    encrypted_content: Empty = None
+    namespace: Empty = None
 
 
 class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
     """One of `tools`: what OpenAI runs itself is of other types."""
 
     type: Literal["function"]
-    # Refused unless empty.
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    output_schema: Any = None
+    # Not served.
+    allowed_callers: Empty = None
+    defer_loading: Empty = None
+    output_schema: Empty = None
 
 
 class ToolName(RequestPart, kw_only=True):
