@@ -4,7 +4,7 @@ Raises `RequestError` with the path of the field. Knows nothing about HTTP or th
 """
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
@@ -111,6 +111,15 @@ def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) > 1:
         return attrgetter(*names)
     return lambda struct: tuple(getattr(struct, name) for name in names)
+
+
+def refuse_all_but(names: Collection[str], part: RequestPart, path: str) -> None:
+    """What a part of a body may hold elsewhere must be empty here. Raises `RequestError`."""
+    for name in part.__struct_fields__:
+        if name not in names and getattr(part, name):
+            raise RequestError(
+                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
+            )
 
 
 def check_stream_options(request: GenerationRequest) -> None:

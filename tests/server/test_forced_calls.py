@@ -1,7 +1,9 @@
 """Calls that have to be made or kept to, by the embedded model, which has never seen one."""
 
 import json
-from functools import cache
+import random
+import re
+from functools import cache, partial
 
 import pytest
 from scripted import EMBEDDED, make_model
@@ -16,6 +18,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.binding import bind, leaves_room_for_reasoning
 from aioserve.server.chat.tool_use import tool_use
 from aioserve.server.formats.chat_format import CALL_PARSERS, ChatFormat
+from aioserve.server.formats.events import Arguments, joined
 from aioserve.server.protocol import FunctionDefinition
 from aioserve.structured_outputs import StructuredOutputs
 
@@ -196,6 +199,39 @@ async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, pa
         assert await takes(f"{opening}Hm: {bad}", parser, **thinking)
         assert await takes(f"{opening}Hm: {bad}</think>\n\n{good}", parser, **thinking)
         assert not await takes(f"{opening}Hm.</think>{bad}", parser, **thinking)
+
+
+PIECES = ["<think>", "</think>", "<tool_", "[", "]", ",", "Hm.", "paint", "function", "}", " "]
+PIECES += ["[TOOL_CALLS]", "[ARGS]", "```json", "<tool_call>", "</tool_call>", "\n", BLOCK]
+PIECES += [BLOCK_END, WRONG, ARGUMENTS, '{"name": "paint", "arguments": ', '{"arguments": ']
+PIECES += re.split("(paint|@)", ONE)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "deepseek_v31"])
+async def test_no_call_is_read_in_what_is_allowed_that_breaks_a_strict_schema(compilers, parser):
+    info, compiler = compilers("x", "<|pad|>")
+    encode = partial(info.tokenizer.encode, add_special_tokens=False)
+    chat_format = ChatFormat(info.tokenizer, parser, "qwen3")
+    bound = bind(SamplingParams(), STRICT, chat_format, ASK).structured_outputs
+    await compiler.check(bound)
+    pieces = PIECES + [text.replace("@", ARGUMENTS) for name, text in BY_ITSELF if name == parser]
+    rng, num_calls = random.Random(parser), 0
+    for _ in range(150):
+        matcher, text = compiler.matcher(bound), ""
+        for piece in rng.choices(pieces, k=12):
+            ids = encode(piece)
+            num_taken = matcher.try_consume_tokens(ids)
+            if num_taken == len(ids):
+                text += piece
+            elif num_taken:
+                matcher.rollback(num_taken)
+        reading = chat_format.make_parser(("paint",), encode("x"), with_reasoning=True)
+        events = joined([*reading.append(text), *reading.flush()])
+        arguments = [event.text for event in events if isinstance(event, Arguments)]
+        # In the last one the text may stop.
+        assert set(arguments[: None if matcher.is_accepting() else -1]) <= {ARGUMENTS}, text
+        num_calls += len(arguments)
+    assert num_calls > 20
 
 
 async def test_text_and_calls_of_other_tools_stay_free(takes):

@@ -15,7 +15,8 @@ from aioserve.server.anthropic.protocol import (
     ToolDefinition,
 )
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
-from aioserve.server.protocol import FunctionDefinition, RequestPart
+from aioserve.server.protocol import FunctionDefinition
+from aioserve.server.validation import refuse_all_but
 
 # By who speaks: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
@@ -132,7 +133,7 @@ def _blocks(
                 f"{place}: blocks of type {block.type[:64]!r} are not supported here, only {known}",
                 param=place,
             )
-        _refuse_all_but(("type", *types[block.type]), block, place)
+        refuse_all_but(("type", *types[block.type], *_HINTS), block, place)
         for name in _REQUIRED[block.type]:
             if getattr(block, name) is None:
                 raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
@@ -141,14 +142,6 @@ def _blocks(
 
 def _text(blocks: Sequence[Block]) -> str:
     return "".join(block.text or "" for block in blocks)
-
-
-def _refuse_all_but(names: Sequence[str], part: RequestPart, path: str) -> None:
-    for name in part.__struct_fields__:
-        if name not in (*names, *_HINTS) and getattr(part, name):
-            raise RequestError(
-                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
-            )
 
 
 def tools_of(body: CountTokensRequest) -> ToolUse | None:
@@ -175,7 +168,8 @@ def _function(tool: ToolDefinition, path: str) -> FunctionDefinition:
             "'custom'",
             param=path,
         )
-    _refuse_all_but(("name", "input_schema", "description", "type", "strict"), tool, path)
+    names = ("name", "input_schema", "description", "type", "strict", *_HINTS)
+    refuse_all_but(names, tool, path)
     if tool.input_schema is None:
         raise RequestError(f"{path}.input_schema is missing", param=f"{path}.input_schema")
     return FunctionDefinition(

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
-from aioserve.server.protocol import ChatMessage, RequestPart
+from aioserve.server.protocol import ChatMessage
+from aioserve.server.validation import refuse_all_but
 
 # What a message may hold besides role and content, by its role.
 _SERVED = {
@@ -34,7 +35,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _template_message(path: str, message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
-    _refuse_all_but(("role", "content", *_SERVED[message.role]), message, path)
+    refuse_all_but(("role", "content", *_SERVED[message.role]), message, path)
     role = "system" if message.role == "developer" else message.role
     rendered: dict[str, Any] = {"role": role, "content": _content(message, path)}
     if message.name is not None:
@@ -98,18 +99,8 @@ def _content(message: ChatMessage, path: str) -> str | None:
                 f"content parts of type {part.type!r} are not supported, only 'text'",
                 param=f"{path}[{j}]",
             )
-        _refuse_all_but(("type", "text"), part, f"{path}[{j}]")
+        refuse_all_but(("type", "text"), part, f"{path}[{j}]")
         if part.text is None:
             raise RequestError(f"{path}[{j}].text is missing", param=f"{path}[{j}].text")
         texts.append(part.text)
     return "".join(texts)
-
-
-def _refuse_all_but(names: tuple[str, ...], part: RequestPart, path: str) -> None:
-    """What is known but not served here must be empty."""
-    for name in part.__struct_fields__:
-        if name not in names and getattr(part, name):
-            role = f" of role {part.role}" if isinstance(part, ChatMessage) else ""
-            raise RequestError(
-                f"{name} in messages{role} is not supported by this server", param=f"{path}.{name}"
-            )

@@ -9,8 +9,8 @@ from typing import Any
 from aioserve.errors import RequestError
 from aioserve.server.chat.messages import template_call
 from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
-from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.protocol import InputItem, InputPart, ResponsesRequest
+from aioserve.server.validation import refuse_all_but
 
 Turn = dict[str, Any]
 
@@ -163,15 +163,6 @@ def _text(content: str | list[InputPart] | None, path: str, types: Sequence[str]
             raise RequestError(f"{place}.text is missing", param=f"{place}.text")
         texts.append(part.text)
     return "".join(texts)
-
-
-def refuse_all_but(names: Sequence[str], part: RequestPart, path: str) -> None:
-    """What is known but not served there must be empty."""
-    for name in part.__struct_fields__:
-        if name not in names and getattr(part, name):
-            raise RequestError(
-                f"{path}.{name} is not supported by this server", param=f"{path}.{name}"
-            )
 
 
 def tools_of(body: ResponsesRequest) -> ToolUse | None:
