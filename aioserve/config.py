@@ -262,6 +262,27 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
     ] = 64
 
 
+class SpeculationConfig(Section, frozen=True, kw_only=True):
+    """Which tokens are guessed before they are computed."""
+
+    speculative_method: Annotated[
+        Literal["none", "ngram"],
+        Meta(
+            description="draft tokens, verified in one pass; ngram: what came after the same words "
+            "before, in this text or in recent outputs"
+        ),
+    ] = "none"
+    num_speculative_tokens: Annotated[
+        PositiveInt, Meta(description="most draft tokens per request and step; fewer if they fail")
+    ] = 8
+    prompt_lookup_min: Annotated[
+        PositiveInt, Meta(description="tokens that must agree before ngram makes a guess")
+    ] = 3
+    prompt_lookup_store: Annotated[
+        int, Meta(ge=0, description="tokens of recent outputs that ngram looks into")
+    ] = 65536
+
+
 class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
     """Where steps are computed, or that they are simulated."""
 
@@ -345,6 +366,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     shadow: ShadowConfig = ShadowConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     runner: RunnerConfig = RunnerConfig()
     server: ServerConfig = ServerConfig()
 
@@ -422,6 +444,24 @@ _RULES = (
         SimulatorConfig.__struct_fields__,
         lambda config: config.runner.runner == "simulated",
         "runner.runner is model, so steps take the time that they take",
+    ),
+    _Rule(
+        "speculation",
+        ("speculative_method",),
+        _is_model,
+        "simulated drafts are asked for by runner.simulated_draft_tokens",
+    ),
+    _Rule(
+        "speculation",
+        ("speculative_method",),
+        lambda config: config.scheduler.pipeline_depth != 2,
+        "at scheduler.pipeline_depth 2 a step begins before what to guess from is known",
+    ),
+    _Rule(
+        "speculation",
+        ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_store"),
+        lambda config: config.speculation.speculative_method != "none",
+        "speculation.speculative_method is none",
     ),
     _Rule(
         "runner",

@@ -84,6 +84,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_decode_tokens: int
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
+    num_draft_tokens: int  # sent along to be verified
+    num_accepted_tokens: int  # of these, that were right
 
     @property
     def kv_cache_usage(self) -> float:

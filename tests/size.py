@@ -18,7 +18,7 @@ LIMITS = {
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
     "aioserve/model_source": 1_200,
-    "aioserve/runner": 7_400,
+    "aioserve/runner": 7_750,
     "aioserve/scheduler": 2_300,
     "aioserve/server": 7_350,
     "aioserve/testing": 2_950,

@@ -267,6 +267,11 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
+        if config.speculation.speculative_method != "none":
+            raise ConfigError(
+                "speculation.speculative_method is for the CPU: on a CUDA device a step begins "
+                "before what to guess from is known; leave it out, or give --device cpu"
+            )
         from aioserve.runner.cuda.runner import OverlappedRunner
 
         return OverlappedRunner.on_cuda(config, model_info)

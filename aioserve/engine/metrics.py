@@ -253,6 +253,16 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
             stats.num_prefix_queried_tokens,
         ),
         ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
+        (
+            "spec_decode_num_draft_tokens",
+            "Draft tokens computed to be verified",
+            stats.num_draft_tokens,
+        ),
+        (
+            "spec_decode_num_accepted_tokens",
+            "Draft tokens that were right: the others were wasted",
+            stats.num_accepted_tokens,
+        ),
     )
     for name, documentation, value in counters:
         yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)

@@ -71,29 +71,24 @@ class RequestState:
 
     def make_output(self, output: EngineCoreOutput) -> RequestOutput:
         """The new tokens and their text, cut at a stop string."""
-        token_ids = output.new_token_ids
+        token_ids, logprobs = output.new_token_ids, output.new_logprobs
         if self.waits_for_end:
             token_ids = self.request.output_token_ids
-        self.num_output_tokens += len(token_ids)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        text = ""
-        if self.detokenizer is not None:
-            text = self.detokenizer.append(token_ids)
-            if finish_reason is not None:
-                text += self.detokenizer.flush()
         if self.has_stops:
-            if self.num_output_tokens > self.request.sampling_params.min_tokens:
-                text, stop = self.stops.append(text)
-                if stop is not None:
-                    finish_reason, stop_reason = FinishReason.STOP, stop
-            if finish_reason is not None:
-                text += self.stops.flush()
+            text, stop, num_kept = self._append_to_stop(token_ids, finish_reason is not None)
+            if stop is not None:
+                finish_reason, stop_reason = FinishReason.STOP, stop
+                token_ids = token_ids[:num_kept]
+                logprobs = None if logprobs is None else logprobs[:num_kept]
+        else:
+            text = self._append(token_ids, finish_reason is not None)
         return RequestOutput(
             request_id=self.samples.request_id,
             index=self.index,
             text=text,
             token_ids=token_ids,
-            logprobs=output.new_logprobs,
+            logprobs=logprobs,
             prompt_logprobs=(
                 None if output.prompt_logprobs is None else [None, *output.prompt_logprobs]
             ),
@@ -104,6 +99,27 @@ class RequestState:
             num_cached_tokens=self.request.num_cached_tokens,
             embedding=output.embedding,
         )
+
+    def _append(self, token_ids: list[int], is_last: bool) -> str:
+        self.num_output_tokens += len(token_ids)
+        if self.detokenizer is None:
+            return ""
+        text = self.detokenizer.append(token_ids)
+        return text + self.detokenizer.flush() if is_last else text
+
+    def _append_to_stop(self, token_ids: list[int], is_last: bool) -> tuple[str, str | None, int]:
+        """The text that can be told, the stop string that ends it, if one does, and after how many
+        tokens: some may have come at once, and those behind the end were never asked for.
+        """
+        text, num_tokens = "", len(token_ids)
+        for place in range(max(num_tokens, 1)):  # the end may come without a token
+            piece = self._append(token_ids[place : place + 1], is_last and place >= num_tokens - 1)
+            if self.num_output_tokens > self.request.sampling_params.min_tokens:
+                piece, stop = self.stops.append(piece)
+                if stop is not None:
+                    return text + piece + self.stops.flush(), stop, place + 1
+            text += piece
+        return (text + self.stops.flush() if is_last else text), None, num_tokens
 
     def put(self, output: RequestOutput) -> None:
         """Hand an output to the reader, if it wants one that is not the last."""

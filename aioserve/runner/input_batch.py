@@ -12,6 +12,7 @@ import numpy as np
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.grammar_rows import GrammarRows, Masks
+from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
@@ -35,6 +36,7 @@ class InputBatch:
         *,
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
+        drafter: NgramDrafter | None = None,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs."""
         self._block_size = block_size
@@ -52,13 +54,15 @@ class InputBatch:
         self.grammar_rows = GrammarRows(grammars, vocab_size, eos_token_ids)
         self.prompt_rows = PromptRows()
         self.pooled_rows = PooledRows()
+        self._drafter = drafter
+        self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Drop who left, add who came, update who stayed. Ids that are unknown may be dropped."""
-        self._drop(step.finished_req_ids)
+        self._drop(step.finished_req_ids, are_finished=True)
         self._drop(step.preempted_req_ids)
         for request in step.scheduled_new_reqs:
             self._add(request)
@@ -137,16 +141,25 @@ class InputBatch:
             self._num_tokens[rows] = position + 1
         self._sampling.append(inputs.rows, kept)
         self.grammar_rows.append(inputs.rows, kept)
+        if self._drafter is not None:
+            self._tell_drafter(self._drafter, inputs, kept)
         return kept
 
     def guesses(self, inputs: StepInputs) -> dict[str, list[int]]:
-        """What comes next of the rows of `inputs`, where their grammars leave no choice."""
+        """What comes next of the rows of `inputs`, where their grammars leave no choice, or where
+        the drafter has a guess.
+        """
         found = {}
         for index in dict.fromkeys(inputs.sampling.tolist()):
             row = int(inputs.rows[index])
-            # Penalties count every token before the next: drafts would come too early.
-            if not self._sampling.counts_tokens(row) and (ids := self.grammar_rows.guesses(row)):
-                found[inputs.req_ids[index]] = ids
+            if self._sampling.counts_tokens(row):
+                continue  # penalties count every token before the next: drafts would come too early
+            token_ids = self.grammar_rows.guesses(row)
+            if not token_ids and self._drafter is not None:
+                if token_ids := self._drafter.guess(row):
+                    self._guessed.add(row)
+            if token_ids:
+                found[inputs.req_ids[index]] = token_ids
         return found
 
     def failures(self, inputs: StepInputs) -> dict[str, str]:
@@ -168,7 +181,18 @@ class InputBatch:
             drafts[row] = token_ids
         return drafts
 
-    def _drop(self, request_ids: Iterable[str]) -> None:
+    def _tell_drafter(
+        self, drafter: NgramDrafter, inputs: StepInputs, kept: list[list[int]]
+    ) -> None:
+        for row, own in zip(inputs.rows.tolist(), kept, strict=True):
+            if own:
+                drafter.append(row, own)
+            if row in self._guessed:
+                self._guessed.remove(row)
+                if row in inputs.drafts:  # the policy may have sent none of them
+                    drafter.length.verified(row, len(inputs.drafts[row]), len(own) - 1)
+
+    def _drop(self, request_ids: Iterable[str], *, are_finished: bool = False) -> None:
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
@@ -176,6 +200,9 @@ class InputBatch:
                 self.grammar_rows.drop(row)
                 self.prompt_rows.drop(row)
                 self.pooled_rows.drop(row)
+                if self._drafter is not None:
+                    self._drafter.drop(row, is_finished=are_finished)
+                    self._guessed.discard(row)
                 self._free_rows.append(row)
 
     def _add(self, request: NewRequestData) -> None:
@@ -192,6 +219,8 @@ class InputBatch:
         self.pooled_rows.set(row, request)
         output = request.token_ids[request.num_prompt_tokens :]
         self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
+        if self._drafter is not None:
+            self._drafter.set(row, request)
 
     def _update(self, cached: CachedRequestData) -> None:
         rows = np.fromiter(

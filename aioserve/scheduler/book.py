@@ -70,6 +70,8 @@ class RequestBook:
         self._last_decodes = Decodes([])
         self._num_added = 0
         self._num_preemptions = 0
+        self.num_draft_tokens = 0  # that came back
+        self.num_accepted_tokens = 0
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
 
@@ -343,4 +345,6 @@ class RequestBook:
             num_decode_tokens=self._num_decode_tokens,
             num_prefix_queried_tokens=kv_cache.num_queried_tokens,
             num_prefix_hit_tokens=kv_cache.num_hit_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )

@@ -61,7 +61,9 @@ def take_results(
         if of_prompts and request.request_id in of_prompts:
             found = of_prompts[request.request_id]
             output = msgspec.structs.replace(output, prompt_logprobs=found)
-        if drafted and request.request_id in drafted:
+        if drafted and (drafts := drafted.get(request.request_id)):
+            book.num_draft_tokens += len(drafts)
+            book.num_accepted_tokens += len(token_ids) - 1
             _roll_back(request)
         if request.client_index != client_index:
             client_index = request.client_index

@@ -139,10 +139,14 @@ class Step(OpenStep):
         if num_tokens <= 0:
             return 0
         end = num_computed + num_tokens
-        if end + self._num_lookahead_tokens > request.num_slots and not self._find_blocks(
-            request, end
-        ):
-            return 0
+        if end + self._num_lookahead_tokens > request.num_slots:
+            if request.draft_token_ids:  # nobody loses its place for a guess
+                free = self._kv_cache.pool.num_free_blocks * self._kv_cache.block_size
+                room = request.num_slots + free - self._num_lookahead_tokens
+                end = max(min(end, room), min(end, request.num_tokens))
+                num_tokens = end - num_computed
+            if not self._find_blocks(request, end):
+                return 0
         self.token_budget -= num_tokens
         self.tokens[request] = num_tokens
         request.num_computed_tokens = end
@@ -351,4 +355,5 @@ class Step(OpenStep):
             num_computed_tokens=request.num_computed_tokens - self.tokens[request],
             encoder_inputs=request.encoder_inputs,
             pooling_params=request.pooling_params,
+            cache_salt=request.cache_salt,
         )

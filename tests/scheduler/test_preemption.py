@@ -14,6 +14,7 @@ from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 from aioserve.testing import SchedulerHarness
+from aioserve.testing.toy_runner import Drafter
 
 FULL = {
     "num_blocks": 10,
@@ -199,3 +200,23 @@ def test_under_priority_nobody_less_urgent_gets_the_place_of_a_preempted(depth: 
     entered = [data.request_id for step in harness.steps for data in step.scheduled_new_reqs]
     assert entered[:2] == ["low", "high"]
     assert entered.index("low", 1) < min(entered.index("lower"), entered.index("equal"))
+
+
+def test_nobody_loses_its_place_for_a_guess() -> None:
+    """With no block free, drafts that would need one stay behind, and what is known runs."""
+
+    def plans(drafter: Drafter | None) -> tuple[int, int]:
+        harness = SchedulerHarness(
+            ChunkedPrefillScheduler, num_blocks=4, block_size=4, watermark=0, drafter=drafter
+        )
+        harness.add_request("short", [1, 2, 3, 4], max_tokens=5)
+        harness.add_request("long", [5, 6, 7, 8], max_tokens=9)
+        harness.run_until_idle()
+        stats = harness.scheduler.make_stats()
+        assert stats is not None
+        return stats.num_preemptions, stats.num_draft_tokens
+
+    assert plans(None) == (0, 0)
+    num_preemptions, num_draft_tokens = plans(lambda token_ids: [1, 1, 1])
+    assert num_preemptions == 0
+    assert num_draft_tokens > 10

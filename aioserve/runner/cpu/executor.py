@@ -5,6 +5,7 @@ a model is loaded.
 """
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.prompts import forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -40,8 +42,11 @@ class StepExecutor:
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         takes_guesses: bool = True,
+        drafter: NgramDrafter | None = None,
     ) -> None:
-        """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step."""
+        """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step, and
+        what the `drafter` guesses.
+        """
         self._model = model
         self._backend = backend
         self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
@@ -53,7 +58,9 @@ class StepExecutor:
             vocab_size,
             grammars=grammars,
             eos_token_ids=eos_token_ids,
+            drafter=drafter,
         )
+        self._drafter = drafter
         self._takes_guesses = takes_guesses
         self._block_size = block_size
         self.num_kv_blocks = backend.memory.num_blocks
@@ -78,6 +85,7 @@ class StepExecutor:
         self._batch.apply(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
+        started = time.perf_counter()
         inputs = self._batch.prepare(scheduler_output)
         wanted = self._batch.prompt_rows.begin(inputs)
         pooled = self._batch.pooled_rows.begin(inputs)
@@ -100,7 +108,13 @@ class StepExecutor:
         sampled = sample(logits, self._batch.sampling_inputs(inputs), made)
         self._threads.end_step()
         token_ids = self._batch.append(inputs, sampled.token_ids)
-        guesses = self._batch.guesses(inputs) if masks is not None and self._takes_guesses else {}
+        guesses: dict[str, list[int]] = {}
+        if self._drafter is not None:
+            self._drafter.length.stepped(
+                len(inputs.req_ids), len(inputs.positions), time.perf_counter() - started
+            )
+        if self._takes_guesses and (masks is not None or self._drafter is not None):
+            guesses = self._batch.guesses(inputs)
         failed = self._batch.failures(inputs)
         if failed:  # what was sampled for them means nothing
             token_ids = [

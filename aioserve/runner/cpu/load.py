@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from aioserve.config import EngineConfig, ModelConfig
+from aioserve.config import EngineConfig, ModelConfig, SpeculationConfig
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
@@ -26,7 +26,9 @@ from aioserve.runner.cpu.memory import (
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
+from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
+from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def load_on_cpu(
         eos_token_ids=info.eos_token_ids,
         # A step planned ahead would not know which of them are right.
         takes_guesses=config.scheduler.depth == 1,
+        drafter=_make_drafter(config.speculation),
     )
     num_tokens = num_blocks * block_size
     logger.info(
@@ -78,6 +81,13 @@ def load_on_cpu(
         "" if is_fixed else ", fewer while steps wait for a core",
     )
     return executor
+
+
+def _make_drafter(config: SpeculationConfig) -> NgramDrafter | None:
+    if config.speculative_method == "none":
+        return None
+    length = DraftLength(config.num_speculative_tokens)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_store, length)
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:

@@ -1,0 +1,128 @@
+"""Guesses of what comes next, from what was said before: prompt lookup, without a model.
+
+If the last tokens of a text stood somewhere earlier, in it or in a recent output of the server,
+what came after them there may come again. Knows rows and token ids. Knows nothing about how guesses
+are verified, nor how many of them pay.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from aioserve.runner.draft_length import DraftLength
+from aioserve.scheduler.output import NewRequestData
+
+MAX_MATCH = 16  # tokens back to which places are compared: who matches longer is not better
+MAX_PLACES = 8  # that are looked at, the newest first
+
+
+class NgramText:
+    """A growing text, and where each of its n-grams stood last.
+
+    Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. A token
+    costs about 0.3 us to enter and 100 bytes.
+    """
+
+    __slots__ = ("_newest", "_previous", "_size", "token_ids")
+
+    def __init__(self, size: int) -> None:
+        self._size = size  # of an n-gram, in tokens
+        self.token_ids = array("i")
+        self._newest: dict[int, int] = {}  # hash of an n-gram: its last token's place
+        self._previous = array("i")  # by place: the one before of the same hash; -1: none
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Enter what comes next."""
+        text, size, newest, previous = self.token_ids, self._size, self._newest, self._previous
+        begin = max(len(text), size - 1)
+        text.extend(token_ids)
+        previous.extend([-1] * (min(len(text), size - 1) - len(previous)))
+        grams = zip(*(text[begin - back :] for back in range(size - 1, -1, -1)), strict=False)
+        for place, gram in enumerate(grams, begin):
+            key = hash(gram)
+            previous.append(newest.get(key, -1))
+            newest[key] = place
+
+    def find(self, end: Sequence[int]) -> tuple[int, int]:
+        """Where the last tokens of `end` stood before, in how many tokens the two places agree
+        (0: nowhere), and the place behind: the longest agreement, and of these the newest.
+
+        What lies at the very end of this text has nothing behind it, and is not found.
+        """
+        size, text = self._size, self.token_ids
+        best, behind = 0, 0
+        if len(end) < size:
+            return best, behind
+        place = self._newest.get(hash(tuple(end[-size:])), -1)
+        if place == len(text) - 1 and place >= 0:
+            place = self._previous[place]
+        for _ in range(MAX_PLACES):
+            if place < 0:
+                break
+            length = _agreement(text, place, end)
+            if length >= size and length > best:  # hashes may lie
+                best, behind = length, place + 1
+                if best == MAX_MATCH:
+                    break
+            place = self._previous[place]
+        return best, behind
+
+
+class NgramDrafter:
+    """Guesses for each row of the persistent batch, as long as `length` says that they pay."""
+
+    def __init__(self, size: int, store_tokens: int, length: DraftLength) -> None:
+        """`size`: tokens that must agree. `store_tokens`: of earlier outputs that are kept."""
+        self.length = length
+        self._size = size
+        self._rows: dict[int, NgramText] = {}
+        self._output_starts: dict[int, int] = {}  # of rows that share the store
+        # Half of the store is filled; when it is full, the other half is forgotten.
+        self._half = store_tokens // 2
+        self._recent, self._older = NgramText(size), NgramText(size)
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        """Enter a request. If it shares nothing, its output is no guess for others, nor theirs."""
+        self.length.forget(row)
+        text = self._rows[row] = NgramText(self._size)
+        text.extend(request.token_ids)
+        if not request.cache_salt:
+            self._output_starts[row] = request.num_prompt_tokens
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        """A row has said so much more."""
+        self._rows[row].extend(token_ids)
+
+    def drop(self, row: int, *, is_finished: bool) -> None:
+        """Forget a row; what it said, if that is all of it, is remembered for others."""
+        text, start = self._rows.pop(row, None), self._output_starts.pop(row, None)
+        if is_finished and text is not None and start is not None and self._half:
+            self._recent.extend(text.token_ids[start:][-self._half :])
+            if len(self._recent) >= self._half:
+                self._older, self._recent = self._recent, NgramText(self._size)
+
+    def guess(self, row: int) -> list[int]:
+        """What may come next; none if nothing like it was said before, or if it would not pay."""
+        max_tokens = self.length.limit(row)
+        if not max_tokens:
+            return []
+        text = self._rows[row]
+        end = text.token_ids[-MAX_MATCH:]
+        sources = (text, self._recent, self._older) if row in self._output_starts else (text,)
+        best, guesses = 0, array("i")
+        for source in sources:
+            agreement, behind = source.find(end)
+            if agreement > best:
+                best, guesses = agreement, source.token_ids[behind : behind + max_tokens]
+        return guesses.tolist()
+
+
+def _agreement(text: "array[int]", place: int, end: Sequence[int]) -> int:
+    """How many tokens up to and with `place` are those at the end of `end`."""
+    most = min(place + 1, len(end))
+    for length in range(most):
+        if text[place - length] != end[-1 - length]:
+            return length
+    return most

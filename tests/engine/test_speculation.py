@@ -1,0 +1,104 @@
+"""Speculation changes when tokens come, never which: the same draws, whatever was guessed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from aioserve.errors import ConfigError
+from aioserve.outputs import RequestOutput, SchedulerStats
+from aioserve.runner.draft_length import DraftLength
+from aioserve.structured_outputs import StructuredOutputs
+
+# The loop is the subject of other tests; these load a model each.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+# Each way twice: the second time, the first one's words are there to be guessed from.
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.8, "min_p": 0.05, "logprobs": 2},
+    {"temperature": 0.7, "stop": [" the"], "max_tokens": 200},
+    {"temperature": 0.7, "logit_bias": {5: 2.0}, "min_tokens": 20},
+    {"temperature": 0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "bad_words": [" my lord"]},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="([a-z]{2,5} ){9}")},
+    {"temperature": 0.9, "n": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays depends on how busy the machine is."""
+
+    def stepped(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6
+
+    monkeypatch.setattr(DraftLength, "stepped", stepped)
+
+
+async def generate(
+    method: str, **scheduler: Any
+) -> tuple[list[list[RequestOutput]], SchedulerStats]:
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=256, dtype="float32"),
+        cache=CacheConfig(block_size=4, num_kv_blocks=66),  # less than all of them want together
+        scheduler=SchedulerConfig(max_num_seqs=12, **scheduler),
+        speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
+    )
+    async with AsyncEngine(config) as engine:
+
+        async def one(way: dict[str, Any]) -> list[RequestOutput]:
+            params = SamplingParams(**{"max_tokens": 90, "seed": 3} | way)
+            samples: dict[int, RequestOutput] = {}
+            async for output in engine.generate("KING: My lord, my lord, my lord", params):
+                if output.index in samples:
+                    samples[output.index].merge(output)
+                else:
+                    samples[output.index] = output
+            return [samples[index] for index in sorted(samples)]
+
+        found = []
+        for _ in range(2):
+            found += await asyncio.gather(*map(one, WAYS))
+        assert engine._parts is not None
+        stats = engine._parts.core.scheduler.make_stats()
+        assert stats is not None
+        return found, stats
+
+
+def said(outputs: list[list[RequestOutput]]) -> list[Any]:
+    return [
+        (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason)
+        for samples in outputs
+        for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("policy", ["chunked_prefill", "fcfs", "mlfq"])
+async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> None:
+    plain, without = await generate("none", policy=policy)
+    guessed, stats = await generate("ngram", policy=policy)
+    assert said(guessed) == said(plain)
+    for ours, theirs in zip(guessed, plain, strict=True):
+        for sample, other in zip(ours, theirs, strict=True):
+            if other.logprobs is not None:
+                assert sample.logprobs is not None
+                assert [entry.logprob for entry in sample.logprobs] == pytest.approx(
+                    [entry.logprob for entry in other.logprobs], abs=1e-4
+                )
+    assert 200 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions
+    assert without.num_preemptions
+
+
+async def test_speculation_with_steps_in_flight_is_refused() -> None:
+    config = EngineConfig(
+        scheduler=SchedulerConfig(pipeline_depth=2),
+        speculation=SpeculationConfig(speculative_method="ngram"),
+    )
+    with pytest.raises(ConfigError, match="pipeline_depth 2 a step begins before"):
+        async with AsyncEngine(config):
+            pass

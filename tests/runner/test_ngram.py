@@ -1,0 +1,78 @@
+"""What came after the same words before, against a search through everything."""
+
+import random
+
+from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.ngram import MAX_MATCH, NgramDrafter, NgramText
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import NewRequestData
+
+
+def longest(text: list[int], end: list[int], size: int) -> int:
+    """In how many tokens some place of `text` agrees with `end`; 0 for less than `size`."""
+    best = 0
+    for place in range(len(text) - 1):
+        length = 0
+        while length < min(place + 1, len(end)) and text[place - length] == end[-1 - length]:
+            length += 1
+        best = max(best, length)
+    return best if best >= size else 0
+
+
+def test_the_longest_agreement_is_found_wherever_it_is() -> None:
+    rng = random.Random(1)
+    for size in (1, 2, 3):
+        for _ in range(60):
+            text, index = [], NgramText(size)
+            while len(text) < 40:
+                piece = [rng.randrange(3 * size) for _ in range(rng.choice([0, 1, 1, 2, 9]))]
+                text += piece
+                index.extend(piece)
+                end = text[-MAX_MATCH:]
+                length, behind = index.find(end)
+                # A place may be older than those that are looked at.
+                assert length <= longest(text, end, size)
+                assert (length > 0) == (longest(text, end, size) > 0)
+                if length:
+                    assert text[behind - length : behind] == end[-length:]
+                    assert 0 < behind < len(text)
+
+
+def request(token_ids: list[int], num_prompt_tokens: int, salt: str = "") -> NewRequestData:
+    return NewRequestData(
+        "r", token_ids, num_prompt_tokens, SamplingParams(), frozenset(), [], 0, cache_salt=salt
+    )
+
+
+def test_outputs_are_remembered_for_others_but_not_across_salts() -> None:
+    drafter = NgramDrafter(3, 100, DraftLength(4))
+    drafter.set(0, request([1, 2, 3], 3))
+    drafter.append(0, [10, 11, 12, 13, 14, 15])
+    for salt in ("", "mine"):
+        drafter.set(1, request([9, 10, 11, 12], 4, salt))
+        assert drafter.guess(1) == []  # the other still runs
+        drafter.drop(1, is_finished=False)
+    drafter.drop(0, is_finished=True)
+    drafter.set(1, request([9, 10, 11, 12], 4))
+    assert drafter.guess(1) == [13, 14, 15]
+    drafter.set(2, request([9, 10, 11, 12], 4, "mine"))
+    assert drafter.guess(2) == []
+    drafter.append(2, [40, 41, 42, 43])
+    drafter.drop(2, is_finished=True)
+    drafter.set(2, request([40, 41, 42], 3))
+    assert drafter.guess(2) == []
+    drafter.set(2, request([2, 3, 10], 3))
+    assert drafter.guess(2) == []  # a prompt is not an output
+
+
+def test_the_store_forgets_the_oldest_half() -> None:
+    drafter = NgramDrafter(2, 40, DraftLength(4))
+    for first in range(0, 50, 10):
+        drafter.set(0, request([999], 1))
+        drafter.append(0, list(range(first, first + 10)))
+        drafter.drop(0, is_finished=True)
+    known = []
+    for first in range(0, 50, 10):
+        drafter.set(0, request([first, first + 1], 2))
+        known.append(bool(drafter.guess(0)))
+    assert known == [False, False, True, True, True]
