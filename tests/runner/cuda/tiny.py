@@ -46,13 +46,19 @@ class TinyModel(ServedModel):
         self.head = weight(HIDDEN, VOCAB_SIZE)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+        return self.logits(self.hidden(inputs, attention))
+
+    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         x = self.embedding[inputs.input_ids] + self.places[inputs.positions]
         for layer, call in enumerate(CALLS):
             qkv = (x @ self.qkv[layer]).view(len(x), -1, HEAD_DIM)
             query, key, value = qkv.split((NUM_HEADS, 1, 1), dim=1)
             attended = attention.forward(layer, query, key, value, call.options)
             x = x + attended.flatten(1)
-        return x[inputs.logits_rows] @ self.head
+        return x[inputs.logits_rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head
 
 
 def make_executor(
