@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._text_arguments: dict[str, bool] = {}  # by template: how it wants them
+        self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
 
     def render(self, conversation: Conversation, seconds: float = TEMPLATE_SECONDS) -> str:
         """The prompt. Raises `RequestError` if the template does, or makes too much of it, and
@@ -95,8 +95,8 @@ class ChatTemplate:
         source = self._source(with_tools=bool(conversation.tools))
         messages = [_with_reasoning(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools]
-        if any(message.get("tool_calls") for message in messages) and self._wants_text(source):
-            messages = [_with_text_arguments(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            messages = [own for each in messages for own in self._with_calls(source, each)]
         _check_read(source, conversation.template_kwargs)
         names = {
             "documents": None,
@@ -137,34 +137,55 @@ class ChatTemplate:
             where = _line_of(error)
             raise RequestError(f"the chat template refused{where}: {error}", "messages") from error
 
-    def _wants_text(self, source: str) -> bool:
-        """Whether this template joins the arguments of a call to its text as they are.
+    def _with_calls(self, source: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The message in the first form in which this template shows its calls."""
+        if not message.get("tool_calls"):
+            return [message]
+        content = message["content"] and "probe"
+        if (source, content) not in self._call_forms:
+            contents = dict.fromkeys([content, "", None])
+            forms = [_CallForm(has_text, own) for own in contents for has_text in (False, True)]
+            shown = (
+                f for f in forms if self._shows(source, f.apply({**_PROBE, "content": content}))
+            )
+            self._call_forms[source, content] = next(shown, forms[0])
+        return self._call_forms[source, content].apply(message)
 
-        Others, most of them, make JSON of them, or go through them: they need a mapping. Which it
-        is, is seen in what becomes of a call.
-        """
-        if source not in self._text_arguments:
-            as_mapping, as_text = (self._try(source, form) for form in (_PROBE, _as_text(_PROBE)))
-            self._text_arguments[source] = not as_mapping and as_text
-        return self._text_arguments[source]
-
-    def _try(self, source: str, message: dict[str, Any]) -> bool:
-        """Whether the arguments of the call show up as JSON."""
-        ask = {"role": "user", "content": "?"}
+    def _shows(self, source: str, messages: list[dict[str, Any]]) -> bool:
+        """Whether the arguments of the probe's call show up as JSON."""
+        messages = [{"role": "user", "content": "?"}, *messages]
         try:
-            names = {"messages": [ask, message], "add_generation_prompt": True}
+            names = {"messages": messages, "add_generation_prompt": True}
             text = self._render(source, names, TEMPLATE_SECONDS)
         except RequestError:
             return False
         return '"probe_key"' in text or "probe_key>" in text
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _to_json(call["function"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+class _CallForm(NamedTuple):
+    """How a template wants a message with calls.
+
+    Most make JSON of the arguments, or go through them; others join them to their text as they are.
+    Some refuse a content that is none, others leave the calls out unless it is.
+    """
+
+    has_text: bool  # arguments as JSON text, not as a mapping
+    content: str | None  # beside calls; if there is more to say, a message before says it
+
+    def apply(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The message or messages as wanted."""
+        calls = message["tool_calls"]
+        if self.has_text:
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _to_json(call["function"])}}
+                for call in calls
+            ]
+        if not message["content"]:
+            return [{**message, "content": self.content, "tool_calls": calls}]
+        if self.content:
+            return [{**message, "tool_calls": calls}]
+        said = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [said, {"role": "assistant", "content": self.content, "tool_calls": calls}]
 
 
 def _to_json(function: Mapping[str, Any]) -> str:
@@ -173,7 +194,6 @@ def _to_json(function: Mapping[str, Any]) -> str:
 
 _PROBE: dict[str, Any] = {
     "role": "assistant",
-    "content": None,
     "tool_calls": [
         {
             "id": "probe0000",  # nine letters and digits, for Mistral's
@@ -182,10 +202,6 @@ _PROBE: dict[str, Any] = {
         }
     ],
 }
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    return _as_text(message) if message.get("tool_calls") else message
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,6 +154,27 @@ def test_arguments_are_text_for_a_template_that_joins_them(render):
     assert render(prints, USER, CALL) == '```json\n{"ä": [1]}\n```'
 
 
+@pytest.mark.parametrize("content", [None, "", "Hm."])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "'x' not in message.content",  # refuses none, as Qwen3's
+        "message.content is none",  # leaves calls out beside text, as those of DeepSeek R1
+        "true",
+    ],
+)
+def test_calls_are_shown_whatever_is_said_beside_them(render, condition, content):
+    source = (
+        "{% for message in messages %}{{ message.content or '' }}"
+        "{% if message.tool_calls and (" + condition + ") %}{{ message.tool_calls | tojson }}"
+        "{% endif %}{% endfor %}"
+    )
+    call = {**CALL, "content": content}
+    text = render(source, {"role": "assistant", "content": ""}, call)
+    assert '"arguments": {"ä": [1]}' in text
+    assert text.startswith(content or "[")
+
+
 @pytest.mark.parametrize(
     "source",
     [
