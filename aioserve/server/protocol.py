@@ -227,6 +227,7 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
     audio: Empty = None
     refusal: Empty = None
     annotations: Empty = None
+    provider_specific_fields: dict[str, Empty] | None = None  # LiteLLM's notes
 
 
 class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):

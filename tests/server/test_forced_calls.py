@@ -296,3 +296,13 @@ def test_text_that_is_bound_otherwise_is_no_reasoning():
     chat_format = ChatFormat(ModelInfo(ModelConfig()).tokenizer, "hermes", "none")
     with pytest.raises(RequestError, match="leaves no room for the calls"):
         bind(bound, free, chat_format, ASK)
+
+
+@pytest.mark.parametrize("parser", CALL_PARSERS)
+async def test_a_mark_that_the_tokenizer_does_not_know_is_text(parser):
+    tokenizer = ModelInfo(ModelConfig()).tokenizer
+    tokenizer.unk_token = tokenizer.eos_token  # as SmolLM2's: what it says for all it does not know
+    chat_format = ChatFormat(tokenizer, parser, "qwen3")
+    for mark in (*CALL_PARSERS[parser].markers, "<think>"):
+        assert chat_format.literal(mark) == json.dumps(mark, ensure_ascii=False)
+    assert chat_format.kept_special_tokens == ()

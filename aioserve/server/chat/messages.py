@@ -17,7 +17,10 @@ _SERVED = {
     "system": ("name",),
     "developer": ("name",),
     "user": ("name",),
-    "assistant": ("name", "tool_calls", "reasoning_content", "reasoning"),
+    "assistant": (
+        *("name", "tool_calls", "reasoning_content", "reasoning"),
+        "provider_specific_fields",  # LiteLLM's notes, if they are empty
+    ),
     "tool": ("name", "tool_call_id"),
 }
 
@@ -41,6 +44,10 @@ def _template_message(path: str, message: ChatMessage, names: dict[str, str]) ->
     if message.name is not None:
         rendered["name"] = message.name
     if message.role == "assistant":
+        for name, value in (message.provider_specific_fields or {}).items():
+            if value:
+                where = f"{path}.provider_specific_fields.{name}"
+                raise RequestError(f"{where} is not supported by this server", param=where)
         reasoning = message.reasoning_content or message.reasoning
         if reasoning:
             rendered["reasoning_content"] = reasoning

@@ -55,9 +55,9 @@ class ChatFormat:
         markers = [] if self._calls is None else list(self._calls.markers)
         if self.marks is not None:
             markers += [self.marks.start, self.marks.end]
-        ids = {marker: tokenizer.convert_tokens_to_ids(marker) for marker in markers}
+        ids = tokenizer.get_vocab() if markers else {}  # one that it does not know is no token
         special = special_token_ids(tokenizer) if markers else ()
-        self._special = {marker: ids[marker] for marker in markers if ids[marker] in special}
+        self._special = {marker: ids[marker] for marker in markers if ids.get(marker) in special}
 
     @property
     def call_parser(self) -> type[CallParser]:

@@ -18,6 +18,9 @@ from aioserve.server.formats.plain_json import PlainJsonParser
 
 _TAG = "<|python_tag|>"
 _TAGGED = any_of([_TAG])
+# In templates of models that were made of Llama 3 and call in ways of their own: functionary's,
+# firefunction's.
+_OTHERS = ("<function=", ">>>", "functools")
 
 
 class Llama3Parser(PlainJsonParser):
@@ -27,6 +30,8 @@ class Llama3Parser(PlainJsonParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
+        if any(sign in template for sign in _OTHERS):
+            return False
         return _TAG in template or ("<|start_header_id|>" in template and "tools" in template)
 
     @classmethod
