@@ -16,6 +16,11 @@ from aioserve.scheduler.output import NewRequestData
 PIECE_ELEMENTS = 1 << 23
 
 
+def largest_piece(vocab_size: int) -> int:
+    """How many tokens' logits are made at a time."""
+    return max(1, PIECE_ELEMENTS // vocab_size)
+
+
 @dataclass(slots=True, eq=False)
 class _Prompt:
     """One that is not computed to its end yet."""
@@ -37,7 +42,7 @@ class WantedLogprobs:
 
     def pieces(self, vocab_size: int) -> list[slice]:
         """The N in pieces whose logits fit into memory together."""
-        size, count = max(1, PIECE_ELEMENTS // vocab_size), len(self.places)
+        size, count = largest_piece(vocab_size), len(self.places)
         return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
     def keep(self, found: Sequence[TokenLogprobs]) -> dict[str, list[TokenLogprobs]]:

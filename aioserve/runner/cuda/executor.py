@@ -20,6 +20,7 @@ from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
+from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.served_model import ServedModel
@@ -42,6 +43,8 @@ class LaunchedStep:
     result: HostBuffer
     standing: list[Standing]  # of its sampled rows that have a grammar
     failed: dict[str, str]
+    prompts: PromptPlan | None
+    prompt_words: HostBuffer | None  # of `prompts`
 
 
 class StepExecutor:
@@ -83,6 +86,11 @@ class StepExecutor:
         self._graphs = DecodeGraphs()
         results = (device.host_buffer(len(self._sampler.out)) for _ in range(MAX_IN_FLIGHT))
         self._free_results = deque(results)
+
+    @property
+    def tells_prompts(self) -> bool:
+        """As `RunnerInterface.tells_prompts`."""
+        return self._model.has_hidden
 
     @property
     def num_kv_blocks(self) -> int:
@@ -140,37 +148,53 @@ class StepExecutor:
         inputs = self._batch.prepare(step)
         columns = self._batch.sampling_inputs(inputs)
         buffer = self._ring.take()
-        sizes = self._graphs.sizes
+        wanted = self._batch.prompt_rows.begin(inputs)
+        sizes = self._graphs.sizes if wanted is None else ()  # graphs give no hidden states
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         self._batch.append_unknown(inputs)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
+        prompts = plan_prompts(wanted, plan, self._sampler)
         self._device.stage(self._arena[: plan.num_words], buffer)
         attention = self._attention.begin(plan, self._arrays)
         self._ring.guard()
         rows = inputs.rows[plan.sampled]
         standing = self._batch.grammar_rows.standing(rows)
         if standing:
-            self._launch_masked(plan, sampling, attention, rows)
+            self._launch_masked(plan, sampling, attention, rows, prompts)
         else:
             self._device.launch(
-                lambda: self._sampler.sample(self._compute(plan, attention), sampling, self._arrays)
+                lambda: self._sampler.sample(
+                    self._compute(plan, attention, prompts), sampling, self._arrays
+                )
             )
         self._read_last()
         result = self._free_results.popleft()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
+        prompt_words = None
+        if prompts is not None:
+            prompt_words = self._device.host_buffer(len(prompts.found))
+            self._device.fetch(prompt_words, prompts.found)
         failed = self._batch.failures(inputs)
-        step_away = LaunchedStep(plan, sampling, self._device.record(), result, standing, failed)
+        event = self._device.record()
+        step_away = LaunchedStep(
+            plan, sampling, event, result, standing, failed, prompts, prompt_words
+        )
         if standing:
             self._unread = step_away
         return step_away
 
     def _launch_masked(
-        self, plan: StepPlan, sampling: SamplePlan, attention: LayerAttention, rows: IntArray
+        self,
+        plan: StepPlan,
+        sampling: SamplePlan,
+        attention: LayerAttention,
+        rows: IntArray,
+        prompts: PromptPlan | None,
     ) -> None:
         """Masks need the last step's tokens: they are waited for while this one computes."""
         logits: list[Tensor] = []
-        self._device.launch(lambda: logits.append(self._compute(plan, attention)))
+        self._device.launch(lambda: logits.append(self._compute(plan, attention, prompts)))
         self._read_last()
         made = self._batch.grammar_rows.begin(rows, {})
         assert made is not None, "one of the rows has a grammar"
@@ -198,9 +222,12 @@ class StepExecutor:
             step.event.wait()
             words = step.result.array
             token_ids, logprobs = read_result(words, step.sampling, self._sampler.vocab_size)
+            of_prompts = {}
+            if step.prompts is not None and step.prompt_words is not None:
+                of_prompts = step.prompts.read(step.prompt_words.array)
         finally:
             self._free_results.append(step.result)
-        return _make_output(step, token_ids, logprobs)
+        return _make_output(step, token_ids, logprobs, of_prompts)
 
     def explain(self, error: Exception) -> Exception:
         """What an error of `launch` or `finish` means: a failed step, or the end."""
@@ -217,8 +244,17 @@ class StepExecutor:
 
     # What follows runs when the device gets there.
 
-    def _compute(self, plan: StepPlan, attention: LayerAttention) -> Tensor:
+    def _compute(
+        self, plan: StepPlan, attention: LayerAttention, prompts: PromptPlan | None
+    ) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
+        if prompts is not None:
+            inputs = self._inputs(
+                plan.num_tokens, torch.arange(plan.num_tokens, device=rows.device)
+            )
+            states = self._model.hidden(inputs, attention)
+            prompts.look(self._model, states[prompts.rows.long()])
+            return self._model.logits(states[rows])
         if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
             logits = self._graphs.replay(plan.num_padded_rows)
             if plan.num_sampling < plan.num_padded_rows:
@@ -227,18 +263,23 @@ class StepExecutor:
         return self._forward(plan.num_tokens, rows, attention)
 
     def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
+        return self._model.forward(self._inputs(num_tokens, rows), attention)
+
+    def _inputs(self, num_tokens: int, rows: Tensor) -> ModelInputs:
         arrays = self._arrays
-        inputs = ModelInputs(
+        return ModelInputs(
             input_ids=self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
             positions=arrays.positions[:num_tokens].long(),
             slots=arrays.slots[:num_tokens].long(),
             logits_rows=rows,
         )
-        return self._model.forward(inputs, attention)
 
 
 def _make_output(
-    step: LaunchedStep, token_ids: list[int], logprobs: dict[int, TokenLogprobs]
+    step: LaunchedStep,
+    token_ids: list[int],
+    logprobs: dict[int, TokenLogprobs],
+    of_prompts: dict[str, list[TokenLogprobs]],
 ) -> ModelRunnerOutput:
     req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
     sampled: list[list[int]] = [[] for _ in req_ids]
@@ -246,4 +287,6 @@ def _make_output(
         if req_ids[row] not in step.failed:
             sampled[row] = [token_id]
     by_request = {req_ids[rows[place]]: [entry] for place, entry in logprobs.items()}
-    return ModelRunnerOutput(req_ids, sampled, by_request, failed=step.failed)
+    return ModelRunnerOutput(
+        req_ids, sampled, by_request, failed=step.failed, prompt_logprobs=of_prompts
+    )

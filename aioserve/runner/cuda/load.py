@@ -32,9 +32,11 @@ from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
 from aioserve.runner.cuda.plan import Layout, Limits
-from aioserve.runner.cuda.sampler import DeviceSampler, Draw
+from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
 from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.prompt_logprobs import largest_piece
 from aioserve.runner.served_model import ServedModel
+from aioserve.sampling_params import MAX_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +194,12 @@ def run_largest(
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     attention = NoAttention(spec, place)
     logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), attention)
+    if model.has_hidden:  # every token, and the largest piece of their logits
+        states = model.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
+        size = min(num_tokens, largest_piece(logits.shape[1]))
+        out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
+        width = min(MAX_LOGPROBS, logits.shape[1])
+        write_logprobs(model.logits(states[:size]), tokens[:size], width, out)
     ones = torch.ones(len(rows), device=place)
     columns = draw.DrawColumns(
         temperature=ones,

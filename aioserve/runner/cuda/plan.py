@@ -100,6 +100,7 @@ class StepPlan:
     num_page_entries: int
     num_decode_page_entries: int  # of the rows that are decodes; they come first
     num_words: int  # of the arena that are used
+    tokens: IntArray  # packed tokens of `inputs`, in the order of the T; padding is not among them
     sampled: IntArray  # S, rows of `inputs`
     sampling: SamplingInputs  # of the S
 
@@ -188,6 +189,7 @@ def plan_step(
         num_page_entries=num_entries,
         num_decode_page_entries=decode_entries,
         num_words=layout.used(num_entries),
+        tokens=token,
         sampled=sampled,
         sampling=replace(sampling, edits=edits),
     )
@@ -211,6 +213,7 @@ def plan_padding(layout: Layout, arena: Words, size: int) -> StepPlan:
         num_page_entries=size,
         num_decode_page_entries=size,
         num_words=layout.used(size),
+        tokens=none,
         sampled=none,
         sampling=SamplingColumns(1, 1).select(none, none),
     )

@@ -78,6 +78,10 @@ class OverlappedRunner(RunnerInterface):
         assert self._executor is not None, "load() first"
         return self._executor.num_kv_blocks
 
+    @property
+    def tells_prompts(self) -> bool:
+        return self._executor is not None and self._executor.tells_prompts
+
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":

@@ -137,17 +137,17 @@ class DeviceSampler:
             asked=asked.tolist(),
             num_logprobs=sampling.num_logprobs[asked].tolist(),
             has_penalties=has_any,
-            extras=self._stage(extras) if extras else {},
+            extras=self.stage(extras) if extras else {},
         )
 
     def stage_masks(self, masks: Masks) -> DeviceMasks:
         """Bring the masks of a step to the device."""
         places, words = masks.places.astype(np.int32), masks.words
-        staged = self._stage({"places": places, "words": words.reshape(-1)})
+        staged = self.stage({"places": places, "words": words.reshape(-1)})
         return DeviceMasks(staged["places"], staged["words"].view(words.shape))
 
-    def _stage(self, extras: dict[str, Words]) -> dict[str, Tensor]:
-        """One copy for all of them; each begins where an int64 may."""
+    def stage(self, extras: dict[str, Words]) -> dict[str, Tensor]:
+        """Bring arrays to the device, by one copy; each begins where an int64 may."""
         sizes = {name: len(words) + len(words) % 2 for name, words in extras.items()}
         total = sum(sizes.values())
         if total > self._ring_size:
@@ -248,41 +248,54 @@ class DeviceSampler:
         if "asked" in plan.extras:
             asked = plan.extras["asked"].long()
             logits, token_ids = logits[asked], token_ids[asked]
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        own = logprobs.gather(1, token_ids[:, None])
-        ranks = (logprobs > own).sum(dim=1) + 1
-        values, ids = logprobs.topk(min(max(plan.num_logprobs), self.vocab_size))
-        begin = plan.num_rows
-        for part in (own.view(torch.int32), ranks, ids, values.contiguous().view(torch.int32)):
-            end = begin + part.numel()
-            self.out[begin:end] = part.reshape(-1)
-            begin = end
+        width = min(max(plan.num_logprobs), self.vocab_size)
+        write_logprobs(logits, token_ids, width, self.out[plan.num_rows :])
 
 
-def read_result(
-    words: Words, plan: SamplePlan, vocab_size: int
-) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """The tokens of the S rows, and logprobs by row, from what `sample` wrote out."""
-    num_rows, count = plan.num_rows, len(plan.asked)
-    token_ids = words[:num_rows].tolist()
-    if not count:
-        return token_ids, {}
-    width = min(max(plan.num_logprobs), vocab_size)
-    bounds = num_rows + np.cumsum([0, count, count, count * width, count * width])
+def write_logprobs(logits: Tensor, token_ids: Tensor, width: int, out: Tensor) -> None:
+    """Write how likely `token_ids` [N] are by `logits` [N, V], with `width` alternatives, to where
+    `out` begins: 2 + 2 * width words for each, for `read_logprobs`.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > own).sum(dim=1) + 1
+    values, ids = logprobs.topk(width)
+    begin = 0
+    for part in (own.view(torch.int32), ranks, ids, values.contiguous().view(torch.int32)):
+        end = begin + part.numel()
+        out[begin:end] = part.reshape(-1)
+        begin = end
+
+
+def read_logprobs(words: Words, num_logprobs: Sequence[int], width: int) -> list[TokenLogprobs]:
+    """What `write_logprobs` wrote of the N, each of which wants so many alternatives."""
+    count = len(num_logprobs)
+    bounds = np.cumsum([0, count, count, count * width, count * width])
     own, ranks, ids, values = (words[a:b] for a, b in itertools.pairwise(bounds))
     columns = zip(
-        plan.asked,
-        plan.num_logprobs,
+        num_logprobs,
         own.view(np.float32).tolist(),
         ranks.tolist(),
         ids.reshape(count, width).tolist(),
         values.view(np.float32).reshape(count, width).tolist(),
         strict=True,
     )
-    return token_ids, {
-        row: TokenLogprobs(logprob, rank, top_ids[:n], top_values[:n])
-        for row, n, logprob, rank, top_ids, top_values in columns
-    }
+    return [
+        TokenLogprobs(logprob, rank, top_ids[:n], top_values[:n])
+        for n, logprob, rank, top_ids, top_values in columns
+    ]
+
+
+def read_result(
+    words: Words, plan: SamplePlan, vocab_size: int
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """The tokens of the S rows, and logprobs by row, from what `sample` wrote out."""
+    token_ids = words[: plan.num_rows].tolist()
+    if not plan.asked:
+        return token_ids, {}
+    width = min(max(plan.num_logprobs), vocab_size)
+    found = read_logprobs(words[plan.num_rows :], plan.num_logprobs, width)
+    return token_ids, dict(zip(plan.asked, found, strict=True))
 
 
 def _seen_tokens(

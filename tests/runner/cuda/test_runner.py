@@ -127,6 +127,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), sometimes(60, 0))),
         min_tokens=0,
         logprobs=sometimes(rng.randint(0, 4), None),
+        prompt_logprobs=sometimes(rng.randint(0, 3), None),
         detokenize=False,
     )
 
@@ -181,6 +182,8 @@ async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
         assert tokens[0] == tokens[1]
         assert a[-1].finish_reason == b[-1].finish_reason
         logprobs = [[p for output in outputs for p in output.logprobs or ()] for outputs in (a, b)]
+        for outputs, found_ones in zip((a, b), logprobs, strict=True):
+            found_ones += [entry for entry in outputs[0].prompt_logprobs or () if entry is not None]
         for one, other in zip(*logprobs, strict=True):
             assert (one.rank, one.top_token_ids) == (other.rank, other.top_token_ids)
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

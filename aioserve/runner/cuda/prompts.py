@@ -1,0 +1,60 @@
+"""How likely the tokens of prompts are, on a device: staged with a step, read after it.
+
+Knows a model and numbers; knows nothing about requests.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.runner.cuda.plan import StepPlan
+from aioserve.runner.cuda.sampler import DeviceSampler, read_logprobs, write_logprobs
+from aioserve.runner.prompt_logprobs import WantedLogprobs
+from aioserve.runner.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What one step is asked about prompts, at N of its T tokens."""
+
+    wanted: WantedLogprobs
+    rows: Tensor  # N, int32 on the device: of the T
+    token_ids: Tensor  # N, int32 on the device
+    width: int  # alternatives, of those who want most
+    vocab_size: int
+    found: Tensor  # int32 on the device: the answer
+
+    def look(self, model: ServedModel, states: Tensor) -> None:
+        """Fill `found` from the hidden states [N, hidden]; on the device."""
+        for piece in self.wanted.pieces(self.vocab_size):
+            token_ids, out = self.token_ids[piece].long(), self.found[self._begin(piece.start) :]
+            write_logprobs(model.logits(states[piece]), token_ids, self.width, out)
+
+    def read(self, words: npt.NDArray[np.int32]) -> dict[str, list[TokenLogprobs]]:
+        """Of prompts that are complete, from a copy of `found`; to be called in order of steps."""
+        found: list[TokenLogprobs] = []
+        for piece in self.wanted.pieces(self.vocab_size):
+            own = words[self._begin(piece.start) : self._begin(piece.stop)]
+            found += read_logprobs(own, self.wanted.num_logprobs[piece], self.width)
+        return self.wanted.keep(found)
+
+    def _begin(self, number: int) -> int:
+        return number * (2 + 2 * self.width)
+
+
+def plan_prompts(
+    wanted: WantedLogprobs | None, plan: StepPlan, sampler: DeviceSampler
+) -> PromptPlan | None:
+    """Stage what is wanted of the step of `plan`; None if nothing is."""
+    if wanted is None:
+        return None
+    place_of = np.empty(len(plan.tokens), dtype=np.int32)
+    place_of[plan.tokens] = np.arange(len(plan.tokens))
+    arrays = {"rows": place_of[wanted.places], "token_ids": wanted.token_ids.astype(np.int32)}
+    staged = sampler.stage(arrays)
+    width = min(max(wanted.num_logprobs, default=0), sampler.vocab_size)
+    found = staged["rows"].new_empty(max(1, len(wanted.places) * (2 + 2 * width)))
+    return PromptPlan(wanted, staged["rows"], staged["token_ids"], width, sampler.vocab_size, found)
