@@ -11,21 +11,21 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_400,
+    "aioserve": 2_500,
     "aioserve/engine": 3_050,
     "aioserve/grammars": 650,
     "aioserve/kernels": 2_900,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
     "aioserve/model_source": 1_200,
-    "aioserve/runner": 7_750,
+    "aioserve/runner": 7_900,
     "aioserve/scheduler": 2_300,
     "aioserve/server": 7_350,
     "aioserve/testing": 2_950,
     "aioserve/watch": 1_700,
     "benchmarks": 2_900,
     "policies": 650,
-    "tests": 26_600,
+    "tests": 27_200,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

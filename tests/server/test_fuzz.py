@@ -49,6 +49,7 @@ GOOD = {
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/abort": {"request_id": "x"},
+    "/v1/embeddings": {"input": "Hello"},
 }
 THIN = 6  # every so manieth body, except in the slow test
 
@@ -151,6 +152,8 @@ async def test_a_body_that_the_document_does_not_allow_is_refused(server, path):
 
 async def test_bodies_at_random_are_answered_as_the_document_says(server):
     document = (await server.get("/openapi.json")).json()
+    asked = {p for p, ways in document["paths"].items() if "requestBody" in ways.get("post", {})}
+    assert asked == GOOD.keys() | {"/admin/policy"}  # which would switch it for all others
     await asyncio.to_thread(try_at_random, server.url, document, num_examples=10)
 
 
@@ -158,7 +161,6 @@ async def test_bodies_at_random_are_answered_as_the_document_says(server):
 @pytest.mark.parametrize("path", GOOD)
 async def test_every_body_that_the_document_does_not_allow_is_refused(server, path):
     document = (await server.get("/openapi.json")).json()
-    assert {p for p, item in document["paths"].items() if "post" in item} >= GOOD.keys()
     statuses = await asyncio.to_thread(try_bodies, server.url, document, path, thin=1)
     for field, seen in statuses.items():
         # Nothing that is made of schemas alone is a conversation that makes sense.
