@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help install model serve test test-all test-isa test-arm test-schemas check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -28,6 +28,10 @@ test-isa: .venv/test  ## runner, kernels, reference on every variant and type; l
 
 test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outputs
 	$(BIN)/python -m tests.json_schema_suite
+
+test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor against a running server (ARGS="-k litellm")
+	.venv/clients/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients \
+		tests/clients $(ARGS)
 
 # The flags are those of setup.py's baseline: keep in step.
 ARM := aarch64-linux-gnu
@@ -91,6 +95,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 .venv/test: requirements/test.txt .venv/runtime
 	@echo "requirements/test.txt: 220 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) -r requirements/test.txt
+	@touch $@
+
+.venv/clients/done: requirements/clients.txt .venv/test
+	@echo "requirements/clients.txt: 120 MB"
+	@$(BIN)/python -m venv .venv/clients
+	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
 	@touch $@
 
 .venv/build: requirements/build.txt .venv/runtime
