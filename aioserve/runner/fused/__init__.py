@@ -65,14 +65,14 @@ def fuse(
         parts = find_parts(module, probe, max_model_len)
         ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
         proof = Proof(original, parts, max_model_len, place)
-        embedding, head = _prove(parts, proof, ops)
+        embedding, head, small = _prove(parts, proof, ops)
     except (ConfigError, NotFusedError):
         raise
     except Exception as error:  # code of any kind of model, on weights of any kind
         raise NotFusedError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     layers = []
-    for layer in tqdm(parts.layers, "Laying out weights", unit="layer", **BAR):
-        layers.append(_fuse_layer(layer, ops))
+    for index, layer in enumerate(tqdm(parts.layers, "Laying out weights", unit="layer", **BAR)):
+        layers.append(small.pop(index) if index in small else _fuse_layer(layer, ops))
         for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
             linear._parameters.clear()  # what is left of them is one fused copy
     decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
@@ -88,8 +88,10 @@ def fuse(
     return FusedModel(original, decoder, ops.is_compiled)
 
 
-def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Embedding, Linear]:
-    """Embedding and head of the fused model. Raises `NotFusedError`."""
+def _prove(
+    parts: DecoderParts, proof: Proof, ops: Ops
+) -> tuple[Embedding, Linear, dict[int, DecoderLayer]]:
+    """Embedding, head, and layers of few bits of the fused model. Raises `NotFusedError`."""
     head = _fuse_linears((parts.head,), ops)
     table = parts.embedding.weight
     embedding = None
@@ -102,13 +104,19 @@ def _prove(parts: DecoderParts, proof: Proof, ops: Ops) -> tuple[Embedding, Line
         embedding = PlainEmbedding(table.data.clone())  # the file that it is mapped to can go
     proof.check_embedding(embedding)
     # one layer at a time, and all of them again later: there may not be memory for all layers
-    # beside the originals, and the originals are needed until the last one is proved
+    # beside the originals, and the originals are needed until the last one is proved; but layers
+    # of few bits are kept, which are small and take long to make
+    small: dict[int, DecoderLayer] = {}
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
     layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-        proof.check_layer(index, _fuse_layer(layer, ops), next_norm, ops)
+        fused = _fuse_layer(layer, ops)
+        proof.check_layer(index, fused, next_norm, ops)
+        linears = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
+        if ops.is_compiled and all(attached(linear.weight) is not None for linear in linears):
+            small[index] = fused
     proof.check_head(parts.norm, head, ops)
-    return embedding, head
+    return embedding, head, small
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:

@@ -1,0 +1,82 @@
+"""How well a model predicts a text, by the type of its weights.
+
+    python benchmarks/perplexity.py TEXT
+    python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16,int8,int4,Q4_1
+
+Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
+are types, not kernels. `stored` is what the model has on disk; a file shows a type that nobody
+here writes (Q4_K, Q5_K, Q6_K). The last line is JSON.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from aioserve.config import EMBEDDED_MODEL, ModelConfig
+from aioserve.model_info import ModelInfo
+from aioserve.model_source.quantized import quantize
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+OURS = ("int8", "int4")
+TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+
+
+def rounded(weight: Tensor, kind: str, is_inner: bool) -> Tensor:
+    """A matrix in float32 as it comes back from a type; the outer ones are embedding and head."""
+    if kind in HALF:
+        return weight.to(HALF[kind]).float()
+    if kind in OURS:
+        blocks = quantize(weight, "Q4_0" if kind == "int4" and is_inner else "Q8_0")
+        return blocks.dequantize(torch.float32)
+    number = gguf.GGMLQuantizationType[kind]
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), number), number))
+
+
+@torch.inference_mode()
+def perplexity(module: Any, windows: Tensor) -> float:
+    """Of all tokens of `windows` [N, length] but the first of each."""
+    loss = 0.0
+    for window in windows:
+        logits = module(window[None], use_cache=False).logits[0, :-1]
+        loss += float(nn.functional.cross_entropy(logits.float(), window[1:], reduction="sum"))
+    return math.exp(loss / (windows.numel() - len(windows)))
+
+
+def main() -> None:
+    """Print a row per type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--model", default=EMBEDDED_MODEL)
+    parser.add_argument("--types", default=",".join(TYPES), help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the end of the text")
+    parser.add_argument("--length", type=int, default=512, help="tokens that are read together")
+    args = parser.parse_args()
+    info = ModelInfo(ModelConfig(model=args.model))
+    ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"][-args.tokens :]
+    windows = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
+    module = info.source.load_module(torch.float32, torch.device("cpu"), "sdpa")
+    inner = {id(part.weight) for part in module.modules() if type(part) is nn.Linear}
+    inner -= {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
+    matrices = [p for p in module.parameters() if p.ndim == 2 and p.shape[1] % 32 == 0]
+    originals = [parameter.detach().clone() for parameter in matrices]
+    found = {}
+    print(f"{args.model}, {windows.numel():,} tokens of {args.text.name}")
+    print(f"{'weights':10} {'perplexity':>10} {'to stored':>10}")
+    for kind in args.types.split(","):
+        for parameter, original in zip(matrices, originals, strict=True):
+            is_inner = id(parameter) in inner
+            parameter.data = original if kind == "stored" else rounded(original, kind, is_inner)
+        found[kind] = perplexity(module, windows)
+        share = found[kind] / found.get("stored", math.nan) - 1
+        print(f"{kind:10} {found[kind]:10.3f} {share:+10.2%}", flush=True)
+    print(msgspec.json.encode({"model": args.model, "perplexity": found}).decode())
+
+
+if __name__ == "__main__":
+    main()
