@@ -23,7 +23,7 @@ LIMITS = {
     "aioserve/server": 7_350,
     "aioserve/testing": 2_950,
     "aioserve/watch": 1_700,
-    "benchmarks": 2_900,
+    "benchmarks": 3_000,
     "policies": 650,
     "tests": 27_300,
 }
