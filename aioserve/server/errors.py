@@ -49,10 +49,10 @@ _KINDS = (
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
+    _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestError, 400, "invalid_request_error", None),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
     _Kind(RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
-    _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
     _Kind(EngineDeadError, 503, "server_error", "engine_unavailable"),
 )
