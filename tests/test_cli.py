@@ -21,6 +21,7 @@ from aioserve.errors import ConfigError
 from aioserve.scheduler import available_policies
 from tests import processes
 from tests.processes import PATIENCE, serving, until
+from tests.slow import mostly_slow
 
 SIMULATED = ["--runner", "simulated", "--port", "0"]
 
@@ -154,7 +155,9 @@ def fetch(url: str, body: object = None) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", mostly_slow([signal.SIGINT, signal.SIGTERM], but=[signal.SIGTERM])
+)
 def test_a_signal_ends_the_server_with_exit_code_0(number):
     with serving(*SIMULATED) as (process, url):
         body = {"prompt": "Hello", "max_tokens": 2}
@@ -230,6 +233,7 @@ def test_a_dead_engine_tells_its_clients_and_ends_the_process_with_exit_code_3(t
         assert stderr.splitlines()[-1].startswith("aioserve: error: the engine has died: ")
 
 
+@pytest.mark.slow
 def test_a_dead_engine_can_be_kept_up_until_a_signal(tmp_path):
     (tmp_path / "mortal.py").write_text(MORTAL)
     policy = f"{tmp_path / 'mortal.py'}:Mortal"
@@ -267,7 +271,7 @@ def test_a_running_stream_may_finish_while_the_server_drains():
         assert process.wait(timeout=PATIENCE) == 0
 
 
-@pytest.mark.parametrize("has_second_signal", [False, True])
+@pytest.mark.parametrize("has_second_signal", mostly_slow([False, True], but=[True]))
 def test_draining_ends_with_its_time_or_a_second_signal(has_second_signal):
     timeout = "300" if has_second_signal else "0.1"
     with serving(*SIMULATED, "--drain-timeout", timeout, "--step-base-ms", "100") as (process, url):

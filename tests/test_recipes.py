@@ -24,6 +24,7 @@ def policy(name: str) -> type[BaseScheduler]:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 class TestContract(PolicyContract):
     @pytest.fixture

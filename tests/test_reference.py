@@ -16,6 +16,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.outputs import SchedulerStats
 from tests.models import make_model
+from tests.slow import mostly_slow
 from tests.variants import DTYPE
 
 VOCAB_SIZE = 2048
@@ -106,7 +107,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 POOLS = {"roomy": 32_000, "tight": 3_100, "starved": 500}
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", mostly_slow(POOLS, but=["tight"]))
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
 def test_greedy_tokens_equal_those_of_transformers(

@@ -34,6 +34,7 @@ from aioserve.watch.reader import DecisionLog
 from aioserve.watch.replay import replay
 from aioserve.watch.shadow import LAG_SECONDS
 from tests.greedy import GreedyReference
+from tests.slow import mostly_slow
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
 MEAN, LAST = PoolingParams(pooling="mean"), PoolingParams(pooling="last")
@@ -73,7 +74,9 @@ def expected(reference: GreedyReference) -> list[Any]:
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("policy", sorted(available_policies()))
+@pytest.mark.parametrize(
+    "policy", mostly_slow(sorted(available_policies()), but=["chunked_prefill", "fcfs", "mlfq"])
+)
 def test_vectors_and_tokens_are_those_of_transformers_under_pressure(
     policy: str, cached: bool, expected: list[Any], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from aioserve.grammars import compiler as grammars
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.runner.grammar_rows import GrammarRows
 from aioserve.structured_outputs import StructuredOutputs
+from tests.slow import mostly_slow
 
 SCHEMAS: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "schemas.json").read_text("utf-8")
@@ -70,7 +71,7 @@ async def replies(engine: AsyncEngine, wanted: Iterable[SamplingParams]) -> list
     return await asyncio.gather(*(reply(engine, one) for one in wanted))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["chunked_prefill", "fcfs", "mlfq"]))
 async def test_replies_satisfy_their_schemas_under_every_policy(policy: str) -> None:
     depth = 1 + POLICIES.index(policy) % 2
     kinds = ("delta", "final_only")

@@ -9,7 +9,7 @@ from aioserve.testing.contract import PolicyContract, Subject
 from tests.testing.hostile import HostileScheduler
 
 # Fewer than strangers get by default: there are many policies here, and they share a base.
-EXAMPLES = 25
+EXAMPLES = 12
 
 
 @pytest.mark.parametrize("name", sorted(available_policies()))
@@ -17,6 +17,14 @@ class TestInstalledPolicies(PolicyContract):
     @pytest.fixture
     def subject(self, name: str) -> Subject:
         return Subject(load_policy(name), max_examples=EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(available_policies()))
+class TestInstalledPoliciesAtLength(PolicyContract):
+    @pytest.fixture
+    def subject(self, name: str) -> Subject:
+        return Subject(load_policy(name), max_examples=50)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from aioserve.watch.records import AnyRecord, Discarded, Header, Planned, Record
 from aioserve.watch.replay import replay
 from tests.engine.test_policy_failures import BAD, RaisesInUpdate, RaisesMidway, ReturnsAnOldStep
 from tests.lab.traffic import make_config, record
+from tests.slow import mostly_slow
 
 POLICIES = sorted(available_policies())
 
@@ -64,7 +65,7 @@ def read(log: DecisionLog) -> Chronicle:
     return chronicle
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_decides_again_what_it_decided(
     policy: str, depth: int, tmp_path: Path

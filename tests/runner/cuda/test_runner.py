@@ -37,6 +37,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.structured_outputs import StructuredOutputs
 from tests.models import VOCAB_SIZE, make_model
+from tests.slow import mostly_slow
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 20, 8, 120
 
@@ -161,7 +162,7 @@ async def serve(engine: AsyncEngine, seed: int) -> list[list[RequestOutput]]:
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", mostly_slow(["llama", "mistral"], but=["mistral"]))
 @pytest.mark.parametrize("eagerness", [0, 0.5])
 async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
     kind: str, eagerness: float, served_path: Callable[..., Path]
@@ -201,7 +202,7 @@ def wordy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("eagerness", [0, 0.5])
+@pytest.mark.parametrize("eagerness", mostly_slow([0, 0.5], but=[0]))
 async def test_masks_wait_for_the_last_token_while_the_device_computes(
     eagerness: float, wordy_path: Path
 ) -> None:
