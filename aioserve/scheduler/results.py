@@ -1,6 +1,6 @@
-"""What a step brings back: tokens are appended, requests end, drafts are verified.
+"""What a step brings back: tokens are appended, and requests end.
 
-Knows stop tokens, length limits and guesses. Knows nothing about order or the next step.
+Knows stop tokens and length limits. Knows nothing about order or the next step.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import msgspec
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.drafts import settle_drafts, take_drafts, until_stop
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.pooling import computed_by, end_pooled
 
@@ -62,9 +63,7 @@ def take_results(
             found = of_prompts[request.request_id]
             output = msgspec.structs.replace(output, prompt_logprobs=found)
         if drafted and (drafts := drafted.get(request.request_id)):
-            book.num_draft_tokens += len(drafts)
-            book.num_accepted_tokens += len(token_ids) - 1
-            _roll_back(request)
+            settle_drafts(book, request, len(drafts), len(token_ids) - 1)
         if request.client_index != client_index:
             client_index = request.client_index
             outs = outputs.setdefault(client_index, [])
@@ -74,7 +73,7 @@ def take_results(
     if book.ended:
         book.settle(requests)
     if model_runner_output.draft_token_ids:
-        _take_drafts(book, requests, model_runner_output.draft_token_ids)
+        take_drafts(book, requests, model_runner_output.draft_token_ids)
     now = clock()
     return {client: EngineCoreOutputs(outs, now) for client, outs in outputs.items()}
 
@@ -90,7 +89,7 @@ def _append_tokens(
         book.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
         return EngineCoreOutput(request.request_id, [], request.status.finish_reason)
     if len(token_ids) > 1:
-        token_ids = _until_stop(request, token_ids)
+        token_ids = until_stop(request, token_ids)
     request.token_ids += token_ids
     request.num_tokens = num_tokens = request.num_tokens + len(token_ids)
     if request.status is RequestStatus.PREEMPTED:
@@ -112,31 +111,3 @@ def _append_tokens(
     return EngineCoreOutput(
         request.request_id, token_ids, status.finish_reason, request.stop_reason, logprobs
     )
-
-
-def _until_stop(request: Request, token_ids: list[int]) -> list[int]:
-    """Verified drafts may run past the end of a request: cut them there."""
-    num_output = request.num_output_tokens
-    for i, token_id in enumerate(token_ids, start=1):
-        is_stop = token_id in request.stop_token_ids
-        if is_stop and num_output + i > request.sampling_params.min_tokens:
-            return token_ids[:i]
-    return token_ids[: request.max_total_tokens - request.num_tokens]
-
-
-def _roll_back(request: Request) -> None:
-    """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
-    if request.status is RequestStatus.RUNNING:
-        request.num_computed_tokens = request.num_tokens - 1
-        request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
-
-
-def _take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:
-    """Next time these requests verify guesses, unless a step ahead has overtaken them."""
-    for request in requests:
-        guesses = drafts.get(request.request_id)
-        if guesses and request.status is RequestStatus.RUNNING:
-            room = request.max_total_tokens - 1 - request.num_tokens
-            if room > 0 and not book.in_flight.carries(request):
-                request.draft_token_ids = guesses[:room]
-                request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)

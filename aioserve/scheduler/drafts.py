@@ -1,0 +1,37 @@
+"""Guessed tokens of requests: taken for their next step, and settled when they were verified.
+
+Knows how far a request has come and may go. Knows nothing about where guesses come from.
+"""
+
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler.book import RequestBook
+
+
+def until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """Verified drafts may run past the end of a request: cut them there."""
+    num_output = request.num_output_tokens
+    for i, token_id in enumerate(token_ids, start=1):
+        is_stop = token_id in request.stop_token_ids
+        if is_stop and num_output + i > request.sampling_params.min_tokens:
+            return token_ids[:i]
+    return token_ids[: request.max_total_tokens - request.num_tokens]
+
+
+def settle_drafts(book: RequestBook, request: Request, num_drafts: int, num_right: int) -> None:
+    """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
+    book.num_draft_tokens += num_drafts
+    book.num_accepted_tokens += num_right
+    if request.status is RequestStatus.RUNNING:
+        request.num_computed_tokens = request.num_tokens - 1
+        request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
+
+
+def take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:
+    """Next time these requests verify guesses, unless a step ahead has overtaken them."""
+    for request in requests:
+        guesses = drafts.get(request.request_id)
+        if guesses and request.status is RequestStatus.RUNNING:
+            room = request.max_total_tokens - 1 - request.num_tokens
+            if room > 0 and not book.in_flight.carries(request):
+                request.draft_token_ids = guesses[:room]
+                request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)
