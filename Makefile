@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+# Compiling all of what is installed takes a minute; Python compiles what is imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 
 .PHONY: help install model serve test test-all test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
@@ -93,12 +94,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@touch $@
 
 .venv/test: requirements/test.txt .venv/runtime
-	@echo "requirements/test.txt: 220 MB; a model, which the tests fetch themselves: 98 MB"
+	@echo "requirements/test.txt: 230 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) -r requirements/test.txt
 	@touch $@
 
 .venv/clients/done: requirements/clients.txt .venv/test
-	@echo "requirements/clients.txt: 120 MB"
+	@echo "requirements/clients.txt: 75 MB"
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
 	@touch $@

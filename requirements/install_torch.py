@@ -92,6 +92,7 @@ def answers(index: str, timeout: float) -> bool:
 def install(index: str | None) -> int:
     """Run pip, with its bar if somebody looks; returns its exit code."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    command.append("--no-compile")  # as in the Makefile
     if index is not None:
         # Nothing but torch from there: all else is pinned in runtime.txt.
         command += ["--index-url", index, "--no-deps"]

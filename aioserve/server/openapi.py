@@ -24,7 +24,7 @@ from aioserve.sampling_params import (
 )
 from aioserve.server.anthropic.protocol import MessagesError
 from aioserve.server.errors import UnknownModelError, is_for_anthropic, status_of
-from aioserve.server.protocol import ErrorResponse, ModelRequest
+from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.server.unserved import FOREIGN, Unserved
 from aioserve.server.validation import BodyDecoder
 from aioserve.structured_outputs import WAYS, StructuredOutputs
@@ -46,6 +46,7 @@ class Route(NamedTuple):
     summary: str
     answer: Any  # its type: JSON, or text if it is `str`
     body: BodyDecoder[Any] | None = None
+    query: type[RequestPart] | None = None  # what its URL's query may hold; None: not looked at
     events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
@@ -155,11 +156,8 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
         "summary": route.summary,
         "responses": responses,
     }
-    if parameters := re.findall(r"{(\w+)", route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in parameters
-        ]
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
     if route.body is not None:
         schema = schema_of[route.body.served]
         operation["requestBody"] = {
@@ -167,6 +165,17 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
             "content": {"application/json": {"schema": schema}},
         }
     return operation
+
+
+def _parameters(route: Route) -> list[Schema]:
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)", route.path)
+    ]
+    if route.query is not None:
+        properties = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
+        parameters += ({"name": n, "in": "query", "schema": s} for n, s in properties.items())
+    return parameters
 
 
 def _error_statuses(route: Route) -> list[int]:

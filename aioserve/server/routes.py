@@ -86,6 +86,7 @@ ROUTES = (
         response.get_response,
         "A response that is remembered.",
         responses.Response,
+        query=responses.Whole,
         raises=(RequestError, UnknownResponseError),
     ),
     Route(
@@ -94,6 +95,7 @@ ROUTES = (
         response.list_input_items,
         "What led to a response.",
         responses.ItemList,
+        query=responses.Page,
         raises=(RequestError, UnknownResponseError),
     ),
     Route(
@@ -102,7 +104,11 @@ ROUTES = (
         response.delete_response,
         "Forget a response.",
         responses.Deleted,
-        raises=(UnknownResponseError,),
+        query=openai.RequestPart,
+        raises=(
+            RequestError,
+            UnknownResponseError,
+        ),
     ),
     Route(
         "POST",

@@ -106,6 +106,17 @@ class BodyDecoder(Generic[T]):
             raise RequestError(f"{name} is not supported by this server{instead}", param=name)
 
 
+def decode_query(query: Mapping[str, str], query_type: type[T]) -> T:
+    """A URL's query as a struct. Raises `RequestError` that names the parameter."""
+    try:
+        return msgspec.convert(dict(query), query_type, strict=False)
+    except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            name = unknown[1][:_MAX_SHOWN]
+            raise RequestError(f"unknown query parameter {name!r}", param=name) from error
+        raise RequestError(str(error), param=_path(str(error))) from error
+
+
 def _values_of(*names: str) -> Callable[[Any], tuple[Any, ...]]:
     """What gets these attributes as a tuple; of fewer than two, the quick way would make none."""
     if len(names) > 1:

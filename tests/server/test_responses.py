@@ -302,7 +302,10 @@ async def test_a_client_calls_functions_and_answers_them(tmp_path):
         path = f"/v1/responses/{by_id.id}/input_items?order=asc"
         ResponseItemList.model_validate((await server.get(path)).json())
         assert check(await server.get(path + "&after=x"))["param"] == "after"
-        assert "limit" in check(await server.get(path + "&limit=0"))["message"]
+        assert check(await server.get(path + "&limit=0"))["param"] == "limit"
+        stored = f"/v1/responses/{by_id.id}"
+        for method, at in (("GET", path), ("GET", stored + "?"), ("DELETE", stored + "?")):
+            assert check(await server.request(method, at + "&pages=2"))["param"] == "pages"
         await client.responses.delete(by_id.id)
         for call in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError, match="no response") as caught:

@@ -297,6 +297,12 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
 
 
+class Whole(RequestPart, kw_only=True):
+    """Query of GET /v1/responses/{id}."""
+
+    stream: bool = False  # true is refused
+
+
 class Page(RequestPart, kw_only=True):
     """Query of GET /v1/responses/{id}/input_items."""
 

@@ -18,6 +18,7 @@ from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
 from aioserve.server.keys import CHAT_FORMAT, RESPONSES
+from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import (
@@ -27,10 +28,11 @@ from aioserve.server.responses.protocol import (
     ItemList,
     Page,
     ResponsesRequest,
+    Whole,
 )
 from aioserve.server.responses.store import Kept
 from aioserve.server.unserved import HINTS_ON_RESPONSES, NOT_ON_RESPONSES
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.validation import BodyDecoder, decode_query
 
 
 class _Said(msgspec.Struct):
@@ -111,16 +113,21 @@ def _own_names(use: ToolUse | None) -> Iterator[None]:
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """The handler of GET. Raises `UnknownResponseError`, and `RequestError` for a stream of it."""
+    """The handler of GET. Raises `UnknownResponseError`, and `RequestError` for a wrong query or a
+    stream of it.
+    """
     kept = _kept(request)
-    if request.query.get("stream", "false") != "false":
+    if decode_query(request.query, Whole).stream:
         raise RequestError("what is stored is told as a whole: no stream of it", param="stream")
     return web.Response(body=kept.response, content_type="application/json")
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """The handler of DELETE. Raises `UnknownResponseError`. What went on with it is kept."""
+    """The handler of DELETE. Raises `UnknownResponseError`, and `RequestError` for any query.
+    What went on with it is kept.
+    """
     _kept(request)
+    decode_query(request.query, RequestPart)
     response_id = request.match_info["id"]
     request.app[RESPONSES].forget(response_id)
     deleted = _encoder.encode(Deleted(id=response_id))
@@ -132,10 +139,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     `UnknownResponseError`, and `RequestError` for a wrong query.
     """
     kept = _kept(request)
-    try:
-        page = msgspec.convert(dict(request.query), Page, strict=False)
-    except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from error
+    page = decode_query(request.query, Page)
     items = [_shown(item) for item in _items.decode(kept.items)]
     if page.order == "desc":
         items.reverse()
