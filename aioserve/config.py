@@ -266,12 +266,16 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     """Which tokens are guessed before they are computed."""
 
     speculative_method: Annotated[
-        Literal["none", "ngram"],
+        Literal["none", "ngram", "draft"],
         Meta(
             description="draft tokens, verified in one pass; ngram: what came after the same words "
-            "before, in this text or in recent outputs"
+            "before, in this text or in recent outputs; draft: what --draft-model says"
         ),
     ] = "none"
+    draft_model: Annotated[
+        str | None,
+        Meta(description="a smaller model with the same vocabulary, named as --model is"),
+    ] = None
     num_speculative_tokens: Annotated[
         PositiveInt, Meta(description="most draft tokens per request and step; fewer if they fail")
     ] = 8
@@ -459,9 +463,30 @@ _RULES = (
     ),
     _Rule(
         "speculation",
-        ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_store"),
+        ("num_speculative_tokens",),
         lambda config: config.speculation.speculative_method != "none",
         "speculation.speculative_method is none",
+    ),
+    _Rule(
+        "speculation",
+        ("prompt_lookup_min", "prompt_lookup_store"),
+        lambda config: config.speculation.speculative_method == "ngram",
+        "speculation.speculative_method is not ngram",
+    ),
+    _Rule(
+        "speculation",
+        ("draft_model",),
+        lambda config: config.speculation.speculative_method == "draft",
+        "speculation.speculative_method is not draft",
+    ),
+    _Rule(
+        "speculation",
+        ("speculative_method",),
+        lambda config: (
+            config.speculation.speculative_method != "draft"
+            or config.speculation.draft_model is not None
+        ),
+        "there is no speculation.draft_model",
     ),
     _Rule(
         "runner",

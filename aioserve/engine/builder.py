@@ -84,12 +84,7 @@ class EngineBuilder:
             config.check_effects()
             runner = make_runner(config, model_info)
         self.runner = runner
-        if config.scheduler.pipeline_depth is None:
-            scheduler = msgspec.structs.replace(
-                config.scheduler, pipeline_depth=runner.pipeline_depth
-            )
-            config = msgspec.structs.replace(config, scheduler=scheduler)
-        self.config = config
+        self.config = _with_runner(config, runner)
         self._request_log: RequestLog | None = None
         if config.scheduler.request_log is not None:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
@@ -227,6 +222,17 @@ class EngineBuilder:
             max_model_len,
         )
         return num_slots
+
+
+def _with_runner(config: EngineConfig, runner: RunnerInterface) -> EngineConfig:
+    """What the scheduler's settings amount to with this runner."""
+    scheduler, speculation = config.scheduler, config.speculation
+    if scheduler.pipeline_depth is None:
+        scheduler = msgspec.structs.replace(scheduler, pipeline_depth=runner.pipeline_depth)
+    if speculation.speculative_method == "draft":  # it writes K and V of what it guesses
+        ahead = max(scheduler.num_lookahead_tokens, speculation.num_speculative_tokens)
+        scheduler = msgspec.structs.replace(scheduler, num_lookahead_tokens=ahead)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def _check_policy(

@@ -2,18 +2,20 @@
 
 A step of D tokens takes T seconds, and a token more in it c seconds. A draft that turns out right
 with chance p is a gain if p / c > D / T. So on an idle engine, where a step costs the same for one
-token or eight, long drafts pay; in a full batch, which computes no token for nothing, none do.
-Knows chances and step times; knows nothing about where drafts come from.
+token or eight, long drafts pay; in a full batch, which computes no token for nothing, none do. What
+making a draft takes is added to c. Knows chances and times; knows nothing about where drafts come
+from.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
-# What is believed of a request before the first of its drafts is verified: that so many of so many
-# were right. Guesses.
-FIRST_RIGHT, FIRST_TRIED = 1.0, 2.0
+# What is believed of a request before the first of its drafts is verified: a chance, as if it had
+# been seen in so many. Guesses.
+FIRST_CHANCE, FIRST_TRIED = 0.5, 2.0
 MEMORY = 0.8  # weight of a verification against the one after it
-STEP_MEMORY = 0.98  # weight of a step against the one after it: half after 34 steps
+# Weight of a step, or of a verification of any request's, against the next: half after 34.
+STEP_MEMORY = 0.98
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
 # One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
 # batch of 16 it costs less than a hundredth.
@@ -28,9 +30,17 @@ class _Record:
     def __init__(self) -> None:
         self.right = self.tried = 0.0
 
-    @property
-    def chance(self) -> float:
-        return (self.right + FIRST_RIGHT) / (self.tried + FIRST_TRIED)
+    def chance(self, first: float) -> float:
+        """`first`: of one that was never tried."""
+        return (self.right + first * FIRST_TRIED) / (self.tried + FIRST_TRIED)
+
+    def note(self, num_drafts: int, num_right: int, memory: float = MEMORY) -> None:
+        self.right = memory * self.right + num_right
+        self.tried = memory * self.tried + min(num_right + 1, num_drafts)
+
+    def forget_some(self) -> None:
+        self.right *= FORGETTING
+        self.tried *= FORGETTING
 
 
 class _StepCost:
@@ -48,18 +58,34 @@ class _StepCost:
         pairs = zip(self._sums, values, strict=True)
         self._sums = [STEP_MEMORY * old + new / seconds**2 for old, new in pairs]
 
+    def seconds(self, num_tokens: int) -> float:
+        """What a step of so many tokens takes; 0 if none was seen."""
+        weight, _, _, seconds, _ = self._sums
+        if not weight:
+            return 0.0
+        if (line := self._line()) is None:
+            return seconds / weight
+        base, slope = line
+        return base + slope * num_tokens
+
     def share(self, num_tokens: int) -> float:
         """What one of so many tokens costs of their step, times their number: 0 as long as steps of
         different sizes were not seen, 1 if a step costs nothing besides its tokens.
         """
+        if (line := self._line()) is None:
+            return 0.0
+        base, slope = line
+        of_tokens = slope * num_tokens
+        return of_tokens / (of_tokens + base) if of_tokens else 0.0
+
+    def _line(self) -> tuple[float, float] | None:
+        """Base and slope, neither below 0; None as long as all steps are of one size."""
         weight, tokens, squares, seconds, products = self._sums
         spread = weight * squares - tokens**2
         if spread <= 1e-9 * weight * squares:
-            return 0.0
+            return None
         slope = (weight * products - tokens * seconds) / spread
-        base = (seconds - slope * tokens) / weight
-        of_tokens = max(slope, 0.0) * num_tokens
-        return of_tokens / (of_tokens + max(base, 0.0)) if of_tokens else 0.0
+        return max((seconds - slope * tokens) / weight, 0.0), max(slope, 0.0)
 
 
 class DraftLength:
@@ -68,7 +94,7 @@ class DraftLength:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._cost = _StepCost()
         self._records: dict[Hashable, _Record] = {}
         self._num_withheld = 0
@@ -81,23 +107,71 @@ class DraftLength:
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
         """So many were sent, and so many were right before the first that was not."""
-        record = self._records.setdefault(request, _Record())
-        record.right = MEMORY * record.right + num_right
-        record.tried = MEMORY * record.tried + min(num_right + 1, num_drafts)
+        self._record(request).note(num_drafts, num_right)
 
     def limit(self, request: Hashable) -> int:
         """The most draft tokens that pay for it now: the n-th is right with chance ** n."""
-        record = self._records.setdefault(request, _Record())
-        chance = record.chance
-        if chance < self.price:
-            record.right *= FORGETTING
-            record.tried *= FORGETTING
-            self._num_withheld += 1
-            return 0 if self._num_withheld % TRIAL_INTERVAL else self._max_tokens
-        if chance >= 1.0 or self.price <= 0.0:
-            return self._max_tokens
-        return min(int(math.log(self.price) / math.log(chance)), self._max_tokens)
+        if limit := self._paying(request):
+            return limit
+        self._num_withheld += 1
+        return 0 if self._num_withheld % TRIAL_INTERVAL else self.max_tokens
 
     def forget(self, request: Hashable) -> None:
         """It is gone, or somebody else bears its name from now on."""
         self._records.pop(request, None)
+
+    def _record(self, request: Hashable) -> _Record:
+        return self._records.setdefault(request, _Record())
+
+    def _first_chance(self) -> float:
+        return FIRST_CHANCE
+
+    def _paying(self, request: Hashable) -> int:
+        record = self._record(request)
+        chance = record.chance(self._first_chance())
+        if chance < self.price:
+            record.forget_some()
+            return 0
+        if chance >= 1.0 or self.price <= 0.0:
+            return self.max_tokens
+        return min(int(math.log(self.price) / math.log(chance)), self.max_tokens)
+
+
+class ModelDraftLength(DraftLength):
+    """Of drafts that a model makes, for all requests at once, which takes time itself.
+
+    How often it is right is a property of the model: what is seen of one request is what is
+    believed of the next.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._draft_cost = _StepCost()
+        self._all = _Record()
+
+    def drafted(self, num_tokens: int, seconds: float) -> None:
+        """The model that makes drafts has computed so many tokens in one pass."""
+        self._draft_cost.add(num_tokens, max(seconds, 1e-6))
+
+    def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A pass of the drafting model makes one guess for each row."""
+        super().stepped(num_rows, num_tokens, seconds)
+        self.price += self._draft_cost.seconds(num_rows) / self._cost.seconds(num_rows)
+
+    def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
+        super().verified(request, num_drafts, num_right)
+        self._all.note(num_drafts, num_right, STEP_MEMORY)
+
+    def limits(self, requests: Iterable[Hashable]) -> dict[Hashable, int]:
+        """The limits of those for whom drafts pay. If they pay for nobody, now and then one token
+        for the first of `requests`.
+        """
+        requests = list(requests)
+        limits = {request: limit for request in requests if (limit := self._paying(request))}
+        if limits or not requests:
+            return limits
+        self._num_withheld += 1
+        return {} if self._num_withheld % TRIAL_INTERVAL else {requests[0]: 1}
+
+    def _first_chance(self) -> float:
+        return self._all.chance(FIRST_CHANCE)

@@ -56,6 +56,7 @@ class GrammarRows:
         self._num_words = -(-vocab_size // 32)
         self._matchers: dict[int, LLMatcher] = {}
         self._errors: dict[int, str] = {}
+        self._ahead: dict[int, int] = {}  # guesses that rows have gone ahead
         self._executor: ThreadPoolExecutor | None = None
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
         only_eos[list(eos_token_ids)] = True
@@ -125,6 +126,32 @@ class GrammarRows:
         token_ids = matcher.compute_ff_tokens()[:MAX_GUESSES]
         self._check(row, matcher)
         return token_ids
+
+    def masks(self, rows: IntArray) -> Masks | None:
+        """What each of M `rows` may say next; None if none of them has a grammar."""
+        standing = self.standing(rows)
+        if not standing:
+            return None
+        words = np.empty((len(standing), self._num_words), dtype=np.int32)
+        for (_, row, matcher), own in zip(standing, words, strict=True):
+            self._fill_row(row, matcher, own)
+        return Masks(np.array([place for place, _, _ in standing]), words)
+
+    def go_ahead(self, row: int, token_id: int) -> bool:
+        """Take a guess as said until `come_back`; False if nothing can follow it."""
+        matcher = self._matchers.get(row)
+        if matcher is None:
+            return True
+        if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
+            return False
+        self._ahead[row] = self._ahead.get(row, 0) + 1
+        return not matcher.is_stopped()
+
+    def come_back(self) -> None:
+        """Take back all guesses."""
+        for row, num_tokens in self._ahead.items():
+            self._matchers[row].rollback(num_tokens)
+        self._ahead.clear()
 
     def _check(self, row: int, matcher: "LLMatcher") -> None:
         if matcher.is_error():

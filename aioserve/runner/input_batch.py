@@ -6,13 +6,15 @@ nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import GrammarRows, Masks
-from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
@@ -21,6 +23,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
 
+_NONE = np.zeros(0, dtype=np.int64)
 NEVER = 2**62  # tokens that a row has computed when it samples, if it is pooled
 
 
@@ -36,7 +39,7 @@ class InputBatch:
         *,
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs."""
         self._block_size = block_size
@@ -75,44 +78,73 @@ class InputBatch:
         num_reqs = len(req_ids)
         rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, num_reqs)
         num_scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
-        num_computed = self._num_computed_tokens[rows]
-        seq_lens = num_computed + num_scheduled
-        query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
-        np.cumsum(num_scheduled, out=query_start_loc[1:])
-
-        token_row = np.repeat(rows, num_scheduled)
-        positions = np.arange(query_start_loc[-1])
-        positions += np.repeat(num_computed - query_start_loc[:-1], num_scheduled)
-        block, offset = np.divmod(positions, self._block_size)
+        begins = self._num_computed_tokens[rows]
+        packed = self.pack(rows, begins, begins + num_scheduled)
         # >=, not ==: after a failed step, a step scheduled ahead of it is beyond the known tokens;
         # its requests have failed already, so what it computes for them does not matter
-        sampling = np.flatnonzero(seq_lens >= self._num_tokens[rows])
-        logits_indices = query_start_loc[1:][sampling] - 1
+        sampling = np.flatnonzero(packed.seq_lens >= self._num_tokens[rows])
+        logits_indices = packed.query_start_loc[1:][sampling] - 1
         if drafts:  # a row samples after each of its drafts as well
             counts = np.array([1 + len(drafts.get(row, ())) for row in rows[sampling].tolist()])
             before_last = [np.arange(count)[::-1] for count in counts.tolist()]
             sampling = np.repeat(sampling, counts)
             logits_indices = np.repeat(logits_indices, counts) - np.concatenate(before_last)
-        num_columns = -(-int(seq_lens.max(initial=1)) // self._block_size)
-        return StepInputs(
+        return replace(
+            packed,
             req_ids=req_ids,
+            sampling=sampling,
+            logits_indices=logits_indices,
+            drafts=drafts,
+        )
+
+    def pack(self, rows: IntArray, begins: IntArray, ends: IntArray) -> StepInputs:
+        """As `Texts.pack`."""
+        counts = ends - begins
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        token_row = np.repeat(rows, counts)
+        positions = np.arange(query_start_loc[-1])
+        positions += np.repeat(begins - query_start_loc[:-1], counts)
+        block, offset = np.divmod(positions, self._block_size)
+        num_columns = -(-int(ends.max(initial=1)) // self._block_size)
+        return StepInputs(
+            req_ids=[],
             rows=rows,
             input_ids=self._token_ids[token_row, positions].astype(np.int64),
             positions=positions,
             slot_mapping=self._block_table[token_row, block].astype(np.int64) * self._block_size
             + offset,
             query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
+            seq_lens=ends,
             block_table=self._block_table[rows, :num_columns],
-            sampling=sampling,
-            logits_indices=logits_indices,
-            drafts=drafts,
+            sampling=_NONE,
+            logits_indices=_NONE,
         )
 
     def sampling_inputs(self, inputs: StepInputs) -> SamplingInputs:
         """Sampling columns of the S rows of `inputs` that sample."""
         num_tokens = inputs.positions[inputs.logits_indices] + 1
-        return self._sampling.select(inputs.rows[inputs.sampling], num_tokens)
+        return self.sampling_of(inputs.rows[inputs.sampling], num_tokens)
+
+    def sampling_of(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
+        """As `Texts.sampling_of`."""
+        return self._sampling.select(rows, num_tokens)
+
+    def num_tokens(self, rows: Sequence[int] | IntArray) -> IntArray:
+        """As `Texts.num_tokens`."""
+        return self._num_tokens[rows]
+
+    def num_slots(self, rows: Sequence[int]) -> IntArray:
+        """As `Texts.num_slots`; no more than a row has columns for."""
+        return np.minimum(self._num_blocks[rows] * self._block_size, self._token_ids.shape[1] - 1)
+
+    def blocks(self, row: int) -> npt.NDArray[np.int32]:
+        """As `Texts.blocks`."""
+        return self._block_table[row, : self._num_blocks[row]]
+
+    def write(self, row: int, place: int, token_id: int) -> None:
+        """As `Texts.write`."""
+        self._token_ids[row, place] = token_id
 
     def begin_masks(self, inputs: StepInputs) -> "Future[Masks] | None":
         """Have the masks of those S rows made that have a grammar; None if none has."""
@@ -149,18 +181,28 @@ class InputBatch:
         """What comes next of the rows of `inputs`, where their grammars leave no choice, or where
         the drafter has a guess.
         """
-        found = {}
-        for index in dict.fromkeys(inputs.sampling.tolist()):
-            row = int(inputs.rows[index])
-            if self._sampling.counts_tokens(row):
+        found: dict[int, list[int]] = {}
+        waiting, sampled = [], set(inputs.sampling.tolist())
+        others = []  # who asks in a later step
+        for index, row in enumerate(inputs.rows.tolist()):
+            if self._sampling.counts_tokens(row) or self._num_tokens[row] == NEVER:
                 continue  # penalties count every token before the next: drafts would come too early
-            token_ids = self.grammar_rows.guesses(row)
-            if not token_ids and self._drafter is not None:
-                if token_ids := self._drafter.guess(row):
-                    self._guessed.add(row)
-            if token_ids:
-                found[inputs.req_ids[index]] = token_ids
-        return found
+            if index not in sampled:
+                others.append(row)
+            elif token_ids := self.grammar_rows.guesses(row):
+                found[row] = token_ids
+                others.append(row)
+            else:
+                waiting.append(row)
+        if self._drafter is not None:
+            guesses = self._drafter.guesses(waiting, others, inputs, self)
+            self._guessed.update(guesses)
+            found |= guesses
+        return {
+            req_id: found[row]
+            for req_id, row in zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+            if row in found
+        }
 
     def failures(self, inputs: StepInputs) -> dict[str, str]:
         """Who of the rows of `inputs` cannot go on, and why."""
@@ -170,6 +212,12 @@ class InputBatch:
             for request_id, row in (rows if self.grammar_rows.has_errors else ())
             if (error := self.grammar_rows.error(row)) is not None
         }
+
+    def close(self) -> None:
+        """Let its threads end. Idempotent."""
+        self.grammar_rows.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def _place_drafts(self, step: SchedulerOutput) -> dict[int, list[int]]:
         """The drafts of a step by row, behind the known tokens of theirs."""
@@ -181,9 +229,7 @@ class InputBatch:
             drafts[row] = token_ids
         return drafts
 
-    def _tell_drafter(
-        self, drafter: NgramDrafter, inputs: StepInputs, kept: list[list[int]]
-    ) -> None:
+    def _tell_drafter(self, drafter: Drafter, inputs: StepInputs, kept: list[list[int]]) -> None:
         for row, own in zip(inputs.rows.tolist(), kept, strict=True):
             if own:
                 drafter.append(row, own)
@@ -232,6 +278,8 @@ class InputBatch:
             begin = self._num_blocks[row]
             self._num_blocks[row] = end = begin + len(block_ids)
             self._block_table[row, begin:end] = block_ids
+            if self._drafter is not None:
+                self._drafter.take_blocks(block_ids)
 
 
 def _num_right(drafts: list[int], token_ids: list[int]) -> int:

@@ -8,7 +8,9 @@ are verified, nor how many of them pay.
 from array import array
 from collections.abc import Iterable, Sequence
 
+from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.drafter import Drafter, Texts
 from aioserve.scheduler.output import NewRequestData
 
 MAX_MATCH = 16  # tokens back to which places are compared: who matches longer is not better
@@ -70,7 +72,7 @@ class NgramText:
         return best, behind
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Guesses for each row of the persistent batch, as long as `length` says that they pay."""
 
     def __init__(self, size: int, store_tokens: int, length: DraftLength) -> None:
@@ -102,6 +104,12 @@ class NgramDrafter:
             self._recent.extend(text.token_ids[start:][-self._half :])
             if len(self._recent) >= self._half:
                 self._older, self._recent = self._recent, NgramText(self._size)
+
+    def guesses(
+        self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
+    ) -> dict[int, list[int]]:
+        del others, inputs, texts
+        return {row: token_ids for row in rows if (token_ids := self.guess(row))}
 
     def guess(self, row: int) -> list[int]:
         """What may come next; none if nothing like it was said before, or if it would not pay."""

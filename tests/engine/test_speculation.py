@@ -40,13 +40,14 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def generate(
-    method: str, **scheduler: Any
+    speculation: SpeculationConfig, num_kv_blocks: int = 66, **scheduler: Any
 ) -> tuple[list[list[RequestOutput]], SchedulerStats]:
+    """What comes of the `WAYS`, one list of samples each. The blocks are less than they want."""
     config = EngineConfig(
         model=ModelConfig(max_model_len=256, dtype="float32"),
-        cache=CacheConfig(block_size=4, num_kv_blocks=66),  # less than all of them want together
+        cache=CacheConfig(block_size=4, num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(max_num_seqs=12, **scheduler),
-        speculation=SpeculationConfig(speculative_method=method),  # type: ignore[arg-type]
+        speculation=speculation,
     )
     async with AsyncEngine(config) as engine:
 
@@ -77,10 +78,8 @@ def said(outputs: list[list[RequestOutput]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("policy", ["chunked_prefill", "fcfs", "mlfq"])
-async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> None:
-    plain, without = await generate("none", policy=policy)
-    guessed, stats = await generate("ngram", policy=policy)
+def check_equal(guessed: list[list[RequestOutput]], plain: list[list[RequestOutput]]) -> None:
+    """The same tokens, and log probabilities as near as float32 brings them."""
     assert said(guessed) == said(plain)
     for ours, theirs in zip(guessed, plain, strict=True):
         for sample, other in zip(ours, theirs, strict=True):
@@ -89,6 +88,16 @@ async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> Non
                 assert [entry.logprob for entry in sample.logprobs] == pytest.approx(
                     [entry.logprob for entry in other.logprobs], abs=1e-4
                 )
+
+
+NONE, NGRAM = (SpeculationConfig(speculative_method=method) for method in ("none", "ngram"))
+
+
+@pytest.mark.parametrize("policy", ["chunked_prefill", "fcfs", "mlfq"])
+async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> None:
+    plain, without = await generate(NONE, policy=policy)
+    guessed, stats = await generate(NGRAM, policy=policy)
+    check_equal(guessed, plain)
     assert 200 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_preemptions
     assert without.num_preemptions

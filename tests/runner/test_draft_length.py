@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.runner.draft_length import TRIAL_INTERVAL, DraftLength
+from aioserve.runner.draft_length import TRIAL_INTERVAL, DraftLength, ModelDraftLength
 
 
 def learned(num_rows: int, base: float, per_token: float) -> DraftLength:
@@ -62,3 +62,35 @@ def test_steps_of_one_size_say_nothing_of_the_price() -> None:
         length.stepped(16, 16, 0.01)
     assert length.price == 0.0
     assert length.limit("new") == 8
+
+
+def model_learned(num_rows: int, draft_seconds: float) -> ModelDraftLength:
+    """A step takes 20 ms and 0.4 more per token, a pass of the drafting model so long."""
+    length = ModelDraftLength(8)
+    for number in range(40):
+        num_tokens = num_rows * (1 + number % 9)
+        length.drafted(num_rows, draft_seconds)
+        length.stepped(num_rows, num_tokens, 0.02 + 0.0004 * num_tokens)
+    return length
+
+
+def test_making_a_draft_is_part_of_its_price() -> None:
+    of_token, step = 4 * 0.0004 / 0.0216, 0.0216
+    assert model_learned(4, 0.0).price == pytest.approx(of_token, abs=1e-3)
+    assert model_learned(4, 0.0054).price == pytest.approx(of_token + 0.0054 / step, rel=1e-6)
+    assert model_learned(4, 0.0216).limits(["new"]) == {}  # as dear as what it would save
+
+
+def test_what_a_model_is_worth_is_known_of_a_new_request() -> None:
+    good, bad = model_learned(1, 0.002), model_learned(1, 0.002)
+    for number in range(20):
+        good.verified(number, 4, 4)
+        bad.verified(number, 4, 0)
+    assert good.limits(["new"])["new"] > ModelDraftLength(8).limits(["new"])["new"] // 2
+    assert bad.limits(["new"]) == {}
+
+
+def test_a_model_that_pays_for_nobody_is_tried_with_one_token_for_one_request() -> None:
+    length = model_learned(16, 0.05)
+    tries = [length.limits(["first", "second"]) for _ in range(3 * TRIAL_INTERVAL)]
+    assert [limits for limits in tries if limits] == [{"first": 1}] * 3

@@ -17,8 +17,8 @@ from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.prompts import forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.drafter import Drafter
 from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -42,7 +42,7 @@ class StepExecutor:
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         takes_guesses: bool = True,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step, and
         what the `drafter` guesses.
@@ -132,7 +132,7 @@ class StepExecutor:
             self._backend.memory.close()
         self._threads.close()
         if hasattr(self, "_batch"):
-            self._batch.grammar_rows.close()
+            self._batch.close()
         for name in ("_model", "_backend", "_batch"):
             self.__dict__.pop(name, None)
 

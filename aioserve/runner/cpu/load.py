@@ -12,12 +12,14 @@ import msgspec
 import torch
 
 from aioserve.config import EngineConfig, ModelConfig, SpeculationConfig
+from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
+from aioserve.runner.cpu.draft_model import DraftModel
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.memory import (
@@ -26,7 +28,8 @@ from aioserve.runner.cpu.memory import (
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
-from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.draft_length import DraftLength, ModelDraftLength
+from aioserve.runner.drafter import Drafter
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.ngram import NgramDrafter
 from aioserve.runner.served_model import ServedModel
@@ -45,12 +48,22 @@ def load_on_cpu(
         threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
         undo.callback(threads.close)
         machine.keep_freed_memory()
-        _check_memory(config, info)
+        draft_info = find_draft(config, info)
+        _check_memory(config, info, draft_info)
         model = load_model_on_cpu(config.model, info)
+        draft = None if draft_info is None else load_model_on_cpu(draft_info.config, draft_info)
         machine.give_back_freed_memory()
         spec, block_size = model.kv_cache_spec, config.cache.block_size
-        num_blocks = choose_num_kv_blocks(config, spec.bytes_per_token, info.max_model_len)
+        bytes_per_token = spec.bytes_per_token
+        if draft is not None:
+            bytes_per_token += draft.kv_cache_spec.bytes_per_token
+        num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
         backend = create_attention_backend(spec, num_blocks, block_size)
+        undo.callback(backend.memory.close)
+        if draft is None or draft_info is None:
+            drafter = _make_ngram_drafter(config.speculation)
+        else:
+            drafter = _make_model_drafter(config, draft, draft_info, num_blocks)
         undo.pop_all()
     executor = StepExecutor(
         model,
@@ -64,7 +77,7 @@ def load_on_cpu(
         eos_token_ids=info.eos_token_ids,
         # A step planned ahead would not know which of them are right.
         takes_guesses=config.scheduler.depth == 1,
-        drafter=_make_drafter(config.speculation),
+        drafter=drafter,
     )
     num_tokens = num_blocks * block_size
     logger.info(
@@ -76,14 +89,62 @@ def load_on_cpu(
         backend.description,
         num_blocks,
         num_tokens,
-        num_tokens * spec.bytes_per_token / MIB,
+        num_tokens * bytes_per_token / MIB,
         num_threads,
         "" if is_fixed else ", fewer while steps wait for a core",
     )
     return executor
 
 
-def _make_drafter(config: SpeculationConfig) -> NgramDrafter | None:
+def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
+    """The model that makes guesses for that of `info`, if one is to. Raises `ConfigError`."""
+    speculation = config.speculation
+    if speculation.speculative_method != "draft":
+        return None
+    assert speculation.draft_model is not None, "EngineConfig.check_effects"
+    settings = msgspec.structs.replace(
+        config.model, model=speculation.draft_model, revision=None, max_model_len=None
+    )
+    if speculation.draft_model.endswith(".gguf"):  # served in the types that it has
+        settings = msgspec.structs.replace(settings, quantization=None)
+    own_length = ModelInfo(settings).max_model_len
+    length = min(own_length, info.max_model_len)
+    draft = ModelInfo(msgspec.structs.replace(settings, max_model_len=length))
+    why_not = None
+    if draft.vocab_size != info.vocab_size:
+        why_not = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
+    elif not config.model.skip_tokenizer_init:
+        ours, theirs = (model.tokenizer.get_vocab() for model in (info, draft))
+        if ours != theirs:
+            token = min(ours.items() ^ theirs.items())[0]
+            why_not = f"{token!r} is {theirs.get(token)} in it, and {ours.get(token)} here"
+    if why_not is not None:
+        raise ConfigError(
+            f"speculation.draft_model {speculation.draft_model} has another vocabulary than "
+            f"{config.model.model}: {why_not}"
+        )
+    return draft
+
+
+def _make_model_drafter(
+    config: EngineConfig, draft: ServedModel, info: ModelInfo, num_blocks: int
+) -> Drafter:
+    """`draft` is the model of `info`; its pool has as many blocks as that of the served one."""
+    block_size = config.cache.block_size
+    backend = create_attention_backend(draft.kv_cache_spec, num_blocks, block_size)
+    logger.info("drafts by %s, %.1fM parameters", draft.name, draft.num_parameters / 1e6)
+    return DraftModel(
+        draft,
+        backend,
+        ModelDraftLength(config.speculation.num_speculative_tokens),
+        block_size=block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=info.max_model_len,
+        max_step_tokens=config.scheduler.step_budget(info.max_model_len),
+    )
+
+
+def _make_ngram_drafter(config: SpeculationConfig) -> Drafter | None:
     if config.speculative_method == "none":
         return None
     length = DraftLength(config.num_speculative_tokens)
@@ -114,10 +175,16 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(config, dtype="bfloat16" if is_fast else "float32")
 
 
-def _check_memory(config: EngineConfig, info: ModelInfo) -> None:
-    model = with_dtype(config.model)
-    per_token = expected_bytes_per_token(info.hf_config, named_dtype(model.dtype).itemsize)
-    check_memory(config, num_weight_bytes(model, info), per_token, info.max_model_len)
+def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None) -> None:
+    weights, per_token = 0, []
+    for part in (info,) if draft is None else (info, draft):
+        model = with_dtype(part.config)
+        weights += num_weight_bytes(model, part)
+        itemsize = named_dtype(model.dtype).itemsize
+        per_token.append(expected_bytes_per_token(part.hf_config, itemsize))
+    known = [size for size in per_token if size is not None]
+    all_known = sum(known) if len(known) == len(per_token) else None
+    check_memory(config, weights, all_known, info.max_model_len)
 
 
 def _start_threads(count: int) -> list[int]:

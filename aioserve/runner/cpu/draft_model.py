@@ -1,0 +1,176 @@
+"""Guesses by a smaller model with the same vocabulary, for all rows at once.
+
+Its K and V lie in a pool of its own under the block ids of the served model: what shares, keeps or
+gives back blocks does so for both. It draws as the served model will, from its own probabilities
+with the same random numbers. Knows rows and blocks; knows nothing about what becomes of guesses.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.cpu.attention import AttentionBackend
+from aioserve.runner.cpu.sampler import sample
+from aioserve.runner.draft_length import ModelDraftLength
+from aioserve.runner.drafter import Drafter, Texts
+from aioserve.runner.sampling_columns import NO_LOGPROBS
+from aioserve.runner.served_model import ServedModel
+from aioserve.scheduler.output import NewRequestData
+
+
+class DraftModel(Drafter):
+    """Follows the texts of rows for which drafts pay, and catches up where they did not."""
+
+    length: ModelDraftLength
+
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: AttentionBackend,
+        length: ModelDraftLength,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_step_tokens: int,
+    ) -> None:
+        """`backend` has as many blocks as that of the served model. `max_model_len`: positions that
+        `model` has; nothing is guessed beyond. `max_step_tokens`: of texts that it reads at a time.
+        """
+        self.length = length
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_step_tokens = max_step_tokens
+        #: Blocks whose K and V are those of their tokens. A wrong one would cost guesses, no more.
+        self._is_filled = np.zeros(backend.memory.num_blocks, dtype=np.bool_)
+        self._num_read = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that were read
+        self._stops: dict[int, frozenset[int]] = {}
+        self._guessed: dict[int, list[int]] = {}  # by row, guesses that were read behind those
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        self.length.forget(row)
+        self._stops[row] = request.stop_token_ids
+        num_cached = request.num_computed_tokens // self._block_size
+        self.take_blocks(request.block_ids[num_cached:])
+        cached = self._is_filled[request.block_ids[:num_cached]]
+        num_filled = num_cached if cached.all() else int(cached.argmin())
+        self._num_read[row] = num_filled * self._block_size
+
+    def take_blocks(self, block_ids: Sequence[int]) -> None:
+        self._is_filled[block_ids] = False
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        for guess, token_id in zip(self._guessed.pop(row, ()), token_ids, strict=False):
+            if guess != token_id:
+                break
+            self._num_read[row] += 1
+
+    def drop(self, row: int, *, is_finished: bool) -> None:
+        del is_finished
+        self._guessed.pop(row, None)
+        self._stops.pop(row, None)
+
+    def close(self) -> None:
+        self._backend.memory.close()
+
+    def guesses(
+        self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
+    ) -> dict[int, list[int]]:
+        # Of others as far as they are computed; the drafts of this step may have been wrong.
+        computed = np.minimum(inputs.seq_lens, texts.num_tokens(inputs.rows))
+        known = dict(zip(inputs.rows.tolist(), computed.tolist(), strict=True))
+        known |= zip(rows, texts.num_tokens(rows).tolist(), strict=True)
+        by_lag = sorted((*rows, *others), key=lambda row: known[row] - int(self._num_read[row]))
+        limits = self.length.limits(by_lag)
+        followed = [row for row in by_lag if row in limits]
+        if not followed:
+            return {}
+        room = np.minimum(texts.num_slots(followed), self._max_model_len)
+        spans: list[_Span] = []
+        longest: dict[int, int] = {}  # how much those guess who have caught up
+        budget = self._max_step_tokens
+        asking = set(rows)
+        for row, num_slots in zip(followed, room.tolist(), strict=True):
+            end = min(known[row], num_slots)
+            begin = self._num_read[row] = self._skip_filled(row, end, texts)
+            if row in asking and begin == end:  # no guess without a look at the last token
+                begin -= 1
+            end = min(end, begin + budget)
+            if begin == end:
+                continue
+            budget -= end - begin
+            spans.append(_Span(row, begin, end))
+            self._num_read[row] = end
+            self._is_filled[texts.blocks(row)[: end // self._block_size]] = True
+            if row in asking and end == known[row]:
+                longest[row] = min(limits[row], num_slots - end + 1)  # the last needs no room
+        return self._guess(spans, longest, texts) if spans else {}
+
+    def _skip_filled(self, row: int, end: int, texts: Texts) -> int:
+        """How many tokens of a row are read; more than it knew, if others had the same blocks."""
+        num_read, size = int(self._num_read[row]), self._block_size
+        if num_read % size:
+            return num_read
+        ahead = self._is_filled[texts.blocks(row)[num_read // size : end // size]]
+        return num_read + size * (len(ahead) if ahead.all() else int(ahead.argmin()))
+
+    def _guess(
+        self, spans: "Sequence[_Span]", longest: dict[int, int], texts: Texts
+    ) -> dict[int, list[int]]:
+        """Read `spans`, then token after token of what is guessed behind them."""
+        grammars = texts.grammar_rows
+        found: dict[int, list[int]] = {row: [] for row in longest}
+        while spans:
+            drawn = self._read(spans, longest, texts)
+            spans = []
+            for row, begin, token_id in drawn:
+                found[row].append(token_id)
+                if (
+                    len(found[row]) < longest[row]
+                    and token_id not in self._stops[row]
+                    and grammars.go_ahead(row, token_id)
+                ):
+                    texts.write(row, begin, token_id)
+                    spans.append(_Span(row, begin, begin + 1))
+        grammars.come_back()
+        for row, token_ids in found.items():
+            self._guessed[row] = token_ids[:-1]  # the last was not read
+        return found
+
+    def _read(
+        self, spans: "Sequence[_Span]", asking: Collection[int], texts: Texts
+    ) -> list[tuple[int, int, int]]:
+        """Compute the tokens of `spans`; for each row that asks: itself, the place behind its span,
+        and which token is drawn for it.
+        """
+        began = time.perf_counter()
+        rows, begins, ends = (np.array(column) for column in zip(*spans, strict=True))
+        packed = texts.pack(rows, begins, ends)
+        sampling = np.flatnonzero([row in asking for row in rows.tolist()])
+        logits_indices = packed.query_start_loc[1:][sampling] - 1
+        packed = replace(packed, sampling=sampling, logits_indices=logits_indices)
+        self._backend.memory.commit(int(packed.slot_mapping.max()) // self._block_size + 1)
+        self._backend.prepare(packed)
+        logits = self._model.forward(ModelInputs.of(packed), self._backend)
+        rows, ends = rows[sampling], ends[sampling]
+        token_ids: list[int] = []
+        if len(rows):
+            columns = texts.sampling_of(rows, ends)
+            columns = replace(columns, num_logprobs=np.full(len(rows), NO_LOGPROBS))
+            token_ids = sample(logits, columns, texts.grammar_rows.masks(rows)).token_ids.tolist()
+        self.length.drafted(len(packed.positions), time.perf_counter() - began)
+        return list(zip(rows.tolist(), ends.tolist(), token_ids, strict=True))
+
+
+class _Span(NamedTuple):
+    """Tokens of a row that are read in one pass."""
+
+    row: int
+    begin: int
+    end: int

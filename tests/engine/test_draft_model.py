@@ -1,0 +1,235 @@
+"""A draft model changes when tokens come, never which; and it keeps up, whatever blocks do."""
+
+import asyncio
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import aioserve
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import ModelConfig, SchedulerConfig, SpeculationConfig
+from aioserve.errors import ConfigError
+from aioserve.outputs import RequestOutput
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.cpu import draft_model, load
+from aioserve.runner.cpu.attention import AttentionBackend
+from aioserve.runner.cpu.compiled_attention import create_attention_backend
+from aioserve.runner.cpu.draft_model import DraftModel
+from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.draft_length import ModelDraftLength
+from aioserve.runner.input_batch import InputBatch
+from tests.engine.test_speculation import NONE, check_equal, generate
+from tests.models import make_model
+
+# The loop is the subject of other tests; these load two models each.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+ITSELF = SpeculationConfig(speculative_method="draft", draft_model="embedded")
+
+
+@pytest.fixture(autouse=True)
+def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays depends on how busy the machine is."""
+
+    def stepped(self: ModelDraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6
+
+    monkeypatch.setattr(ModelDraftLength, "stepped", stepped)
+
+
+def make_stranger(path: Path, **overrides: Any) -> Path:
+    """A small random model with the embedded one's tokenizer."""
+    make_model("llama", path, **{"vocab_size": 2048, "num_hidden_layers": 1} | overrides)
+    for file in EMBEDDED.glob("token*.json"):
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> SpeculationConfig:
+    path = make_stranger(tmp_path_factory.mktemp("models") / "stranger")
+    return SpeculationConfig(
+        speculative_method="draft", draft_model=str(path), num_speculative_tokens=3
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[RequestOutput]]:
+    return asyncio.run(generate(NONE, num_kv_blocks=80))[0]
+
+
+@pytest.mark.parametrize(
+    "policy", ["chunked_prefill", pytest.param("mlfq", marks=pytest.mark.slow)]
+)
+async def test_a_good_draft_model_changes_no_token(
+    policy: str, plain: list[list[RequestOutput]]
+) -> None:
+    """Where both models are the same, all but near ties are right: what one has read, the other has
+    too, after preemptions, from cached prefixes, and where a grammar forbids.
+    """
+    guessed, stats = await generate(
+        ITSELF, num_kv_blocks=80, policy=policy, max_num_batched_tokens=24
+    )
+    check_equal(guessed, plain)
+    assert stats.num_preemptions
+    assert stats.num_draft_tokens > 600
+    assert stats.num_accepted_tokens >= 0.99 * stats.num_draft_tokens
+
+
+async def test_a_draft_model_has_read_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, plain: list[list[RequestOutput]]
+) -> None:
+    """Its K and V are those of the served model, its equal, after guesses that were wrong, and of
+    texts that it was not asked about for a while.
+    """
+    random = np.random.default_rng(0)
+    served: list[AttentionBackend] = []
+    num_compared = 0
+    guesses = DraftModel.guesses
+
+    def limits(self: ModelDraftLength, rows: Iterable[int]) -> dict[int, int]:
+        if random.random() < 0.5:
+            return {}
+        return {row: int(random.integers(1, 9)) for row in rows if random.random() < 0.5}
+
+    def sample_badly(*arguments: Any) -> SampledTokens:
+        sampled = sample(*arguments)
+        if random.random() < 0.2:
+            sampled.token_ids[0] = 300
+        return sampled
+
+    def checked(
+        self: DraftModel, rows: Sequence[int], others: Sequence[int], *rest: Any
+    ) -> dict[int, list[int]]:
+        nonlocal num_compared
+        found = guesses(self, rows, others, *rest)
+        texts = rest[-1]
+        for row in (*rows, *others):
+            size = min(int(self._num_read[row]), int(texts.num_tokens([row])[0]) - 1)
+            blocks = torch.from_numpy(texts.blocks(row)).long()
+            ours, theirs = (
+                caches.value_caches[-1][blocks].transpose(1, 2).flatten(0, 1)[:size]
+                for caches in (self._backend, served[0])
+            )
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+            num_compared += size
+        return found
+
+    def create(*arguments: Any) -> AttentionBackend:
+        served.append(create_attention_backend(*arguments))
+        return served[-1]
+
+    monkeypatch.setattr(load, "create_attention_backend", create)
+    monkeypatch.setattr(draft_model, "sample", sample_badly)
+    monkeypatch.setattr(ModelDraftLength, "limits", limits)
+    monkeypatch.setattr(DraftModel, "guesses", checked)
+    guessed, stats = await generate(ITSELF, num_kv_blocks=80)
+    check_equal(guessed, plain)
+    assert stats.num_preemptions
+    assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert num_compared > 10_000
+
+
+async def test_a_bad_draft_model_changes_no_token(
+    stranger: SpeculationConfig, plain: list[list[RequestOutput]]
+) -> None:
+    guessed, stats = await generate(stranger, num_kv_blocks=80)
+    check_equal(guessed, plain)
+    assert stats.num_accepted_tokens < 0.5 * stats.num_draft_tokens
+
+
+CHOICES, NUM_REQUESTS = (260, 300, 400), 500
+PROMPT = [40, 41, 42, 43]
+
+
+def chances() -> Iterator[tuple[tuple[int, ...], float]]:
+    """Of every text of three of the CHOICES behind the PROMPT, by `transformers`."""
+    module = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    texts = list(itertools.product(CHOICES, repeat=3))
+    with torch.inference_mode():
+        logits = module(torch.tensor([[*PROMPT, *text] for text in texts])).logits
+    steps = (logits[:, len(PROMPT) - 1 : -1, list(CHOICES)] / 4.0).softmax(dim=-1)
+    for text, of_text in zip(texts, steps, strict=True):
+        places = [CHOICES.index(token_id) for token_id in text]
+        yield text, float(np.prod([of_text[at, place] for at, place in enumerate(places)]))
+
+
+async def chi_square(speculation: SpeculationConfig) -> float:
+    """How far what is said by so many requests lies from those chances."""
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=64, dtype="float32"), speculation=speculation
+    )
+    async with AsyncEngine(config) as engine:
+
+        async def one(seed: int) -> tuple[int, ...]:
+            params = SamplingParams(
+                temperature=4.0, max_tokens=3, seed=seed, allowed_token_ids=list(CHOICES)
+            )
+            found: list[int] = []
+            async for output in engine.generate(PROMPT, params):
+                found += output.token_ids
+            return tuple(found)
+
+        counts = Counter(await asyncio.gather(*map(one, range(NUM_REQUESTS))))
+    expected = {text: chance * NUM_REQUESTS for text, chance in chances()}
+    assert min(expected.values()) > 5  # what the test is good for
+    assert len(expected) == 27
+    return sum((counts[text] - count) ** 2 / count for text, count in expected.items())
+
+
+LIMIT = 54.05  # of chi square with 26 degrees of freedom: exceeded by chance once in a thousand
+
+
+async def test_sampled_texts_are_as_frequent_as_the_model_says(stranger: SpeculationConfig) -> None:
+    assert await chi_square(stranger) < LIMIT
+
+
+async def test_guesses_taken_unseen_would_be_noticed(
+    stranger: SpeculationConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test before this one, with a planted fault."""
+    append = InputBatch.append
+
+    def take_all(self: InputBatch, inputs: StepInputs, token_ids: IntArray) -> list[list[int]]:
+        for index, row in enumerate(inputs.rows.tolist()):
+            if drafts := inputs.drafts.get(row):
+                token_ids[np.flatnonzero(inputs.sampling == index)[:-1]] = drafts
+        return append(self, inputs, token_ids)
+
+    monkeypatch.setattr(InputBatch, "append", take_all)
+    assert await chi_square(stranger) > 2 * LIMIT
+
+
+async def refusal(draft: Path | str | None, **settings: Any) -> str:
+    speculation = SpeculationConfig(
+        speculative_method="draft", draft_model=None if draft is None else str(draft)
+    )
+    with pytest.raises(ConfigError) as caught:
+        async with AsyncEngine(EngineConfig(speculation=speculation, **settings)):
+            pass
+    return str(caught.value)
+
+
+async def test_a_draft_model_that_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
+    short = make_model("llama", tmp_path / "short")
+    assert "another vocabulary than embedded: 512 tokens, not 2,048" in await refusal(short)
+    other = make_stranger(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["ing"], vocabulary["th"] = there, here = vocabulary["th"], vocabulary["ing"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert f"embedded: 'ing' is {there} in it, and {here} here" in await refusal(other)
+    assert "nowhere" in await refusal("./nowhere")
+    assert "there is no speculation.draft_model" in await refusal(None)
+    ahead = await refusal("embedded", scheduler=SchedulerConfig(pipeline_depth=2))
+    assert "a step begins before what to guess from is known" in ahead
