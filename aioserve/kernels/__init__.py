@@ -72,18 +72,13 @@ class Kernels:
         self._linear = by_dtype("linear", _P, _P, _P, _I)
         self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
-        #: How `linear` and `decode` want weights.
+        #: How `linear` and `decode` want weights; those in blocks are as many outputs wide.
         self.panel_shapes = {
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
             for dtype, suffix in _SUFFIXES.items()
         }
-        #: How they want weights in blocks.
-        self.block_shapes = {
-            dtype: PanelShape(
-                self.panel_shapes[dtype].outputs, _I.in_dll(library, f"block_depth_{suffix}").value
-            )
-            for dtype, suffix in _SUFFIXES.items()
-        }
+        #: Bits of the whole numbers that rows of two-byte types become for weights in blocks.
+        self.whole_bits = _I.in_dll(library, "whole_bits").value
         #: Whether products of two-byte numbers are faster than those of float32 by other means.
         self.is_fast = bool(_I.in_dll(library, "has_multiply_add").value)
 

@@ -544,10 +544,9 @@ static void check_linear(type t) {
 }
 
 // A random part of a weight in blocks; its numbers go to `plain` [out][in].
-static block_part random_part(int64_t panel, int64_t depth, int64_t in, block_part part,
-                              float *plain) {
+static block_part random_part(int64_t panel, int64_t in, block_part part, float *plain) {
     const int64_t kinds = 1 + part.has_offset, panels = (part.out + panel - 1) / panel;
-    const int64_t groups = in / part.group, per_super = part.per_super;
+    const int64_t groups = in / part.group, per_super = part.per_super, held = 32 / part.bits;
     const int64_t scale_bytes = kinds * panel * (per_super ? 1 : 2);
     const int64_t group_bytes = scale_bytes + part.group * panel / 8 * part.bits;
     const int64_t head = per_super ? kinds * 2 * panel : 0;
@@ -567,31 +566,46 @@ static block_part random_part(int64_t panel, int64_t depth, int64_t in, block_pa
                 if (per_super) scales[kind] *= (int8_t)own[kind * panel + place];
             }
             if (o >= part.out) continue;
-            const double offset = part.has_offset ? scales[1] : -part.zero * scales[0];
             for (int64_t i = 0; i < part.group; i++) {
-                const uint8_t *step = own + scale_bytes + i / depth * depth * panel / 8 * part.bits;
-                const int64_t element = place * depth + i % depth, half = panel * depth / 2;
-                const int code = part.bits == 8 ? (int8_t)step[element]
-                                 : element < half ? step[element] & 15 : step[element - half] >> 4;
-                plain[o * in + g * part.group + i] = code * scales[0] + offset;
+                uint32_t codes;  // of `held` inputs; the odd ones in the high half
+                memcpy(&codes, own + scale_bytes + (i / held * panel + place) * 4, 4);
+                const int from = 16 * (i % 2) + part.bits * (i % held / 2);
+                const int code = codes >> from & ((1 << part.bits) - 1);
+                plain[o * in + g * part.group + i] =
+                    (code - part.zero) * scales[0] + (part.has_offset ? scales[1] : 0);
             }
         }
     part.panels = bytes;
     return part;
 }
 
+// Rows as products with weights in blocks take them: whole numbers with a scale for 32 inputs.
+static double *whole_rows(type t, const void *x, int64_t count) {
+    const int64_t *bits = dlsym(library, "whole_bits");
+    double *rows = allocate(count * sizeof *rows);
+    for (int64_t i = 0; i < count; i += 32) {
+        double top = 0;
+        for (int64_t k = i; k < i + 32; k++) top = fmax(top, fabs(rows[k] = get(t, x, k)));
+        if (t == F32 || top == 0) continue;
+        const double step = ldexp(1, ilogb(top) + 2 - (int)*bits);
+        for (int64_t k = i; k < i + 32; k++) rows[k] = nearbyint(rows[k] / step) * step;
+    }
+    return rows;
+}
+
 static void check_blocks(type t) {
     linear_function *product = function("linear", t);
-    const int64_t *panel = function("panel", t), *depth = function("block_depth", t);
+    const int64_t *panel = function("panel", t);
     void (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
-    if (!product || !panel || !depth || !embed) return;
+    if (!product || !panel || !embed) return;
     const block_part kinds[] = {{.bits = 4, .group = 32, .zero = 8},
                                 {.bits = 4, .group = 32, .has_offset = 1},
-                                {.bits = 8, .group = 32},
+                                {.bits = 8, .group = 32, .zero = 128},
+                                {.bits = 4, .group = 128, .has_offset = 1, .zero = 3},
                                 {.bits = 4, .group = 32, .per_super = 8, .has_offset = 1},
-                                {.bits = 8, .group = 16, .per_super = 16}};
+                                {.bits = 8, .group = 16, .per_super = 16, .zero = 128}};
     enum { KINDS = sizeof kinds / sizeof *kinds };
-    const int64_t rows[] = {1, 3, 5, 6, 7, 40}, in = 256, outs[] = {37, 70}, out = 107;
+    const int64_t rows[] = {1, 3, 5, 6, 7, 16, 40, 100}, in = 256, outs[] = {37, 70}, out = 107;
     for (unsigned kind = 0; kind < KINDS; kind++)
         for (unsigned i = 0; i < sizeof rows / sizeof *rows; i++) {
             begin("linear_%s in blocks, kind %d, %d rows", SUFFIXES[t], (int)kind, (int)rows[i]);
@@ -600,9 +614,11 @@ static void check_blocks(type t) {
             for (int p = 0; p < 2; p++) {
                 block_part part = kinds[(kind + p) % KINDS];
                 part.out = outs[p];
-                parts[p] = random_part(panel[0], *depth, in, part, plain + p * outs[0] * in);
+                parts[p] = random_part(panel[0], in, part, plain + p * outs[0] * in);
             }
             void *x = random_numbers(t, rows[i] * in, 1);
+            put(t, x, 3, 40), put(t, x, in - 5, 1e-3);
+            const double *whole = whole_rows(t, x, rows[i] * in);
             void *bias = random_numbers(t, out + panel[0], 1);
             char *y = allocate((rows[i] * out + 64) * SIZES[t]), *row = allocate(in * SIZES[t]);
             linear layer = {0, bias, in, out, parts, 2};
@@ -610,13 +626,7 @@ static void check_blocks(type t) {
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);
                 for (int64_t k = 0; k < in; k++) {
-                    double weight = plain[j % out * in + k];
-                    uint16_t rounded;
-                    if (*depth == 2) {  // the kernel multiplies pairs of bfloat16
-                        put(BF16, &rounded, 0, weight);
-                        weight = get(BF16, &rounded, 0);
-                    }
-                    const double term = get(t, x, j / out * in + k) * weight;
+                    const double term = whole[j / out * in + k] * plain[j % out * in + k];
                     v += term, scale += fabs(term);
                 }
                 compare(t, "out", j, get(t, y, j), v, scale, 1);

@@ -42,7 +42,7 @@ typedef struct {
 void NAME(embed)(const linear *table, const int64_t *ids, T *out, int64_t count) {
     float *row = malloc(table->in * sizeof(float));
     for (int64_t t = 0; t < count; t++) {
-        unpack_row(table, ids[t], NAME(block_depth), row);
+        unpack_row(table, ids[t], row);
         for (int64_t k = 0; k < table->in; k += W) STORE(out + t * table->in + k, load_f32(row + k));
     }
     free(row);

@@ -1,4 +1,5 @@
 // All kernels for one element type: T, LOAD, LOAD_PART, ORDER_PARTS, STORE, DEPTH, NAME.
+#include "linear_blocks.h"
 #ifdef PAIRS
 #include "direct_pairs.h"
 #include "linear_pairs.h"

@@ -4,6 +4,7 @@
 #include "plan.h"
 #include "vector.h"
 #include "weight.h"
+#include "whole.h"
 
 // Without it, products cost twice as much, and other libraries use what this one may not.
 #if defined(__FMA__) || defined(__aarch64__)
@@ -11,6 +12,8 @@ const int64_t has_multiply_add = 1;
 #else
 const int64_t has_multiply_add = 0;
 #endif
+
+const int64_t whole_bits = WHOLE_BITS;
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)

@@ -16,17 +16,6 @@
 #define STEP_BYTES (PANEL * DEPTH * (int64_t)sizeof(T))  // of DEPTH inputs in a panel
 
 const int64_t NAME(panel)[2] = {PANEL, DEPTH};
-const int64_t NAME(block_depth) = 1;  // `depth` of weights in blocks
-
-// Outputs of one row and one panel, of which `count` exist.
-INLINE void NAME(store_sums)(const float *sums, const T *bias, T *y, int64_t count) {
-    T whole[PANEL], *to = count < PANEL ? whole : y;
-    for (int64_t c = 0; c < PANEL; c += W) {
-        vf v = load_f32(sums + c);
-        STORE(to + c, bias ? v + LOAD(bias + c) : v);
-    }
-    if (count < PANEL) memcpy(y, whole, count * sizeof(T));
-}
 
 // sums [panels][rows][PANEL] += n inputs of x times those of neighbouring panels; from 0 if
 // `is_first`. Constant rows and panels. Meanwhile a share of what comes next is fetched: every
@@ -142,34 +131,6 @@ static void NAME(linear_few)(const linear *layer, const T *x, T *y, int64_t rows
     }
 }
 
-// The same for a weight in blocks and up to BLOCK_ROWS rows.
-static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t rows) {
-    const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
-    const int64_t at_once = rows <= PAIR_ROWS ? 2 : 1, items = ceil_div(panels, at_once);
-    const int64_t x_stride = in + 16;
-    const T *const bias = layer->bias;
-#pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
-    {
-        float sums[2 * BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
-        float *wide = malloc(rows * x_stride * sizeof(float));
-        NAME(widen_rows)(x, in, rows, in, wide, x_stride);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t item = 0; item < items; item++)
-            for (int64_t p = 0; p < at_once && item * at_once + p < panels;) {
-                const place at = find_panel(layer, item * at_once + p);
-                const int64_t count = smaller(at_once - p, at.left);
-                multiply_blocks(rows, count, wide, x_stride, &at, in, sums);
-                for (int64_t i = 0; i < count * rows; i++) {
-                    const place one = find_panel(layer, item * at_once + p + i / rows);
-                    NAME(store_sums)(sums + i * PANEL, bias ? bias + one.column : 0,
-                                     y + i % rows * out + one.column, one.count);
-                }
-                p += count;
-            }
-        free(wide);
-    }
-}
-
 // Inputs [start, start + n) of a panel, as floats [n][PANEL].
 static void NAME(widen_panel)(const linear *layer, const place *at, int64_t start, int64_t n,
                               float *wide) {
@@ -247,7 +208,7 @@ static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t row
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void NAME(linear)(const linear *layer, const T *x, T *y, int64_t rows) {
-    if (layer->num_parts && rows <= BLOCK_ROWS)
+    if (layer->num_parts && sizeof(T) == 2)
         NAME(linear_blocks)(layer, x, y, rows);
     else if (!layer->num_parts && rows <= FEW)
         NAME(linear_few)(layer, x, y, rows);

@@ -3,16 +3,15 @@
 //
 // The weight is laid out in panels of 64 outputs: [out / 64][in / 2][64][2], padded with zeros.
 #pragma once
-#include "block_pairs.h"
+#include "blocks.h"
 #include "vector.h"
 #include "weight.h"
 
 const int64_t panel_bf16[2] = {PANEL, 2};
-const int64_t block_depth_bf16 = 2;  // `depth` of weights in blocks
 
-// Both define TILE_ROWS, BLOCK_NUMBERS (of x, that stay in the second-level cache) and, for some rows of x [rows, in] and one panel, of which `count` outputs
-// exist, `panel_product`: what lies at `next` is fetched meanwhile, as much as there is in a panel.
-// For up to BLOCK_TILE_ROWS rows and a panel in blocks, `block_product`.
+// Both define TILE_ROWS, BLOCK_NUMBERS (of x, that stay in the second-level cache) and, for some rows
+// of x [rows, in] and one panel, of which `count` outputs exist, `panel_product`: what lies at `next`
+// is fetched meanwhile, as much as there is in a panel.
 // `begin_panels(rows)` and `end_panels()` stand around the products of a thread.
 #define AHEAD 96  // inputs of a panel, fetched before they are needed: 12 KiB. Measured: 64 to 128
 #ifdef __AMX_BF16__
@@ -21,43 +20,32 @@ const int64_t block_depth_bf16 = 2;  // `depth` of weights in blocks
 #include "panel_pairs.h"
 #endif
 
-// y [rows, out] = x [rows, in] . weight^T + bias. The sums are the same for a weight in blocks and
-// for what `unpack_pairs` makes of it.
+// y [rows, out] = x [rows, in] . weight^T + bias.
 void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
-    const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
+    if (layer->num_parts) {
+        linear_blocks_bf16(layer, x, y, rows);
+        return;
+    }
+    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
     at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
     const int64_t blocks = ceil_div(rows, at_once), items = blocks * panels;
-    const int is_unpacked = layer->num_parts && rows > BLOCK_TILE_ROWS;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t threads = omp_get_num_threads();
-        bf16 *unpacked = is_unpacked ? aligned_alloc(LINE, in * PANEL * sizeof(bf16)) : 0;
         begin_panels(rows / blocks);
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < items; item++) {
-            const int64_t index = item % panels, block = item / panels;
+            const int64_t index = item % panels, block = item / panels, column = index * PANEL;
             const int64_t row = block * rows / blocks, end = (block + 1) * rows / blocks;
-            const place at = find_panel(layer, index);
-            const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + at.column : 0;
-            bf16 *to = y + row * out + at.column;
-            if (layer->num_parts && !is_unpacked) {
-                block_product(rows, x, &at, in, bias, to, out);
-                continue;
-            }
-            const bf16 *panel = unpacked, *next = unpacked;
-            if (is_unpacked) {
-                unpack_pairs(&at, 0, in, unpacked);
-            } else {
-                panel = (const bf16 *)layer->weight + at.column * in;
-                // probably what this thread takes next
-                next = index + threads < panels ? panel + threads * PANEL * in : panel;
-            }
-            panel_product(end - row, x + row * in, panel, in, bias, to, out, at.count,
-                          (const char *)next);
+            const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + column : 0;
+            const bf16 *panel = (const bf16 *)layer->weight + column * in;
+            // probably what this thread takes next
+            const bf16 *next = index + threads < panels ? panel + threads * PANEL * in : panel;
+            panel_product(end - row, x + row * in, panel, in, bias, y + row * out + column, out,
+                          smaller(out - column, PANEL), (const char *)next);
         }
         end_panels();
-        free(unpacked);
     }
 }

@@ -152,32 +152,6 @@ static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t
     store_tile(sums[1], 2, 16, bias, y + apart * out, out, count);
 }
 
-#define BLOCK_TILE_ROWS 16  // up to which a panel in blocks is unpacked into the first-level cache
-
-// Up to BLOCK_TILE_ROWS rows, as `begin_panels` was told, against a panel in blocks.
-static void block_product(int64_t rows, const bf16 *x, const place *at, int64_t in,
-                          const bf16 *bias, bf16 *y, int64_t out) {
-    float sums[16 * PANEL] __attribute__((aligned(64)));
-    bf16 steps[2][TILE_IN * PANEL] __attribute__((aligned(64)));  // one is unpacked, one read
-    const int64_t lines = 0;
-    const char *const fetch = 0;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < in; k += TILE_IN) {
-        bf16 *step = steps[k / TILE_IN % 2];
-        unpack_pairs(at, k, TILE_IN, step);
-        IS_WRITTEN(step);
-        FOUR(x + k, 2 * in, step);
-    }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + 16, 4 * PANEL);
-    _tile_stored(2, sums + 32, 4 * PANEL);
-    _tile_stored(3, sums + 48, 4 * PANEL);
-    store_tile(sums, 4, rows, bias, y, out, at->count);
-}
-
 static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
                           const bf16 *bias, bf16 *y, int64_t out, int64_t count,
                           const char *next) {

@@ -52,6 +52,7 @@ typedef struct {
 } plan;
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
 static int64_t tile_of(int64_t count, int64_t tokens) {

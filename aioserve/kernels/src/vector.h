@@ -93,6 +93,31 @@ INLINE vf to_floats(vi v) {
 #endif
 }
 
+// To nearest, ties to even; |v| < 2^22.
+INLINE vi to_ints(vf v) { return (vi)(v + 12582912.f) - 0x4b400000; }
+
+// sum + a[0] * b[0] + a[1] * b[1] for the pairs of 16 bits in each lane.
+INLINE vi dot_pairs(vi sum, vi a, vi b) {
+#if W == 16 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif W == 16
+    sum += (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif W == 8
+    sum += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    sum += (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+    const int16x8_t c = (int16x8_t)a, d = (int16x8_t)b;
+    sum += (vi)vpaddq_s32(vmull_s16(vget_low_s16(c), vget_low_s16(d)), vmull_high_s16(c, d));
+#else
+    sum += (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+#ifdef __x86_64__
+    __asm__("" : "+v"(sum));  // gcc would add up products first, for which there are no registers
+#endif
+    return sum;
+}
+
 INLINE vf signed_bytes(const uint8_t *p) {
 #if W == 16
     return to_floats((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));

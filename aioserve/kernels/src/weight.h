@@ -2,18 +2,19 @@
 #pragma once
 #include <stdint.h>
 
-// Some outputs of a weight as codes of 4 or 8 bits, `scale * code + offset`, one scale for `group`
-// inputs of an output. The offset is stored, or `-zero * scale`.
+// Some outputs of a weight as codes of 4 or 8 bits without sign, `scale * (code - zero) + offset`,
+// one scale for `group` inputs of an output; offsets are stored, or 0.
 //
 // A panel lies together. For each group: a float16 scale per output, as many offsets if they are
-// stored, then for each `block_depth_*` inputs the codes of the panel, output by output; of 4 bits those of
-// the first half of the panel in the low halves of bytes, the others in the high ones. With
-// `per_super`, a scale or offset of a group is a signed byte, times a float16 number that so many
-// groups share and that lies before them.
+// stored, then the codes, 32 bits of an output after 32 bits of the next. They hold the codes of 8
+// inputs, of which the even ones lie in the low half, from its low bits on; or those of 4, in bytes,
+// the first and the second in the low bytes of the two halves. So a mask and a shift give pairs of
+// 16 bits. With `per_super`, a scale or offset of a group is a signed byte, times a float16 number
+// that so many groups share and that lies before them.
 typedef struct {
     const uint8_t *panels;  // padded with zeros
     int64_t out, bits;
-    int64_t group;      // 16 or 32
+    int64_t group;      // 16, or a multiple of 32
     int64_t per_super;  // 0: none
     int64_t has_offset, zero;
     int64_t panel_bytes;

@@ -10,17 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.kernels import Kernels
-from aioserve.kernels.structs import BlockPart, PackedWeight, PanelShape
+from aioserve.kernels.structs import BlockPart, PackedWeight
 from aioserve.model_source.quantized import Codes, QuantizedWeight
 
 _PIECE = 1 << 14  # weights packed at a time: few enough that torch calls no second thread
+_SIGN = 128  # added to codes of 8 bits with a sign
+# Which inputs' codes follow each other in 32 bits, from the low ones on: see kernels/src/weight.h.
+_ORDERS = {4: ([0, 4, 1, 5], [2, 6, 3, 7]), 8: ([0, 2, 1, 3],)}
 
 
 class BlockLinear:
     """x @ weight.T + bias for weights [out_i, in] one below the other, each in its own format.
 
-    The results are those of the weights in float32, but in bfloat16 where the kernels multiply
-    pairs of bfloat16 numbers: there, to the bit, those of the weights rounded to it.
+    In float32 the results are those of the weights in float32. Of two-byte types, inputs become
+    whole numbers of 16 bits, or of 12, that share a scale among 32; the weights are exact.
     """
 
     def __init__(
@@ -31,12 +34,12 @@ class BlockLinear:
         dtype: torch.dtype,
     ) -> None:
         self.kernels = kernels
-        shape = kernels.block_shapes[dtype]
-        packed = [_pack(weight, shape) for weight in weights]
+        panel = kernels.panel_shapes[dtype].outputs
+        packed = [_pack(weight, panel) for weight in weights]
         self._bytes = [data for data, _ in packed]
         self._parts = (BlockPart * len(packed))(*(part for _, part in packed))
         # whole panels are read, wherever one begins
-        self._bias = None if bias is None else F.pad(bias, (0, shape.outputs))
+        self._bias = None if bias is None else F.pad(bias, (0, panel))
         self.packed = PackedWeight(
             None,
             None if self._bias is None else self._bias.data_ptr(),
@@ -67,12 +70,12 @@ class BlockEmbedding:
         return out
 
 
-def _pack(weight: QuantizedWeight, shape: PanelShape) -> tuple[Tensor, BlockPart]:
+def _pack(weight: QuantizedWeight, panel: int) -> tuple[Tensor, BlockPart]:
     """The bytes of `block_part` in C, and what tells of them."""
     num_outputs, num_inputs = weight.shape
-    at_once = max(1, _PIECE // num_inputs // shape.outputs) * shape.outputs
+    at_once = max(1, _PIECE // num_inputs // panel) * panel
     pieces = [
-        _pack_panels(weight.rows(slice(start, start + at_once)).codes(), shape)
+        _pack_panels(weight.rows(slice(start, start + at_once)).codes(), panel)
         for start in range(0, num_outputs, at_once)
     ]
     packed, codes = torch.cat(pieces), weight.rows(slice(0, 1)).codes()
@@ -84,31 +87,32 @@ def _pack(weight: QuantizedWeight, shape: PanelShape) -> tuple[Tensor, BlockPart
         group=num_inputs // num_groups,
         per_super=0 if codes.supers is None else num_groups // codes.supers.shape[1],
         has_offset=codes.offsets is not None,
-        zero=codes.zero,
+        zero=codes.zero + (_SIGN if codes.bits == 8 else 0),
         panel_bytes=packed.shape[1],
     )
     return packed, part
 
 
-def _pack_panels(codes: Codes, shape: PanelShape) -> Tensor:
+def _pack_panels(codes: Codes, panel: int) -> Tensor:
     """Bytes [panels, panel_bytes]."""
-    num_outputs, num_inputs = codes.values.shape
-    num_panels, num_groups = -(-num_outputs // shape.outputs), codes.scales.shape[1]
+    num_outputs, num_groups = codes.values.shape[0], codes.scales.shape[1]
+    num_panels = -(-num_outputs // panel)
 
     def by_panel(numbers: Tensor) -> Tensor:
-        """[out, n] as [panels, n, bytes of the n-th number of all outputs]."""
-        padded = F.pad(numbers, (0, 0, 0, num_panels * shape.outputs - num_outputs))
-        panels = padded.view(num_panels, shape.outputs, -1).transpose(1, 2).contiguous()
-        return panels.view(torch.uint8)
+        """[out, n, ...] as [panels, n, bytes of the n-th numbers of all outputs]."""
+        missing = num_panels * panel - num_outputs
+        padded = torch.cat((numbers, numbers.new_zeros(missing, *numbers.shape[1:])))
+        panels = padded.view(num_panels, panel, numbers.shape[1], -1).transpose(1, 2)
+        return panels.contiguous().flatten(2).view(torch.uint8)
 
-    # `depth` inputs of an output lie side by side
-    values = by_panel(codes.values).view(num_panels, -1, shape.depth, shape.outputs)
-    values = values.transpose(2, 3).reshape(num_panels, num_inputs // shape.depth, -1)
-    if codes.bits == 4:
-        low, high = values.chunk(2, dim=2)
-        values = low | high << 4
+    values = codes.values.view(torch.uint8)
+    if codes.bits == 8:
+        values = values + _SIGN  # and the carry is lost
+    values = values.view(num_outputs, -1, 32 // codes.bits)
+    low, *high = (values[..., order] for order in _ORDERS[codes.bits])
+    held = by_panel(low | high[0] << 4 if high else low)
     offsets = () if codes.offsets is None else (by_panel(codes.offsets),)
-    groups = (by_panel(codes.scales), *offsets, values.reshape(num_panels, num_groups, -1))
+    groups = (by_panel(codes.scales), *offsets, held.reshape(num_panels, num_groups, -1))
     packed = torch.cat(groups, dim=2)
     if codes.supers is not None:
         offsets = () if codes.super_offsets is None else (by_panel(codes.super_offsets),)
