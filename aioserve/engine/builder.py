@@ -273,10 +273,15 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
-        if config.speculation.speculative_method != "none":
+        method = config.speculation.speculative_method
+        if method == "draft":
             raise ConfigError(
-                "speculation.speculative_method is for the CPU: on a CUDA device a step begins "
-                "before what to guess from is known; leave it out, or give --device cpu"
+                "speculation.speculative_method draft is for the CPU: give --device cpu, or ngram"
+            )
+        if method != "none" and config.scheduler.pipeline_depth != 1:
+            raise ConfigError(
+                f"speculation.speculative_method is {method}, but on a CUDA device a step begins "
+                "before what to guess from is known: give --pipeline-depth 1, or --device cpu"
             )
         from aioserve.runner.cuda.runner import OverlappedRunner
 

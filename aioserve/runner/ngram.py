@@ -8,6 +8,7 @@ are verified, nor how many of them pay.
 from array import array
 from collections.abc import Iterable, Sequence
 
+from aioserve.config import SpeculationConfig
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.drafter import Drafter, Texts
@@ -125,6 +126,14 @@ class NgramDrafter(Drafter):
             if agreement > best:
                 best, guesses = agreement, source.token_ids[behind : behind + max_tokens]
         return guesses.tolist()
+
+
+def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:
+    """As the settings ask; None if they do not."""
+    if config.speculative_method != "ngram":
+        return None
+    length = DraftLength(config.num_speculative_tokens)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_store, length)
 
 
 def _agreement(text: "array[int]", place: int, end: Sequence[int]) -> int:

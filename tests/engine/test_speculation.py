@@ -1,6 +1,7 @@
 """Speculation changes when tokens come, never which: the same draws, whatever was guessed."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput, SchedulerStats
+from aioserve.runner import devices
 from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.interface import RunnerInterface
 from aioserve.structured_outputs import StructuredOutputs
 
 # The loop is the subject of other tests; these load a model each.
@@ -40,7 +43,10 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def generate(
-    speculation: SpeculationConfig, num_kv_blocks: int = 66, **scheduler: Any
+    speculation: SpeculationConfig,
+    num_kv_blocks: int = 66,
+    make_runner: Callable[[EngineConfig], RunnerInterface] | None = None,
+    **scheduler: Any,
 ) -> tuple[list[list[RequestOutput]], SchedulerStats]:
     """What comes of the `WAYS`, one list of samples each. The blocks are less than they want."""
     config = EngineConfig(
@@ -49,7 +55,8 @@ async def generate(
         scheduler=SchedulerConfig(max_num_seqs=12, **scheduler),
         speculation=speculation,
     )
-    async with AsyncEngine(config) as engine:
+    runner = None if make_runner is None else make_runner(config)
+    async with AsyncEngine(config, runner=runner) as engine:
 
         async def one(way: dict[str, Any]) -> list[RequestOutput]:
             params = SamplingParams(**{"max_tokens": 90, "seed": 3} | way)
@@ -109,5 +116,25 @@ async def test_speculation_with_steps_in_flight_is_refused() -> None:
         speculation=SpeculationConfig(speculative_method="ngram"),
     )
     with pytest.raises(ConfigError, match="pipeline_depth 2 a step begins before"):
+        async with AsyncEngine(config):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "hint"),
+    [("ngram", None, "give --pipeline-depth 1"), ("draft", 1, "draft is for the CPU")],
+)
+async def test_what_a_cuda_device_cannot_speculate_with_is_refused(
+    method: str, depth: int | None, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "choose_device", lambda config: "cuda")
+    config = EngineConfig(
+        scheduler=SchedulerConfig(pipeline_depth=depth),
+        speculation=SpeculationConfig(
+            speculative_method=method,  # type: ignore[arg-type]
+            draft_model="embedded" if method == "draft" else None,
+        ),
+    )
+    with pytest.raises(ConfigError, match=hint):
         async with AsyncEngine(config):
             pass

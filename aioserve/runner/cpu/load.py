@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from aioserve.config import EngineConfig, ModelConfig, SpeculationConfig
+from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
@@ -28,10 +28,10 @@ from aioserve.runner.cpu.memory import (
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
-from aioserve.runner.draft_length import DraftLength, ModelDraftLength
+from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
-from aioserve.runner.ngram import NgramDrafter
+from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,9 @@ def load_on_cpu(
         num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
+        drafter: Drafter | None
         if draft is None or draft_info is None:
-            drafter = _make_ngram_drafter(config.speculation)
+            drafter = ngram_drafter(config.speculation)
         else:
             drafter = _make_model_drafter(config, draft, draft_info, num_blocks)
         undo.pop_all()
@@ -142,13 +143,6 @@ def _make_model_drafter(
         max_model_len=info.max_model_len,
         max_step_tokens=config.scheduler.step_budget(info.max_model_len),
     )
-
-
-def _make_ngram_drafter(config: SpeculationConfig) -> Drafter | None:
-    if config.speculative_method == "none":
-        return None
-    length = DraftLength(config.num_speculative_tokens)
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_store, length)
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:

@@ -1,14 +1,17 @@
 """One step after another on a device: plan, stage, launch; and, later, read.
 
-`launch` needs no result of an earlier step: the tokens that it lacks are on the device. Knows
-nothing about threads or event loops.
+`launch` needs no result of an earlier step: the tokens that it lacks are on the device. Only where
+somebody guesses tokens, each step is read before the next is launched. Knows nothing about threads
+or event loops.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +25,7 @@ from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
+from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import SamplingParams
@@ -41,6 +45,7 @@ class LaunchedStep:
     sampling: SamplePlan
     event: Event
     result: HostBuffer
+    began: float
     standing: list[Standing]  # of its sampled rows that have a grammar
     failed: dict[str, str]
     prompts: PromptPlan | None
@@ -63,8 +68,11 @@ class StepExecutor:
         vocab_size: int,
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
+        drafter: Drafter | None = None,
     ) -> None:
-        """`arena` [layout.size], int32 on the device, is where steps are staged."""
+        """`arena` [layout.size], int32 on the device, is where steps are staged. With a `drafter`,
+        no step may be launched before the one before it is finished.
+        """
         limits = layout.limits
         self._device = device
         self._model = model
@@ -76,11 +84,13 @@ class StepExecutor:
             vocab_size,
             grammars=grammars,
             eos_token_ids=eos_token_ids,
+            drafter=drafter,
         )
+        self._drafter = drafter
         self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
-        self._sampler = DeviceSampler(device, limits.num_rows, vocab_size, draw)
+        self._sampler = DeviceSampler(device, limits.num_rows, limits.num_samples, vocab_size, draw)
         self._arena = arena
         self._arrays = layout.split(arena)
         self._graphs = DecodeGraphs()
@@ -127,7 +137,9 @@ class StepExecutor:
         params = SamplingParams(top_p=0.9, temperature=0.5, logprobs=1, presence_penalty=0.1)
         tokens = [0] * min(32, self._layout.limits.num_tokens)
         blocks = list(range(-(-(len(tokens) + 1) // self._layout.limits.page_size)))
-        new = NewRequestData("warm-up", tokens, len(tokens), params, frozenset(), blocks, 0)
+        new = NewRequestData(
+            "warm-up", tokens, len(tokens), params, frozenset(), blocks, 0, cache_salt="warm-up"
+        )
         none = CachedRequestData([], [], {})
         known = CachedRequestData(["warm-up"], [len(tokens)], {})
         for step in (
@@ -145,13 +157,15 @@ class StepExecutor:
         self._batch.apply(step)
         if not step.total_num_scheduled_tokens:
             return None
+        began = time.perf_counter()
         inputs = self._batch.prepare(step)
         columns = self._batch.sampling_inputs(inputs)
         buffer = self._ring.take()
         wanted = self._batch.prompt_rows.begin(inputs)
         sizes = self._graphs.sizes if wanted is None else ()  # graphs give no hidden states
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
-        self._batch.append_unknown(inputs)
+        if self._drafter is None:
+            self._batch.append_unknown(inputs)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
         prompts = plan_prompts(wanted, plan, self._sampler)
@@ -178,9 +192,9 @@ class StepExecutor:
         failed = self._batch.failures(inputs)
         event = self._device.record()
         step_away = LaunchedStep(
-            plan, sampling, event, result, standing, failed, prompts, prompt_words
+            plan, sampling, event, result, began, standing, failed, prompts, prompt_words
         )
-        if standing:
+        if standing and self._drafter is None:
             self._unread = step_away
         return step_away
 
@@ -196,7 +210,7 @@ class StepExecutor:
         logits: list[Tensor] = []
         self._device.launch(lambda: logits.append(self._compute(plan, attention, prompts)))
         self._read_last()
-        made = self._batch.grammar_rows.begin(rows, {})
+        made = self._batch.grammar_rows.begin(rows, plan.inputs.drafts)
         assert made is not None, "one of the rows has a grammar"
         masks = self._sampler.stage_masks(made.result())
         self._device.launch(
@@ -214,7 +228,7 @@ class StepExecutor:
 
     def close(self) -> None:
         """Let its thread end. Idempotent."""
-        self._batch.grammar_rows.close()
+        self._batch.close()
 
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait for a step and read its tokens; may be called from another thread, in order."""
@@ -227,7 +241,32 @@ class StepExecutor:
                 of_prompts = step.prompts.read(step.prompt_words.array)
         finally:
             self._free_results.append(step.result)
-        return _make_output(step, token_ids, logprobs, of_prompts)
+        if self._drafter is None:
+            kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
+            for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
+                kept[row].append(token_id)
+            return _make_output(step, kept, logprobs, of_prompts, {})
+        return self._finish_read(self._drafter, step, token_ids, logprobs, of_prompts)
+
+    def _finish_read(
+        self,
+        drafter: Drafter,
+        step: LaunchedStep,
+        token_ids: list[int],
+        logprobs: dict[int, TokenLogprobs],
+        of_prompts: dict[str, list[TokenLogprobs]],
+    ) -> ModelRunnerOutput:
+        """What a step amounts to whose drafts are verified, and what to guess next."""
+        inputs = step.plan.inputs
+        sampled = np.empty(len(token_ids), dtype=np.int64)
+        sampled[step.plan.places] = token_ids
+        kept = self._batch.append(inputs, sampled)
+        drafter.length.stepped(
+            len(inputs.req_ids), len(inputs.positions), time.perf_counter() - step.began
+        )
+        guesses = self._batch.guesses(inputs)
+        step.failed.update(self._batch.failures(inputs))
+        return _make_output(step, kept, logprobs, of_prompts, guesses)
 
     def explain(self, error: Exception) -> Exception:
         """What an error of `launch` or `finish` means: a failed step, or the end."""
@@ -277,16 +316,17 @@ class StepExecutor:
 
 def _make_output(
     step: LaunchedStep,
-    token_ids: list[int],
+    kept: list[list[int]],
     logprobs: dict[int, TokenLogprobs],
     of_prompts: dict[str, list[TokenLogprobs]],
+    guesses: dict[str, list[int]],
 ) -> ModelRunnerOutput:
+    """`kept`: by row. `logprobs`: by place among the S, of which a row's first were kept."""
     req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
-    sampled: list[list[int]] = [[] for _ in req_ids]
-    for row, token_id in zip(rows, token_ids, strict=True):
-        if req_ids[row] not in step.failed:
-            sampled[row] = [token_id]
-    by_request = {req_ids[rows[place]]: [entry] for place, entry in logprobs.items()}
-    return ModelRunnerOutput(
-        req_ids, sampled, by_request, failed=step.failed, prompt_logprobs=of_prompts
-    )
+    kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
+    by_request: dict[str, list[TokenLogprobs]] = {}
+    for place, entry in logprobs.items():
+        entries = by_request.setdefault(req_ids[rows[place]], [])
+        if len(entries) < len(kept[rows[place]]):
+            entries.append(entry)
+    return ModelRunnerOutput(req_ids, kept, by_request, guesses, step.failed, of_prompts)

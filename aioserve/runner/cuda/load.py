@@ -33,7 +33,9 @@ from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
+from aioserve.runner.grammar_rows import MAX_GUESSES
 from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.prompt_logprobs import largest_piece
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import MAX_LOGPROBS
@@ -76,13 +78,21 @@ def make_executor(
     spec = with_kv_dtype(model.kv_cache_spec, config)
     num_rows = config.scheduler.max_num_seqs
     num_tokens = config.scheduler.step_budget(max_model_len)
+    drafter = ngram_drafter(config.speculation)
+    num_drafts = 0
+    if drafter is not None:  # or what a grammar forces
+        num_drafts = max(config.speculation.num_speculative_tokens, MAX_GUESSES)
     choose_token = choose_draw(device)
     flashinfer = find_flashinfer(model, spec, query_dtype)
     sizes: tuple[int, ...] = ()
     if flashinfer is not None and not config.runner.enforce_eager:
         sizes = capture_sizes(min(num_rows, num_tokens))
     activations = (
-        device.measure(lambda: run_largest(model, spec, device, num_tokens, num_rows, choose_token))
+        device.measure(
+            lambda: run_largest(
+                model, spec, device, num_tokens, num_rows * (1 + num_drafts), choose_token
+            )
+        )
         + workspace_bytes(model.attention_calls, len(sizes))
         + DeviceSampler.num_bytes(num_rows, info.vocab_size)
     )
@@ -101,6 +111,7 @@ def make_executor(
         num_row_pages=-(-(max_model_len + 1) // config.cache.block_size),
         page_size=config.cache.block_size,
         num_pages=memory.num_pages,
+        num_drafts=num_drafts,
     )
     layout = Layout(limits)
     arena = torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
@@ -130,6 +141,7 @@ def make_executor(
         vocab_size=info.vocab_size,
         grammars=grammars,
         eos_token_ids=info.eos_token_ids,
+        drafter=drafter,
     )
     try:
         executor.warm_up()
@@ -185,12 +197,12 @@ def run_largest(
     spec: KVCacheSpec,
     device: Device,
     num_tokens: int,
-    num_rows: int,
+    num_samples: int,
     choose_token: Draw,
 ) -> None:
     """The step that takes most memory, sampling included, but for attention."""
     place = device.torch_device
-    rows = torch.arange(min(num_rows, num_tokens), device=place)
+    rows = torch.arange(min(num_samples, num_tokens), device=place)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     attention = NoAttention(spec, place)
     logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), attention)

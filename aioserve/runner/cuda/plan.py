@@ -22,7 +22,8 @@ A = TypeVar("A", Words, Tensor)
 class Sections(Generic[A]):
     """Views of an arena, as long as they can get; a step uses the beginning of each.
 
-    B rows, those with one token first; T tokens; S rows that sample, in the order of the B.
+    B rows, those with one token first; T tokens; S rows that sample, in the order of the B: once,
+    and once more for each draft token to verify.
     """
 
     input_ids: A  # T; -1 - slot: the last token sampled for that slot
@@ -53,6 +54,12 @@ class Limits:
     num_row_pages: int  # of one row
     page_size: int
     num_pages: int  # of the KV pool; one more, the dummy page, takes what padding rows write
+    num_drafts: int = 0  # of one row
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are chosen."""
+        return self.num_rows * (1 + self.num_drafts)
 
     @property
     def dummy_page(self) -> int:
@@ -64,12 +71,13 @@ class Layout:
     """Where each section lies in an arena: the same place in every step, as CUDA graphs demand."""
 
     def __init__(self, limits: Limits) -> None:
-        rows, tokens = limits.num_rows, limits.num_tokens
+        rows, tokens, samples = limits.num_rows, limits.num_tokens, limits.num_samples
         self.limits = limits
-        lengths = dict.fromkeys((field.name for field in fields(Sections)), rows)
+        lengths = dict.fromkeys((field.name for field in fields(Sections)), samples)
         lengths |= dict.fromkeys(("input_ids", "positions", "slots"), tokens)
         lengths |= {name: rows + 1 for name in lengths if name.endswith("indptr")}
-        lengths |= {"keys": 2 * rows, "kv_indices": rows * limits.num_row_pages}
+        lengths |= dict.fromkeys(("last_page_len", "seq_lens"), rows)
+        lengths |= {"keys": 2 * samples, "kv_indices": rows * limits.num_row_pages}
         self._bounds: dict[str, tuple[int, int]] = {}
         end = 0
         for name, length in lengths.items():
@@ -102,6 +110,7 @@ class StepPlan:
     num_words: int  # of the arena that are used
     tokens: IntArray  # packed tokens of `inputs`, in the order of the T; padding is not among them
     sampled: IntArray  # S, rows of `inputs`
+    places: IntArray  # S, where each of them stands in `inputs.sampling`
     sampling: SamplingInputs  # of the S
 
     @property
@@ -170,9 +179,9 @@ def plan_step(
 
     places = _in_row_order(order, inputs.sampling)
     sampled = inputs.sampling[places]
-    last_token = np.empty(num_rows, dtype=np.int64)
-    last_token[order] = starts[1:] - 1
-    out.logits_rows[: len(sampled)] = last_token[sampled]
+    planned = np.empty(len(token), dtype=np.int64)
+    planned[token] = np.arange(len(token))
+    out.logits_rows[: len(sampled)] = planned[inputs.logits_indices[places]]
     out.token_slots[: len(sampled)] = inputs.rows[sampled]
     edits = sampling.edits
     if edits:
@@ -191,6 +200,7 @@ def plan_step(
         num_words=layout.used(num_entries),
         tokens=token,
         sampled=sampled,
+        places=places,
         sampling=replace(sampling, edits=edits),
     )
 
@@ -215,15 +225,18 @@ def plan_padding(layout: Layout, arena: Words, size: int) -> StepPlan:
         num_words=layout.used(size),
         tokens=none,
         sampled=none,
+        places=none,
         sampling=SamplingColumns(1, 1).select(none, none),
     )
 
 
 def _in_row_order(order: IntArray, sampling: IntArray) -> IntArray:
-    """Places in `sampling` (rows as scheduled, ascending) in the order of the planned rows."""
+    """Places in `sampling` (rows as scheduled, ascending) in the order of the planned rows; those
+    of one row stay as they are.
+    """
     row = np.empty(len(order), dtype=np.int64)
     row[order] = np.arange(len(order))
-    return np.argsort(row[sampling])
+    return np.argsort(row[sampling], kind="stable")
 
 
 def _pad(out: Sections[Words], limits: Limits, begin: int, end: int, num_entries: int) -> None:

@@ -71,7 +71,10 @@ class DeviceMasks:
 class DeviceSampler:
     """Keeps, per slot of the batch, the last token and which tokens were seen how often."""
 
-    def __init__(self, device: Device, num_slots: int, vocab_size: int, draw: Draw) -> None:
+    def __init__(
+        self, device: Device, num_slots: int, num_samples: int, vocab_size: int, draw: Draw
+    ) -> None:
+        """`num_samples`: of one step; more than `num_slots` if drafts are verified."""
         self._device = device
         self.vocab_size = vocab_size
         self._draw = draw
@@ -86,7 +89,7 @@ class DeviceSampler:
             num_slots, _NUM_RECENT, dtype=torch.int32, device=device.torch_device
         )
         self.out = torch.zeros(
-            num_slots * _OUT_COLUMNS, dtype=torch.int32, device=device.torch_device
+            num_samples * _OUT_COLUMNS, dtype=torch.int32, device=device.torch_device
         )
 
     @staticmethod

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fake_device import FakeDevice, TooEarlyError
@@ -33,9 +34,12 @@ from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
+from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.ngram import ngram_drafter
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.structured_outputs import StructuredOutputs
+from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
 from tests.slow import mostly_slow
 
@@ -77,13 +81,16 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
     grammars = GrammarCompiler(info)
 
     def build() -> StepExecutor:
-        loaded = load_model_on_cpu(config.model, info)
+        loaded = load_model_on_cpu(msgspec.structs.replace(config.model, fused=False), info)
+        page_size, num_pages = config.cache.block_size, config.cache.num_kv_blocks
+        assert num_pages is not None
         limits = Limits(
             num_rows=config.scheduler.max_num_seqs,
-            num_tokens=64,
-            num_row_pages=-(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE),
-            page_size=BLOCK_SIZE,
-            num_pages=NUM_BLOCKS,
+            num_tokens=config.scheduler.step_budget(info.max_model_len),
+            num_row_pages=-(-(info.max_model_len + 1) // page_size),
+            page_size=page_size,
+            num_pages=num_pages,
+            num_drafts=16,
         )
         layout = Layout(limits)
         attention = TorchDeviceAttention(loaded.kv_cache_spec, limits, device.torch_device)
@@ -94,10 +101,11 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             draw.draw,
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             grammars=grammars,
             eos_token_ids=info.eos_token_ids,
+            drafter=ngram_drafter(config.speculation),
         )
 
     return OverlappedRunner(build, grammars)
@@ -241,6 +249,24 @@ async def test_masks_wait_for_the_last_token_while_the_device_computes(
         assert (text, reason) in [("to be", "stop"), ("or not to be", "stop")]
     assert all(re.fullmatch("[a-z]{3}-[0-9]{0,30}", text) for text, _ in found[1::4])
     assert all(json.loads(text) for text, reason in found[3::4] if reason == "stop")
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_ngrams_on_a_device_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each step is read before the next is launched."""
+
+    def stepped(self: DraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6  # every draft pays, however busy this machine is
+
+    monkeypatch.setattr(DraftLength, "stepped", stepped)
+    plain, _ = await generate(NONE)
+    device = FakeDevice(1, eagerness=0.5)
+    guessed, stats = await generate(
+        NGRAM, make_runner=lambda config: make_runner(config, device), pipeline_depth=1
+    )
+    check_equal(guessed, plain)
+    assert 200 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions
 
 
 def make_tiny_runner(device: FakeDevice) -> OverlappedRunner:
