@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
@@ -56,3 +56,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 def test_a_tokenizer_that_is_switched_off_is_refused() -> None:
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
         _ = ModelInfo(ModelConfig(skip_tokenizer_init=True)).tokenizer
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2"]
+)  # one read without AutoTokenizer, one by it
+def test_the_tokenizer_is_the_one_that_transformers_would_choose(
+    tmp_path: Path, model_type: str
+) -> None:
+    folder = Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = model_info(folder, **{**config, "model_type": model_type}).tokenizer
+    chosen = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is type(chosen)
+    assert tokenizer.init_kwargs == chosen.init_kwargs
+    assert tokenizer.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()

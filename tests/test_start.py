@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 import termios
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.progress import BAR
+from tests.processes import serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +32,19 @@ main(["--policy", "fcfs"])
     first = result.stderr.splitlines()[0]
     assert first.endswith("starts: model embedded, policy fcfs")
     assert "import of aiohttp halted" in result.stderr
+
+
+def test_a_simulated_server_answers_without_torch() -> None:
+    with serving("--runner", "simulated") as (process, url):
+        body = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
+        chat = urllib.request.Request(
+            url + "/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(chat) as answer:
+            assert b'"completion_tokens":2' in answer.read()
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "uvloop" in maps
+    assert "torch" not in maps
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

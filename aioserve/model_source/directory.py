@@ -92,16 +92,28 @@ class Directory(ModelSource):
             ) from error
 
     def read_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        import transformers
 
+        name = "PreTrainedTokenizerFast" if self._has_plain_tokenizer() else "AutoTokenizer"
         try:
-            return AutoTokenizer.from_pretrained(
+            return getattr(transformers, name).from_pretrained(
                 self.path, trust_remote_code=self.trust_remote_code
             )
         except Exception as error:
             raise ConfigError(
                 f"cannot read the tokenizer of {self.path}: {one_line(error)}"
             ) from error
+
+    def _has_plain_tokenizer(self) -> bool:
+        """Whether `AutoTokenizer`, which imports torch to find that out, would choose
+        `PreTrainedTokenizerFast`: it overrides the class of some kinds of models, not of Llama's.
+        """
+        path = self.path / "tokenizer_config.json"
+        if self.known_config.get("model_type") != "llama" or not path.is_file():
+            return False
+        config = _read_json(path, dict[str, Any])
+        is_plain = config.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        return is_plain and "auto_map" not in {*config, *self.known_config}
 
     def num_elements(self) -> int:
         return sum(map(_num_elements, self._weight_files()))
