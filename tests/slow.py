@@ -10,5 +10,10 @@ import pytest
 
 
 def mostly_slow(values: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
-    """Values for `parametrize`, all slow but those given."""
-    return [v if v in but else pytest.param(v, marks=pytest.mark.slow) for v in values]
+    """Values for `parametrize`, tuples if there are several names, all slow but those given."""
+
+    def slow(value: Any) -> Any:
+        several = value if isinstance(value, tuple) else (value,)
+        return pytest.param(*several, marks=pytest.mark.slow)
+
+    return [value if value in but else slow(value) for value in values]

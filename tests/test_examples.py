@@ -59,7 +59,7 @@ def test_it_passes_the_contract_by_name_from_anywhere(
 ) -> None:
     printed = run(
         environment,
-        *("-m", "pytest", "-q", "--aioserve-policy", "shortest_first"),
+        *("-m", "pytest", "-q", "-p", "no:schemathesis", "--aioserve-policy", "shortest_first"),
         "--aioserve-examples=10",  # its own tests run all
         cwd=tmp_path,
     )

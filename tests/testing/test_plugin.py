@@ -41,6 +41,7 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     """In `folder`, with few random traffics."""
     (folder / "mine.py").write_text(GOOD)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--aioserve-examples=3"]
+    command += ["-p", "no:schemathesis"]  # imports a lot, and says nothing here
     result = processes.run(*command, *arguments, cwd=folder)
     return result.returncode, result.stdout + result.stderr
 

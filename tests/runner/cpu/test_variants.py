@@ -2,6 +2,7 @@
 model, against `transformers` in the same type.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,17 @@ from driver import Driver
 
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from tests.models import VOCAB_SIZE
+from tests.slow import mostly_slow
 from tests.variants import DTYPES
 
 # With norms of heads, with biases, with a window; and one that is not fused, with a soft cap.
 KINDS = ["qwen3", "qwen2", "mistral", "gemma2"]
 
+# Every second pair, as on a chessboard.
+FEW = [pair for i, pair in enumerate(itertools.product(DTYPES, KINDS)) if (i + i // 4) % 2 == 0]
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+
+@pytest.mark.parametrize(("dtype", "kind"), mostly_slow(itertools.product(DTYPES, KINDS), but=FEW))
 def test_chunks_decodes_and_preemptions_give_the_tokens_of_the_modules(
     variant: str,
     dtype: str,
