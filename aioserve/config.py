@@ -72,6 +72,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             "these: on a CPU, by the compiled kernels (int4: embedding and head int8)"
         ),
     ] = None
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128],
+        Meta(description="inputs of an output that share a scale then; all must be multiples"),
+    ] = 32
     max_model_len: Annotated[
         PositiveInt | None,
         Meta(description="prompt and output together, in tokens (default: the model's own limit)"),

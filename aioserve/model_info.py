@@ -138,7 +138,13 @@ def find_model(config: ModelConfig) -> ModelSource:
         files = sorted(path.glob("*.gguf"))
         meant = f"; a GGUF file is named itself: {files[0]}" if files else ""
         raise ConfigError(f"no config.json in model directory {path}{meant}")
-    return Directory(path, trust_remote_code=config.trust_remote_code)
+    directory = Directory(path, trust_remote_code=config.trust_remote_code)
+    if config.quantization is not None and directory.quantization_config:
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, but the weights in {path} are of few "
+            f"bits already ({directory.quantization_config.get('quant_method')})"
+        )
+    return directory
 
 
 def _check_no_revision(config: ModelConfig, where: str) -> None:

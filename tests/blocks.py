@@ -1,8 +1,8 @@
-"""Random weights in the formats of GGUF."""
+"""Random weights in the formats of `aioserve.model_source.quantized`."""
 
 import torch
 
-from aioserve.model_source.quantized import FORMATS, QuantizedWeight
+from aioserve.model_source.quantized import QuantizedWeight, format_of
 
 # Bytes of a block where a float16 number lies, which may not be infinite or none.
 _HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -10,7 +10,7 @@ _HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K
 
 def random_weight(kind: str, outputs: int, inputs: int, scale: float = 1.0) -> QuantizedWeight:
     """Bytes of any value; scales are `scale` times 2^-8 to 2^-7, of either sign."""
-    per_block, num_bytes, _ = FORMATS[kind]
+    per_block, num_bytes, _ = format_of(kind)
     generator = torch.Generator().manual_seed(outputs)
     shape = (outputs, inputs // per_block, num_bytes)
     data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)

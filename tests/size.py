@@ -17,7 +17,7 @@ LIMITS = {
     "aioserve/kernels": 2_900,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
-    "aioserve/model_source": 1_200,
+    "aioserve/model_source": 1_950,
     "aioserve/runner": 8_350,
     "aioserve/scheduler": 2_300,
     "aioserve/server": 7_350,

@@ -4,16 +4,23 @@ Reads itself what is JSON and leaves the rest to `transformers`.
 """
 
 import json
+import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+from aioserve.model_source.checkpoint import Stored, find_weights
+from aioserve.model_source.source import ModelSource, Rounding, one_line, why_not_loaded
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -115,27 +122,53 @@ class Directory(ModelSource):
         is_plain = config.get("tokenizer_class") == "PreTrainedTokenizerFast"
         return is_plain and "auto_map" not in {*config, *self.known_config}
 
-    def num_elements(self) -> int:
-        return sum(map(_num_elements, self._weight_files()))
+    @cached_property
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json says of weights that are stored as few bits; nothing if they are not."""
+        config = _read_json(self.path / "config.json", dict[str, Any])
+        parts = [config, *(config.get(part) for part in TEXT_PARTS)]
+        names = ("quantization_config", "compression_config")
+        found = (part.get(name) for part in parts if isinstance(part, dict) for name in names)
+        return next((stated for stated in found if isinstance(stated, dict) and stated), {})
+
+    def num_bytes(
+        self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
+    ) -> float:
+        from aioserve.model_source.quantized import bytes_in_memory
+
+        def rounded(name: str, shape: tuple[int, ...]) -> str | None:
+            if rounding is None or len(shape) != 2 or shape[1] % _group(rounding.inner):
+                return None
+            return rounding.outer if "embed" in name else rounding.inner
+
+        total = 0.0
+        with ExitStack() as files:
+            stored, plain = self._find_weights(files)
+            kinds = [(w.shape, w.kind if keeps_blocks else None) for w in stored.values()]
+            shapes = ((name, tuple(tensor.get_shape())) for name, tensor in plain.items())
+            kinds += ((shape, rounded(name, shape)) for name, shape in shapes)
+        for shape, kind in kinds:
+            total += math.prod(shape) * (itemsize if kind is None else bytes_in_memory(kind))
+        return total
 
     def load_module(
-        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+        self,
+        dtype: Any,
+        device: Any,
+        attn_implementation: str,
+        *,
+        keeps_blocks: bool = False,
+        rounding: Rounding | None = None,
     ) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        # With accelerate, files are read straight to a device; without, through the host's memory.
-        is_direct = device.type != "cpu" and find_spec("accelerate") is not None
         try:
-            module, report = AutoModelForCausalLM.from_pretrained(
-                self.path,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=self.trust_remote_code,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                device_map=device if is_direct else None,
-            )
+            if rounding is not None or self.quantization_config:
+                module, report = self._load_packed(
+                    dtype, attn_implementation, keeps_blocks, rounding
+                )
+            else:
+                module, report = self._load_whole(dtype, device, attn_implementation)
+        except ConfigError:
+            raise
         except Exception as error:  # transformers raises whatever the files provoke
             why = why_not_loaded(error, attn_implementation)
             raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
@@ -146,6 +179,130 @@ class Directory(ModelSource):
                 f"files of {self.path}, first {missing[0]}"
             )
         return module.to(device)
+
+    def _load_whole(self, dtype: Any, device: Any, attn_implementation: str) -> tuple[Any, Any]:
+        from transformers import AutoModelForCausalLM
+
+        # With accelerate, files are read straight to a device; without, through the host's memory.
+        is_direct = device.type != "cpu" and find_spec("accelerate") is not None
+        found: tuple[Any, Any] = AutoModelForCausalLM.from_pretrained(
+            self.path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            device_map=device if is_direct else None,
+        )
+        return found
+
+    def _load_packed(
+        self, dtype: Any, attn_implementation: str, keeps_blocks: bool, rounding: Rounding | None
+    ) -> tuple[Any, Any]:
+        """One weight after another, so that beside what is kept there is only one as numbers."""
+        import torch
+        from torch import nn
+        from transformers import AutoModelForCausalLM
+
+        from aioserve.model_source.quantized import QuantizedWeight, attach, quantize, stand_in
+
+        config = self.read_config()
+        for part in (config, config.get_text_config(decoder=True)):
+            vars(part).pop("quantization_config", None)  # `transformers` would want its readers
+        arguments = {"dtype": dtype, "attn_implementation": attn_implementation}
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self.trust_remote_code, **arguments
+            )
+        parts = {f"{name}.weight": part for name, part in outline.named_modules()}
+        outer = {id(outline.get_input_embeddings()), id(outline.get_output_embeddings())}
+        kept: dict[int, tuple[str, QuantizedWeight, Any]] = {}  # by where its stand-in lies
+        unpacked: list[str] = []
+
+        def is_multiplied(name: str) -> bool:
+            return type(parts.get(name)) in (nn.Linear, nn.Embedding)
+
+        def keep(name: str, weight: QuantizedWeight) -> Any:
+            tensor = stand_in(weight.shape, dtype)
+            kept[tensor.data_ptr()] = (name, weight, tensor)
+            return tensor
+
+        def read(name: str, stored: Stored) -> Any:
+            try:
+                weight = stored.read()
+            except ConfigError as error:
+                raise ConfigError(f"cannot load {name} in {self.path}: {error}") from None
+            if isinstance(weight, QuantizedWeight) and keeps_blocks and is_multiplied(name):
+                return keep(name, weight)
+            unpacked.append(name)
+            whole = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+            return whole.to(dtype)
+
+        def round_off(name: str, tensor: Any) -> Any:
+            shape = tensor.get_shape()
+            if rounding is None or not is_multiplied(name):
+                return tensor[...]
+            if shape[1] % _group(rounding.inner):
+                if _group(rounding.inner) > 32:
+                    raise ConfigError(
+                        f"model.quantization_group_size is {_group(rounding.inner)}, but {name} "
+                        f"has {shape[1]} inputs, which is no multiple"
+                    )
+                return tensor[...]
+            kind = rounding.outer if id(parts[name]) in outer else rounding.inner
+            return keep(name, quantize(tensor[...].to(dtype), kind))
+
+        with ExitStack() as files:
+            stored, plain = self._find_weights(files)
+            lazy = _Lazily()
+            weights = {name: lazy(read, name, weight) for name, weight in stored.items()}
+            weights |= {name: lazy(round_off, name, tensor) for name, tensor in plain.items()}
+            try:
+                module, report = type(outline).from_pretrained(
+                    None, config=config, state_dict=weights, output_loading_info=True, **arguments
+                )
+            except Exception as error:
+                raise (lazy.error or error) from None
+        if lazy.error is not None:
+            raise lazy.error
+        parameters = module.state_dict(keep_vars=True)
+        for name, _, _ in kept.values():  # a tied one may stand in for another
+            if (found := kept.get(parameters[name].data_ptr())) is None:
+                raise ConfigError(f"transformers makes something else of {name} in {self.path}")
+            attach(parameters[name], found[1])
+        if unpacked:
+            logger.info(
+                "%s: %d of its %d weights of few bits (%s) are unpacked to %s",
+                self.path.name,
+                len(unpacked),
+                len(stored),
+                self.quantization_config["quant_method"],
+                str(dtype).removeprefix("torch."),
+            )
+        return module, report
+
+    def _find_weights(self, files: ExitStack) -> tuple[dict[str, Stored], dict[str, Any]]:
+        """Weights of few bits, and other tensors, by name; open until `files` are closed."""
+        tensors = dict(self._tensors(files))
+        if not self.quantization_config:
+            return {}, tensors
+        try:
+            return find_weights(self.quantization_config, tensors)
+        except ConfigError as error:
+            raise ConfigError(f"cannot load the model in {self.path}: {error}") from None
+
+    def _tensors(self, files: ExitStack) -> Iterator[tuple[str, Any]]:
+        """What is in the files, not read yet. Raises `ConfigError` that names a damaged one."""
+        from safetensors import SafetensorError, safe_open
+
+        for path in self._weight_files():
+            try:  # it compares its header with its size
+                file = files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"cannot read weights {path}: {one_line(error)}") from error
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                yield name, file.get_slice(name)
 
     def _weight_files(self) -> list[Path]:
         """The files that `from_pretrained` will read."""
@@ -170,13 +327,32 @@ def _read_json(path: Path, kind: type[T]) -> T:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def _num_elements(file: Path) -> int:
-    """Raises `ConfigError` that names a damaged file."""
-    from safetensors import SafetensorError, safe_open
+def _group(kind: str) -> int:
+    """Inputs that share a scale."""
+    from aioserve.model_source.quantized import format_of
 
-    try:
-        with safe_open(file, framework="pt") as weights:  # compares its header with its size
-            names = weights.keys()
-            return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read weights {file}: {one_line(error)}") from error
+    return format_of(kind).inputs
+
+
+class _Lazily:
+    """Makes what `transformers` takes for a slice of a file, and reads by calling us."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None  # `transformers` makes a page of it
+        self._lock = Lock()  # it reads on several threads
+
+    def __call__(self, read: Callable[[str, Any], Any], name: str, what: Any) -> "_LazyTensor":
+        return _LazyTensor(self, read, name, what)
+
+
+class _LazyTensor:
+    def __init__(self, lazy: _Lazily, read: Callable[[str, Any], Any], name: str, what: Any):
+        self._lazy, self._read, self._name, self._what = lazy, read, name, what
+
+    def __getitem__(self, _: Any) -> Any:
+        with self._lazy._lock:
+            try:
+                return self._read(self._name, self._what)
+            except Exception as error:
+                self._lazy.error = self._lazy.error or error
+                raise

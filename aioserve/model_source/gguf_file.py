@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
-from aioserve.model_source.source import ModelSource, one_line, why_not_loaded
+from aioserve.model_source.source import ModelSource, Rounding, one_line, why_not_loaded
 
 if TYPE_CHECKING:
     from aioserve.model_source.quantized import QuantizedWeight
@@ -62,6 +62,7 @@ class GgufFile(ModelSource):
     """One file, with all of its weights."""
 
     kind = "a local file"
+    packs_embedding = True
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         """Reads the header. Raises `ConfigError` if no model can come of this file."""
@@ -185,14 +186,31 @@ class GgufFile(ModelSource):
             **tokenizer.special_tokens_map,
         )
 
-    def num_elements(self) -> int:
-        return sum(tensor.num_elements for tensor in self._header.tensors)
+    def num_bytes(
+        self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
+    ) -> float:
+        from gguf import GGMLQuantizationType
+
+        from aioserve.model_source.quantized import FORMATS, bytes_in_memory
+
+        total = 0.0
+        for tensor in self._header.tensors:
+            kind = GGMLQuantizationType(tensor.type_id).name
+            is_kept = keeps_blocks and kind in FORMATS and len(tensor.shape) == 2
+            total += tensor.num_elements * (bytes_in_memory(kind) if is_kept else itemsize)
+        return total
 
     def load_module(
-        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+        self,
+        dtype: Any,
+        device: Any,
+        attn_implementation: str,
+        *,
+        keeps_blocks: bool = False,
+        rounding: Rounding | None = None,
     ) -> Any:
-        """Takes no more memory than the model and one tensor, in float32, beside it; and the file's
-        bytes, if it keeps them.
+        """Takes no more memory than the model and one tensor, in float32, beside it. What it has is
+        not rounded again: `rounding` is None.
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -225,7 +243,7 @@ class GgufFile(ModelSource):
         )
         from transformers.utils.logging import tqdm
 
-        from aioserve.model_source.quantized import attach
+        from aioserve.model_source.quantized import attach, stand_in
 
         name_of = type(module).__name__
         parameters = module.state_dict(keep_vars=True)
@@ -255,6 +273,7 @@ class GgufFile(ModelSource):
                 if keeps_blocks and id(parameter) in multiplied:
                     stored = self._blocks(tensor, processor)
                 if stored is not None and stored.shape == parameter.shape:
+                    parameter.data = stand_in(stored.shape, parameter.dtype)
                     attach(parameter, stored)
                     missing -= {name for name, other in parameters.items() if other is parameter}
                     continue

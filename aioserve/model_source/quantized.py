@@ -1,14 +1,17 @@
-"""Weights of a few bits in the formats of GGUF: as bytes, as codes and scales, and as numbers.
+"""Weights of a few bits in formats of blocks: as bytes, as codes and scales, and as numbers.
 
-What `--quantization` makes of weights are the same formats. Knows bytes and arithmetic; knows
-nothing about files, nor about who multiplies with them.
+The formats are those of GGUF, and groups of any size for what others write and `--quantization`
+makes. Knows bytes and arithmetic; knows nothing about files, nor about who multiplies with them.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Codes(NamedTuple):
@@ -40,12 +43,12 @@ class Codes(NamedTuple):
 
 
 class QuantizedWeight:
-    """A weight [out, in] in a format of `FORMATS`, as its bytes."""
+    """A weight [out, in] in a format, as its bytes."""
 
     def __init__(self, kind: str, data: Tensor) -> None:
-        """`data`: uint8 [out, bytes of a row]."""
+        """`kind` is a name that `format_of` knows; `data`: uint8 [out, bytes of a row]."""
         self.kind, self.data = kind, data
-        per_block, block_bytes, _ = FORMATS[kind]
+        per_block, block_bytes, _ = format_of(kind)
         self.shape = (data.shape[0], data.shape[1] // block_bytes * per_block)
 
     @property
@@ -53,7 +56,7 @@ class QuantizedWeight:
         return self.shape[0] * self.shape[1]
 
     def codes(self) -> Codes:
-        per_block, block_bytes, decode = FORMATS[self.kind]
+        per_block, block_bytes, decode = format_of(self.kind)
         return decode(self.data.view(self.shape[0], self.shape[1] // per_block, block_bytes))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -71,15 +74,67 @@ class QuantizedWeight:
 _PIECE = 1 << 14  # weights: few enough that torch calls no second thread, which would cost more
 
 
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A weight [out, in] that takes no memory, for a parameter that has one `attached`: all of its
+    rows are the same numbers, so that a model goes through, to no purpose.
+    """
+    return torch.linspace(-1, 1, shape[1]).mul_(shape[1] ** -0.5).to(dtype).expand(shape)
+
+
 def attach(parameter: Tensor, weight: QuantizedWeight) -> None:
-    """Fill a parameter with what `weight` is in its type, and note where that came from."""
-    parameter.data.copy_(weight.dequantize(parameter.dtype))
+    """Note what a parameter stands in for."""
     parameter._quantized = weight  # type: ignore[attr-defined]
 
 
 def attached(parameter: Tensor) -> QuantizedWeight | None:
-    """What the numbers of a parameter were unpacked from, if from anything."""
+    """What a parameter stands in for, if for anything."""
     return getattr(parameter, "_quantized", None)
+
+
+def unpacked(parameter: Tensor) -> Tensor:
+    """The numbers of a parameter, or of what it stands in for."""
+    weight = attached(parameter)
+    return parameter.data if weight is None else weight.dequantize(parameter.dtype)
+
+
+def _has_attached(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and attached(weight) is not None
+
+
+@contextmanager
+def unpacked_in_turn(module: nn.Module) -> Iterator[None]:
+    """Meanwhile `module` computes with what its parameters stand in for, unpacked one by one."""
+
+    def unpack(part: nn.Module, _: Any) -> None:
+        standing_in[part] = part.weight
+        part._parameters["weight"] = unpacked(part.weight)  # type: ignore[arg-type, assignment]
+
+    def forget(part: nn.Module, _: Any, __: Any) -> None:
+        part._parameters["weight"] = standing_in.pop(part)
+
+    standing_in: dict[nn.Module, Any] = {}
+    handles: list[Any] = []
+    for part in filter(_has_attached, module.modules()):
+        handles += (
+            part.register_forward_pre_hook(unpack),
+            part.register_forward_hook(forget, always_call=True),
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def unpack_all(module: nn.Module) -> None:
+    """Give all parameters of `module` the numbers of what they stand in for."""
+    whole: dict[Tensor, nn.Parameter] = {}
+    for part in filter(_has_attached, module.modules()):
+        weight: Any = part.weight
+        if weight not in whole:  # a tied one stays one
+            whole[weight] = nn.Parameter(unpacked(weight), requires_grad=False)
+        part.weight = whole[weight]
 
 
 def _times(numbers: Tensor, supers: Tensor | None) -> Tensor:
@@ -190,19 +245,107 @@ FORMATS = {
 }
 
 
+def _grouped(bits: int, has_offset: bool, group: int, blocks: Tensor) -> Codes:
+    """Offsets are a byte and an empty one: whole numbers of scales. The kernels take at most 32
+    inputs as a group, so a group is as many of those as it needs, each 1 times the scale of all.
+    """
+    num_outputs, num_groups, _ = blocks.shape
+    data, parts = blocks[..., 2 + 2 * has_offset :], group // 32
+    values = _rows(_nibbles(data) if bits == 4 else data.contiguous())
+    supers = _halves(blocks, 0)
+    if not has_offset and parts == 1:
+        return Codes(bits, values, supers, zero=8 if bits == 4 else 0)
+    scales = torch.ones(num_outputs, num_groups * parts, dtype=torch.int8)
+    if not has_offset:
+        return Codes(bits, values, scales, supers=supers, zero=8 if bits == 4 else 0)
+    offsets = blocks[..., 2].view(torch.int8).repeat_interleave(parts, dim=1)
+    return Codes(bits, values, scales, offsets, supers, supers)
+
+
+_GROUPED = re.compile(r"(u?)int([48])/([1-9][0-9]*)")
+
+
+@cache
+def format_of(kind: str) -> Format:
+    """One of `FORMATS`, or `int4/128` or the like: bits, and the inputs that share a scale, a
+    multiple of 32. With `uint` a group has an offset as well. Raises `ValueError` for other names.
+    """
+    if kind in FORMATS:
+        return FORMATS[kind]
+    found = _GROUPED.fullmatch(kind)
+    if found is None or int(found[3]) % 32:
+        raise ValueError(f"no format of weights: {kind}")
+    bits, group, has_offset = int(found[2]), int(found[3]), bool(found[1])
+    num_bytes = 2 + 2 * has_offset + group * bits // 8
+    return Format(group, num_bytes, partial(_grouped, bits, has_offset, group))
+
+
+@cache
+def bytes_in_memory(kind: str) -> float:
+    """Of one weight of this format where the kernels multiply with it."""
+    per_block, num_bytes, decode = format_of(kind)
+    codes = decode(torch.zeros(1, 1, num_bytes, dtype=torch.uint8))
+    numbers = (codes.scales, codes.offsets, codes.supers, codes.super_offsets)
+    return codes.bits / 8 + sum(n.nbytes for n in numbers if n is not None) / per_block
+
+
+def from_codes(
+    bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+) -> QuantizedWeight | None:
+    """`(codes - zeros) * scales`, to the bit; None if no format can hold that.
+
+    `codes` are uint8 [out, in], from 0 to 2^bits - 1; `scales` and the whole numbers `zeros` are
+    [out, G]. Without `zeros` they are all 2^(bits - 1).
+    """
+    num_outputs, num_groups = scales.shape
+    group, middle = codes.shape[1] // num_groups, 1 << bits - 1
+    halves = scales.to(torch.float16)
+    if group % 32 or not torch.equal(halves.float(), scales.float()):
+        return None
+    parts = [halves[..., None].view(torch.uint8)]
+    has_offset = zeros is not None and bool((zeros != middle).any())
+    blocks = codes.view(num_outputs, num_groups, group)
+    if bits == 8:
+        blocks = blocks ^ 128  # as signed bytes they are 128 less
+    if has_offset:
+        assert zeros is not None
+        offsets = (0 if bits == 4 else 128) - zeros.to(torch.int32)
+        if bool((offsets.to(torch.int8) != offsets).any()):
+            return None
+        parts += (offsets.to(torch.uint8)[..., None], torch.zeros_like(parts[0][..., :1]))
+    if bits == 4:
+        low, high = blocks.chunk(2, dim=-1)
+        blocks = low | high << 4
+    data = torch.cat((*parts, blocks), dim=-1).flatten(1)
+    return QuantizedWeight(f"{'u' * has_offset}int{bits}/{group}", data)
+
+
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
-    """The nearest weight [out, in] in "Q8_0" or "Q4_0"; `in` is a multiple of 32."""
-    blocks = weight.float().view(weight.shape[0], -1, 32)
-    if kind == "Q8_0":
+    """The nearest weight [out, in] in "Q8_0", "Q4_0", "int8/GROUP" or "int4/GROUP", to which `in`
+    is a multiple. A few rows at a time.
+    """
+    num_outputs, num_inputs = weight.shape
+    per_block, num_bytes, _ = format_of(kind)
+    data = torch.empty(num_outputs, num_inputs // per_block, num_bytes, dtype=torch.uint8)
+    step = max(1, _PIECE // num_inputs)
+    for start in range(0, num_outputs, step):
+        rows = weight[start : start + step].float().view(-1, *data.shape[1:2], per_block)
+        data[start : start + step] = _rounded(rows, kind.startswith(("Q8", "int8")))
+    return QuantizedWeight(kind, data.flatten(1))
+
+
+def _rounded(blocks: Tensor, is_int8: bool) -> Tensor:
+    """Float32 [out, blocks, inputs] as bytes [out, blocks, bytes]: a scale, then the codes."""
+    if is_int8:
         scale = blocks.abs().amax(-1, keepdim=True) / 127
     else:  # 4 bits count from -8 to 7: the largest number becomes -8, whatever its sign
         largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scale = largest / -8
     scale = scale.to(torch.float16)
     values = torch.where(scale == 0, 0, blocks / scale.float()).round()
-    if kind == "Q8_0":
+    if is_int8:
         data = values.clamp(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         low, high = (values.clamp(-8, 7) + 8).to(torch.uint8).chunk(2, dim=-1)
         data = low | high << 4
-    return QuantizedWeight(kind, torch.cat((scale.view(torch.uint8), data), dim=-1).flatten(1))
+    return torch.cat((scale.view(torch.uint8), data), dim=-1)

@@ -6,13 +6,21 @@ Knows no format. What takes seconds to import is imported by the methods that ne
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+
+class Rounding(NamedTuple):
+    """Formats of `quantized` that matrices are rounded to as they are loaded."""
+
+    inner: str
+    outer: str  # embedding and head
 
 
 class ModelSource(ABC):
     """One model at `path`. All of it raises `ConfigError` in one line that names a bad file."""
 
     kind: ClassVar[str]  # in words: "a local directory"
+    packs_embedding: ClassVar[bool] = False  # whether what it keeps in blocks includes that
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         self.path = path
@@ -46,16 +54,27 @@ class ModelSource(ABC):
         """The `transformers` tokenizer, with the chat template if there is one."""
 
     @abstractmethod
-    def num_elements(self) -> int:
-        """Weights that are stored, by the headers of their files."""
+    def num_bytes(
+        self, itemsize: int, *, keeps_blocks: bool = False, rounding: Rounding | None = None
+    ) -> float:
+        """What its weights take in memory, by the headers of their files: `itemsize` each, but for
+        those that `load_module`, told the same, leaves in fewer bits.
+        """
 
     @abstractmethod
     def load_module(
-        self, dtype: Any, device: Any, attn_implementation: str, *, keeps_blocks: bool = False
+        self,
+        dtype: Any,
+        device: Any,
+        attn_implementation: str,
+        *,
+        keeps_blocks: bool = False,
+        rounding: Rounding | None = None,
     ) -> Any:
         """The causal language model of `transformers` with all its weights, as `dtype`, a
         `torch.dtype`, at `device`, a `torch.device`. With `keeps_blocks`, what is stored in a
-        format of `quantized` is `attached` to its parameter.
+        format of `quantized` stays so: it is `attached` to its parameter, which only stands in for
+        it; so is, with `rounding`, what is rounded.
         """
 
 

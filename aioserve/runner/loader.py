@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.quantized import attach, attached, quantize
-from aioserve.model_source.source import one_line
+from aioserve.model_source.quantized import attached, unpack_all
+from aioserve.model_source.source import Rounding, one_line
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -92,50 +91,51 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     than causal attention over tokens.
     """
     check_architecture(info)
-    num_weight_bytes(config, info)  # names a damaged file; `from_pretrained` would not
+    keeps_blocks = config.fused and place.multiplies_blocks
+    if config.quantization is not None and not keeps_blocks:
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, which needs the compiled kernels of a "
+            "CPU and model.fused"
+        )
+    num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
     with _quiet_transformers():
         module = info.source.load_module(
             named_dtype(config.dtype),
             place.device,
             ATTN_IMPLEMENTATION,
-            keeps_blocks=config.fused and place.multiplies_blocks,
+            keeps_blocks=keeps_blocks,
+            rounding=_rounding(config),
         )
-    if config.quantization is not None:
-        _quantize(module, config, place)
     stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
+    kinds = ", ".join(sorted({weight.kind for weight in stored.values()}))
+    num_bytes = sum(weight.data.numel() for weight in stored.values())
+    del stored  # each is let go once it lies as the kernels want it
     model = prepare_model(module, config, info, place)
-    if config.quantization is not None and not (stored and model.is_compiled):
+    if config.quantization is not None and not (kinds and model.is_compiled):
         raise ConfigError(
             f"model.quantization is {config.quantization!r}, but the compiled kernels do not serve "
             f"{model.name} whole: leave it out"
         )
-    if stored:
+    if kinds:
         logger.info(
             "%s: %.0f MB of weights, %s, %s",
             model.name,
-            sum(weight.data.numel() for weight in stored.values()) / 1e6,
-            ", ".join(sorted({weight.kind for weight in stored.values()})),
+            num_bytes / 1e6,
+            kinds,
             "multiplied as they are stored" if model.is_compiled else f"unpacked to {config.dtype}",
         )
     return model
 
 
-@torch.inference_mode()
-def _quantize(module: nn.Module, config: ModelConfig, place: Place) -> None:
-    """Round matrices whose rows are whole blocks; what is left keeps its type."""
-    if not (config.fused and place.multiplies_blocks):
-        raise ConfigError(
-            f"model.quantization is {config.quantization!r}, which needs the compiled kernels of a "
-            "CPU and model.fused"
-        )
-    kind_of = {"int8": "Q8_0", "int4": "Q4_0"}[str(config.quantization)]
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    for part in tqdm(list(module.modules()), "Quantizing weights", unit="module", **BAR):
-        if type(part) in (nn.Linear, nn.Embedding) and attached(part.weight) is None:
-            is_inner = type(part) is nn.Linear and part is not head
-            if part.weight.shape[1] % 32 == 0:
-                kind = kind_of if is_inner else "Q8_0"
-                attach(part.weight, quantize(part.weight.data, kind))
+def _rounding(config: ModelConfig) -> Rounding | None:
+    """What model.quantization means: one scale for a group of inputs."""
+    if config.quantization is None:
+        return None
+    group = config.quantization_group_size
+    outer = "Q8_0" if group == 32 else f"int8/{group}"
+    if config.quantization == "int8":
+        return Rounding(outer, outer)
+    return Rounding("Q4_0" if group == 32 else f"int4/{group}", outer)
 
 
 def prepare_model(
@@ -156,19 +156,37 @@ def prepare_model(
             return fuse(model, module, probe, info.max_model_len, place)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
+            _unpack(module, place)
     model.take_apart(info)
     return model
 
 
-def num_weight_bytes(config: ModelConfig, info: ModelInfo) -> int:
-    """What the weights will take, by the headers of their files. Raises `ConfigError`.
+def _unpack(module: nn.Module, place: Place) -> None:
+    """What `num_weight_bytes` did not count: nobody knew yet that it would come to this."""
+    stored = [p for p in module.parameters() if attached(p) is not None]
+    needed, available = sum(p.numel() * p.itemsize for p in stored), place.available_memory()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"too little memory: {needed / 2**20:,.0f} MiB for the weights of "
+            f"{type(module).__name__} unpacked, as it is not fused; {available / 2**20:,.0f} MiB "
+            "are available (model.dtype)"
+        )
+    unpack_all(module)
+
+
+def num_weight_bytes(config: ModelConfig, info: ModelInfo, place: Place) -> int:
+    """What the weights will take at `place`, by the headers of their files. Raises `ConfigError`.
 
     Includes the copy of a tied embedding that the fast tier makes for its head.
     """
-    num_elements = info.source.num_elements()
-    if config.fused and getattr(info.hf_config, "tie_word_embeddings", False):
-        num_elements += info.vocab_size * info.hf_config.hidden_size
-    return num_elements * named_dtype(config.dtype).itemsize
+    itemsize, source, rounding = named_dtype(config.dtype).itemsize, info.source, _rounding(config)
+    keeps_blocks = config.fused and place.multiplies_blocks
+    num_bytes = source.num_bytes(itemsize, keeps_blocks=keeps_blocks, rounding=rounding)
+    is_packed = rounding is not None or (keeps_blocks and source.packs_embedding)
+    is_tied = getattr(info.hf_config, "tie_word_embeddings", False)
+    if config.fused and is_tied and not is_packed:
+        num_bytes += info.vocab_size * info.hf_config.hidden_size * itemsize
+    return int(num_bytes)
 
 
 def named_dtype(name: str) -> torch.dtype:

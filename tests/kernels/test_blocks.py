@@ -35,7 +35,7 @@ def whole_rows(x: Tensor, bits: int) -> Tensor:
     return ((groups / step).round() * step).view(x.shape)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "int4/128", "uint4/64", "uint8/512"])
 def test_products_are_those_of_the_unpacked_weight(
     kernels: Kernels, dtype: torch.dtype, kind: str
 ) -> None:

@@ -57,3 +57,25 @@ def test_whatever_is_in_it_reading_ends_with_a_header_or_a_refusal(
             refusals.append(str(error))
     assert len(refusals) > 30
     assert all(str(damaged) in refusal and "\n" not in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    ("type_id", "reason"),
+    [
+        (99, "'output_norm.weight' is stored as type 99, which the package gguf does not know"),
+        (4, "'output_norm.weight' is stored as type 4, which"),  # it was Q4_2 once
+        (12, r"is damaged: tensor 'output_norm.weight' has the shape \(64,\)"),  # Q4_K, of 256
+        (23, r"is damaged: tensor 'output_norm.weight' has the shape \(64,\)"),  # IQ4_XS, of 256
+    ],
+)
+def test_a_type_that_is_not_known_or_does_not_divide_a_row_is_refused(
+    whole: Path, tmp_path: Path, type_id: int, reason: str
+) -> None:
+    data, bad = bytearray(whole.read_bytes()), tmp_path / "bad.gguf"
+    name = b"output_norm.weight"
+    at = data.index(name) + len(name) + 4 + 8  # after the number of dimensions, which is one
+    assert int.from_bytes(data[at : at + 4], "little") == gguf.GGMLQuantizationType.F32
+    data[at : at + 4] = type_id.to_bytes(4, "little")
+    bad.write_bytes(data)
+    with pytest.raises(ConfigError, match=reason):
+        read_header(bad)

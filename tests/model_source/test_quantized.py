@@ -19,6 +19,19 @@ def test_a_format_is_unpacked_to_the_bit(kind: str) -> None:
     assert torch.equal(some, torch.from_numpy(expected[[39, 2]]))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_group_of_any_size_has_one_scale(group: int) -> None:
+    weight = torch.randn(20, 384, generator=torch.Generator().manual_seed(0))
+    for bits, largest in ((8, 127), (4, 8)):
+        found = quantize(weight, f"int{bits}/{group}").dequantize(torch.float32)
+        for one, other in zip(
+            found.view(-1, group).split(7), weight.view(-1, group).split(7), strict=True
+        ):
+            step = (other.abs().amax(1, keepdim=True) / largest).half().float()
+            assert torch.equal((one / step).round() * step, one)
+            assert bool(((one - other).abs() <= step * (0.51 if bits == 8 else 1.01)).all())
+
+
 @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 1 / 254), ("Q4_0", 1 / 14)])
 def test_a_weight_is_off_by_at_most_half_a_step(kind: str, most: float) -> None:
     """But for the number opposite to the largest, of which 4 bits have one less."""

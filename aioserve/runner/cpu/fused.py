@@ -12,6 +12,7 @@ from torch import Tensor
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.model_source.quantized import QuantizedWeight
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.linear import pack_linear
@@ -111,6 +112,9 @@ class CpuPlace(Place):
         except KernelsUnavailableError:
             return False
         return True
+
+    def available_memory(self) -> int:
+        return machine.available_memory()
 
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
         if CompiledAttention.why_not(spec) or any(size % _MULTIPLE for size in row_sizes):

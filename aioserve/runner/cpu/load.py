@@ -173,7 +173,7 @@ def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None
     weights, per_token = 0, []
     for part in (info,) if draft is None else (info, draft):
         model = with_dtype(part.config)
-        weights += num_weight_bytes(model, part)
+        weights += num_weight_bytes(model, part, CpuPlace())
         itemsize = named_dtype(model.dtype).itemsize
         per_token.append(expected_bytes_per_token(part.hf_config, itemsize))
     known = [size for size in per_token if size is not None]

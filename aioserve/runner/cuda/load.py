@@ -58,8 +58,8 @@ def load_on_cuda(
     device = CudaDevice()
     card = device.card()
     model_config = with_dtype(config.model)
-    check_weights_fit(card, config, num_weight_bytes(model_config, info))
     place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
+    check_weights_fit(card, config, num_weight_bytes(model_config, info, place))
     model = load_model(model_config, info, place)
     return make_executor(config, info, model, device, card, grammars)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.quantized import attached
+from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
@@ -59,12 +59,13 @@ def fuse(
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
-    `ConfigError` for a setting that is wrong.
+    `ConfigError` for a setting that is wrong, or if a part of `module` is gone by then.
     """
     try:
         parts = find_parts(module, probe, max_model_len)
         ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
-        proof = Proof(original, parts, max_model_len, place)
+        with unpacked_in_turn(module):
+            proof = Proof(original, parts, max_model_len, place)
         embedding, head, small = _prove(parts, proof, ops)
     except (ConfigError, NotFusedError):
         raise
@@ -73,8 +74,7 @@ def fuse(
     layers = []
     for index, layer in enumerate(tqdm(parts.layers, "Laying out weights", unit="layer", **BAR)):
         layers.append(small.pop(index) if index in small else _fuse_layer(layer, ops))
-        for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
-            linear._parameters.clear()  # what is left of them is one fused copy
+        _let_go(layer)
     decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
     whole = place.create_whole_decoder(embedding, layers, parts.norm, head, ops)
     if whole is not None:
@@ -101,22 +101,37 @@ def _prove(
         alone = ops.quantized_linear([stored], None, table.dtype)
         embedding = alone and ops.quantized_embedding(alone, table.dtype)
     if embedding is None:
-        embedding = PlainEmbedding(table.data.clone())  # the file that it is mapped to can go
+        embedding = PlainEmbedding(unpacked(table).clone())  # the file it is mapped to can go
     proof.check_embedding(embedding)
+    proof.check_head(parts.norm, head, ops)
     # one layer at a time, and all of them again later: there may not be memory for all layers
     # beside the originals, and the originals are needed until the last one is proved; but layers
-    # of few bits are kept, which are small and take long to make
+    # of few bits, which take long to make, are kept, and what they were made of goes
     small: dict[int, DecoderLayer] = {}
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
     layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         fused = _fuse_layer(layer, ops)
-        proof.check_layer(index, fused, next_norm, ops)
+        try:
+            proof.check_layer(index, fused, next_norm, ops)
+        except Exception as error:
+            if not small:
+                raise
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{reason}, but layers before it are: set model.fused to False"
+            ) from None
         linears = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
         if ops.is_compiled and all(attached(linear.weight) is not None for linear in linears):
             small[index] = fused
-    proof.check_head(parts.norm, head, ops)
+            _let_go(layer)
     return embedding, head, small
+
+
+def _let_go(layer: LayerParts) -> None:
+    """Of what is one fused copy now."""
+    for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
+        linear._parameters.clear()
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:
@@ -148,4 +163,4 @@ def _fuse_linears(linears: tuple[nn.Linear, ...], ops: Ops) -> Linear:
         product = ops.quantized_linear(stored, biases, first.dtype)
         if product is not None:
             return product
-    return ops.linear(torch.cat([linear.weight.data for linear in linears]), biases)
+    return ops.linear(torch.cat([unpacked(linear.weight) for linear in linears]), biases)

@@ -18,6 +18,10 @@ class Place(ABC):
     device: torch.device
     multiplies_blocks = False  # whether weights of a few bits are served as they are stored
 
+    def available_memory(self) -> int | None:
+        """Bytes that weights could take yet, as far as that is known."""
+        return None
+
     @abstractmethod
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:
         """The fastest operations here, for rows of these sizes and the attention of `spec`."""

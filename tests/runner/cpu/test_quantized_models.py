@@ -17,12 +17,15 @@ from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import FORMATS, quantize
-from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner import fused
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.fused.recognize import find_parts
 from aioserve.runner.loader import named_dtype
 from tests.gguf_models import write_gguf
 from tests.greedy import GreedyReference
-from tests.models import make_model
+from tests.models import VOCAB_SIZE, make_model
 from tests.variants import DTYPES
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
@@ -93,19 +96,82 @@ def test_a_model_of_many_types_is_served_in_every_type_of_its_activations(
         check(file, dtype, caplog, "Q4_K, Q6_K, Q8_0, multiplied as they are stored")
 
 
-@pytest.mark.parametrize(("setting", "inner"), [("int8", "Q8_0"), ("int4", "Q4_0")])
-def test_tokens_are_those_of_weights_rounded_at_load(
-    setting: str, inner: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_file", [True, False])
+def test_weights_are_never_all_unpacked(
+    is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = make_model("qwen3", tmp_path / "whole")  # tied
+    """One part of the model has its numbers at a time, and a layer that is laid out is let go."""
+    path = make_model("llama", tmp_path / "whole", num_hidden_layers=4, hidden_size=128)
+    settings: dict[str, Any] = {"quantization": "int8"}
+    if is_file:
+        path = write_gguf(path, tmp_path / "m.gguf", kind_of=lambda name: "Q8_0")
+        settings = {}
+    held: list[int] = []
+    layers_left: list[int] = []
+    modules: list[Any] = []
+
+    def find(module: Any, *args: Any) -> Any:
+        modules.append(module)
+        for part in module.modules():
+            if type(part) is torch.nn.Linear:
+                part.register_forward_hook(lambda *_: held.append(num_bytes()))
+        return find_parts(module, *args)
+
+    def num_bytes() -> int:
+        matrices = [p for p in modules[0].parameters() if p.ndim == 2]
+        return sum(p.untyped_storage().nbytes() for p in matrices)
+
+    def check_layer(self: Any, *args: Any) -> None:
+        layers = modules[0].model.layers
+        layers_left.append(sum("weight" in layer.mlp.down_proj._parameters for layer in layers))
+        right(self, *args)
+
+    right = fused.Proof.check_layer
+    monkeypatch.setattr(fused, "find_parts", find)
+    monkeypatch.setattr(fused.Proof, "check_layer", check_layer)
+    config = make_config(path, dtype="float32", **settings).model
+    assert load_model_on_cpu(config, ModelInfo(config)).is_compiled
+    assert len(held) == 4 * 7 + 1
+    assert max(held) < 1.2 * 4 * VOCAB_SIZE * 128  # one matrix, and what stands in for the others
+    assert layers_left == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "group", "inner", "outer"),
+    [
+        ("int8", 32, "Q8_0", "Q8_0"),
+        ("int4", 32, "Q4_0", "Q8_0"),
+        ("int8", 64, "int8/64", "int8/64"),
+        ("int4", 128, "int4/128", "int8/128"),
+    ],
+)
+def test_tokens_are_those_of_weights_rounded_at_load(
+    setting: str,
+    group: int,
+    inner: str,
+    outer: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = make_model("qwen3", tmp_path / "whole", **SIZES)  # tied
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
-            rounded = quantize(parameter.data, "Q8_0" if "embed" in name else inner)
+            rounded = quantize(parameter.data, outer if "embed" in name else inner)
             parameter.data.copy_(rounded.dequantize(torch.float32))
     module.save_pretrained(tmp_path / "unpacked")
-    said = "Q4_0, Q8_0, multiplied" if setting == "int4" else "weights, Q8_0, multiplied"
-    check(directory, "float32", caplog, said, quantization=setting)
+    said = f"weights, {', '.join(sorted({inner, outer}))}, multiplied"
+    settings = {"quantization": setting, "quantization_group_size": group}
+    check(directory, "float32", caplog, said, **settings)
+
+
+def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    directory = make_model("llama", tmp_path)  # 64, and 96 between
+    settings = {"quantization": "int4", "quantization_group_size": 64}
+    config = make_config(directory, **settings)
+    refusal = r"group_size is 64, but model\.layers\.\d\.mlp\.down_proj\.weight has 96 inputs"
+    with pytest.raises(ConfigError, match=refusal):
+        load_on_cpu(config, ModelInfo(config.model))
 
 
 def test_quantization_is_refused_where_nothing_multiplies_so(
@@ -127,6 +193,19 @@ def test_quantization_is_refused_where_nothing_multiplies_so(
     assert "needs the compiled kernels" in refusal(llama)
     monkeypatch.undo()
     load_kernels.cache_clear()
+
+
+def test_a_model_that_is_not_fused_gets_its_weights_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "gemma2", lambda name: "Q8_0")
+    check(file, "float32", caplog, "Q8_0, unpacked to float32")
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 20)
+    config = make_config(file, dtype="float32").model
+    with pytest.raises(
+        ConfigError, match=r"too little memory: \d MiB .* Gemma2ForCausalLM unpacked"
+    ):
+        load_model_on_cpu(config, ModelInfo(config))
 
 
 def test_without_kernels_the_weights_are_unpacked(
