@@ -245,21 +245,16 @@ FORMATS = {
 }
 
 
-def _grouped(bits: int, has_offset: bool, group: int, blocks: Tensor) -> Codes:
-    """Offsets are a byte and an empty one: whole numbers of scales. The kernels take at most 32
-    inputs as a group, so a group is as many of those as it needs, each 1 times the scale of all.
-    """
-    num_outputs, num_groups, _ = blocks.shape
-    data, parts = blocks[..., 2 + 2 * has_offset :], group // 32
+def _grouped(bits: int, has_offset: bool, blocks: Tensor) -> Codes:
+    """Offsets are a byte, and an empty one: whole numbers of scales."""
+    data = blocks[..., 2 + 2 * has_offset :]
     values = _rows(_nibbles(data) if bits == 4 else data.contiguous())
-    supers = _halves(blocks, 0)
-    if not has_offset and parts == 1:
-        return Codes(bits, values, supers, zero=8 if bits == 4 else 0)
-    scales = torch.ones(num_outputs, num_groups * parts, dtype=torch.int8)
+    scales = _halves(blocks, 0)
     if not has_offset:
-        return Codes(bits, values, scales, supers=supers, zero=8 if bits == 4 else 0)
-    offsets = blocks[..., 2].view(torch.int8).repeat_interleave(parts, dim=1)
-    return Codes(bits, values, scales, offsets, supers, supers)
+        return Codes(bits, values, scales, zero=8 if bits == 4 else 0)
+    ones = torch.ones(scales.shape, dtype=torch.int8)
+    offsets = blocks[..., 2].contiguous().view(torch.int8)
+    return Codes(bits, values, ones, offsets, supers=scales, super_offsets=scales)
 
 
 _GROUPED = re.compile(r"(u?)int([48])/([1-9][0-9]*)")
@@ -277,7 +272,7 @@ def format_of(kind: str) -> Format:
         raise ValueError(f"no format of weights: {kind}")
     bits, group, has_offset = int(found[2]), int(found[3]), bool(found[1])
     num_bytes = 2 + 2 * has_offset + group * bits // 8
-    return Format(group, num_bytes, partial(_grouped, bits, has_offset, group))
+    return Format(group, num_bytes, partial(_grouped, bits, has_offset))
 
 
 @cache
