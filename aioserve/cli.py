@@ -179,10 +179,12 @@ def _add_flag(
     if typing.get_origin(kind) is dict:
         return  # mappings have no flag: --set reaches inside
     help_text = description.replace("%", "%%")
-    if field.default is not None:  # None is explained in the description
+    if field.default not in (None, ()):  # None is explained in the description
         help_text += f" (default: {_show(field.default)})"
     options: dict[str, Any] = {"dest": f"{section}.{field.name}", "help": help_text}
-    if kind is bool:
+    if typing.get_origin(kind) is tuple:
+        options |= {"action": "append", "metavar": "NAME=PATH"}
+    elif kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(kind) is typing.Literal:
         options["choices"] = typing.get_args(kind)

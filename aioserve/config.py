@@ -140,6 +140,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         dict[str, Any], Meta(description="options of the policy, as a mapping (YAML or --set)")
     ] = {}
     max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 256
+    max_loras: Annotated[
+        PositiveInt, Meta(description="most adapters that running requests may have together")
+    ] = 8
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
         Meta(
@@ -320,6 +323,25 @@ class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
     ] = 0
 
 
+class AdapterConfig(Section, frozen=True, kw_only=True):
+    """LoRA adapters: PEFT directories that are served as models, beside the one they adapt."""
+
+    lora: Annotated[
+        tuple[str, ...],
+        Meta(description="an adapter to load at start, NAME=PATH; may be given several times"),
+    ] = ()
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256, description="largest rank of an adapter")] = (
+        256
+    )
+    max_cpu_loras: Annotated[
+        PositiveInt,
+        Meta(
+            description="adapters that are kept in memory; of more, the least recently used are "
+            "read again when somebody asks for them"
+        ),
+    ] = 32
+
+
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -375,6 +397,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     shadow: ShadowConfig = ShadowConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    adapters: AdapterConfig = AdapterConfig()
     runner: RunnerConfig = RunnerConfig()
     server: ServerConfig = ServerConfig()
 
@@ -429,6 +452,7 @@ _SIMULATED = "runner.runner is simulated, so no model is run"
 _RULES = (
     _Rule("model", ("dtype", "fused"), _is_model, _SIMULATED),
     _Rule("cache", ("kv_cache_gib", "kv_cache_dtype"), _is_model, _SIMULATED),
+    _Rule("adapters", ("lora", "max_lora_rank", "max_cpu_loras"), _is_model, _SIMULATED),
     _Rule(
         "cache",
         ("kv_cache_gib",),

@@ -2,7 +2,8 @@
 
     AioserveError
     ├── RequestError            the request is wrong: HTTP 400
-    │   └── RequestIdInUseError a request of that id is not over: HTTP 409
+    │   ├── RequestIdInUseError a request of that id is not over: HTTP 409
+    │   └── UnknownModelError   neither the model nor an adapter has that name: HTTP 404
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
@@ -36,6 +37,10 @@ class RequestIdInUseError(RequestError):
 
     def __init__(self, message: str, param: str | None = "request_id") -> None:
         super().__init__(message, param)
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
 
 
 class EngineOverloadedError(AioserveError):

@@ -52,6 +52,7 @@ class WaitReason(enum.StrEnum):
 
     BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt
     SEATS = "seats"  # max_num_seqs requests are running
+    ADAPTERS = "adapters"  # those that run have max_loras adapters, and not its own
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway

@@ -1,7 +1,7 @@
 """Strict priority: `priority` first (smaller is more urgent), then order of arrival.
 
-An urgent arrival goes before less urgent runners and takes their seats and blocks; they are
-computed again later. Urgent traffic can starve the rest: that is what it is for.
+An urgent arrival goes before less urgent runners and takes their seats, blocks and adapters'
+places; they are computed again later. Urgent traffic can starve the rest: that is what it is for.
 """
 
 from heapq import merge
@@ -10,6 +10,7 @@ from operator import attrgetter
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, WaitReason
 
 order_key = attrgetter("order_key")
+TAKEN = (WaitReason.SEATS, WaitReason.ADAPTERS, WaitReason.BLOCKS)  # by those that run
 
 
 class PriorityScheduler(BaseScheduler):
@@ -37,7 +38,7 @@ class PriorityScheduler(BaseScheduler):
         while not step.admit(request):
             victim = self.choose_victim()
             if (
-                request.wait_reason not in (WaitReason.SEATS, WaitReason.BLOCKS)
+                request.wait_reason not in TAKEN
                 or victim is None
                 or victim.priority <= request.priority
             ):

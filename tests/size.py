@@ -12,20 +12,20 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_500,
-    "aioserve/engine": 3_050,
+    "aioserve/engine": 3_420,
     "aioserve/grammars": 650,
     "aioserve/kernels": 2_900,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_700,
-    "aioserve/model_source": 1_950,
-    "aioserve/runner": 8_450,
+    "aioserve/model_source": 2_180,
+    "aioserve/runner": 9_050,
     "aioserve/scheduler": 2_300,
-    "aioserve/server": 7_350,
+    "aioserve/server": 7_450,
     "aioserve/testing": 2_950,
     "aioserve/watch": 1_700,
     "benchmarks": 3_000,
     "policies": 650,
-    "tests": 28_600,
+    "tests": 29_800,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.input_processor import Prompt
 from aioserve.engine.metrics import EngineMetrics
@@ -41,10 +42,6 @@ logger = logging.getLogger(__name__)
 # A policy whose last step failed may work again for the next request, but only a request can show
 # it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
 POLICY_FAILURE_SECONDS = 10.0
-
-# A client that is refused hears when to come again: not at once, and not so late that the server
-# idles when its load was a peak. Guesses.
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 class AsyncEngine:
@@ -77,13 +74,12 @@ class AsyncEngine:
         )
         self._runner = runner
         self._on_kv_event = on_kv_event
+        self._adapters: Adapters | None = None
         self._parts: EngineParts | None = None  # between start and shutdown
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
-        self._num_arriving = 0  # being tokenized or compiled, in threads
-        self._arriving_tokens = 0  # of these, at least
 
     @property
     def errored(self) -> BaseException | None:
@@ -107,6 +103,15 @@ class AsyncEngine:
         error, when = parts.core.policy_failure
         return None if parts.clock() - when > POLICY_FAILURE_SECONDS else error
 
+    @property
+    def adapters(self) -> Adapters:
+        """Those that are served, to be asked, loaded and unloaded. There are none before a start:
+        raises `EngineDeadError`.
+        """
+        if self._adapters is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._adapters
+
     async def start(self) -> None:
         """Load the model and start the engine task: once in its life.
 
@@ -124,13 +129,15 @@ class AsyncEngine:
             self._start_is_over.set()
 
     async def _start(self) -> None:
-        builder = EngineBuilder(self.config, self.model_info, self._runner)
+        builder = EngineBuilder(self.config, self.model_info, self._runner, self.metrics)
         self.config, self._runner = builder.config, builder.runner
+        self._adapters = builder.adapters
         try:
             await self._runner.load()
             if self._is_closing:
                 raise EngineStartError("shutdown() was called meanwhile")
-            parts = builder.build(self.metrics, self._on_kv_event)
+            await self._adapters.load_configured()
+            parts = builder.build(self._on_kv_event)
         except BaseException:
             await builder.close()
             raise
@@ -148,6 +155,7 @@ class AsyncEngine:
         user: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
         cache_salt: str = "",
+        adapter: str = "",
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
@@ -155,7 +163,8 @@ class AsyncEngine:
         that holds the prompt's `embedding`. `request_id` names it in logs and for `abort`
         (default: one that nobody has). `priority` (smaller is more urgent) and
         `user` are for the policy. After `timeout` seconds an unfinished request ends with finish
-        reason `timeout`. Prefixes are shared within one `cache_salt` only. Raises `RequestError`,
+        reason `timeout`. Prefixes are shared within one `cache_salt` only. `adapter`
+        names one of `adapters`, or the model itself. Raises `RequestError`,
         `RequestIdInUseError`, `EngineOverloadedError` or `EngineDeadError`.
         """
         if timeout is not None and not timeout > 0:
@@ -171,7 +180,9 @@ class AsyncEngine:
         stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
         samples = parts.output_processor.claim(stream, sampling.n)
         try:
-            token_ids = await self._prepare(prompt, pooling or sampling, parts)
+            token_ids = await parts.arrivals.prepare(
+                prompt, pooling or sampling, samples, adapter, timeout
+            )
             self._alive()
             stream.num_prompt_tokens = len(token_ids)
             stream.prompt_token_ids = token_ids
@@ -186,62 +197,21 @@ class AsyncEngine:
                 cache_salt=cache_salt,
                 deadline=None if timeout is None else arrival_time + timeout,
                 pooling_params=pooling,
+                adapter_id=samples.adapter_id,
             )
-            for index, sample_id in enumerate(samples.ids):
-                own = spec  # of this sample
-                if sampling.n > 1:
-                    seed = None if sampling.seed is None else sampling.seed + index
-                    own_params = msgspec.structs.replace(
-                        sampling,
-                        n=1,
-                        seed=seed,
-                        # Of the prompt that they share, the first sample tells.
-                        prompt_logprobs=None if index else sampling.prompt_logprobs,
-                    )
-                    own = msgspec.structs.replace(
-                        spec, request_id=sample_id, sampling_params=own_params
-                    )
+            for index, own in enumerate(samples.specs(spec)):
                 request = Request(own)
                 parts.core.add_request(request)
                 parts.output_processor.add_request(request, samples, index)
         except BaseException as error:
             self._drop(samples, parts)
             if isinstance(error, EngineOverloadedError):
-                error.retry_after = self._estimate_wait(parts)
+                error.retry_after = parts.arrivals.estimate_wait()
             raise
         samples.is_arriving = False
         if samples.is_aborted:
             self._abort(samples.ids, parts)
         return stream
-
-    async def _prepare(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, parts: EngineParts
-    ) -> list[int]:
-        """Tokenizes, and compiles what the text must look like. Refuses what is too long, or too
-        much for the queue, before the work is done.
-        """
-        room = parts.input_processor.room(params)
-        least = parts.input_processor.least_tokens(prompt, room)
-        parts.core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
-        self._num_arriving += 1
-        self._arriving_tokens += least
-        try:
-            token_ids = await parts.input_processor.tokenize(prompt, room)
-            if isinstance(params, SamplingParams):
-                await parts.input_processor.check_grammar(params)
-            return token_ids
-        finally:
-            self._num_arriving -= 1
-            self._arriving_tokens -= least
-
-    def _estimate_wait(self, parts: EngineParts) -> float:
-        """Seconds until today's queue is served, if prompts go on being served as of late."""
-        stats = parts.core.scheduler.make_stats()
-        rate = self.metrics.prompt_token_rate.per_second(parts.clock())
-        if stats is None or rate <= 0:
-            return MIN_RETRY_SECONDS
-        seconds = (stats.num_waiting_tokens + self._arriving_tokens) / rate
-        return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
     async def generate(
         self,
@@ -253,6 +223,7 @@ class AsyncEngine:
         user: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
         cache_salt: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
         stream = await self.add_request(
@@ -263,6 +234,7 @@ class AsyncEngine:
             user=user,
             timeout=timeout,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         async with stream:
             async for output in stream:
@@ -278,6 +250,7 @@ class AsyncEngine:
         user: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
         cache_salt: str = "",
+        adapter: str = "",
     ) -> EmbeddingOutput:
         """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
 
@@ -292,6 +265,7 @@ class AsyncEngine:
             user=user,
             timeout=timeout,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         try:
             return await read_embedding(stream)

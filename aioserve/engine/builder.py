@@ -13,6 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.arrivals import Arrivals
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore
 from aioserve.engine.delivery import Delivery
@@ -49,6 +51,7 @@ class EngineParts(NamedTuple):
     kv_events: KVEventRelay | None
     shadow_turns: ShadowTurns | None
     request_log: RequestLog | None
+    arrivals: Arrivals
 
     def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
@@ -65,7 +68,11 @@ class EngineBuilder:
     """
 
     def __init__(
-        self, config: EngineConfig, model_info: ModelInfo, runner: RunnerInterface | None
+        self,
+        config: EngineConfig,
+        model_info: ModelInfo,
+        runner: RunnerInterface | None,
+        metrics: EngineMetrics,
     ) -> None:
         """`runner` replaces the one that the settings name. Begins the request log. To be called on
         the loop that the engine will live in. Raises `ConfigError` for what cannot work.
@@ -84,7 +91,8 @@ class EngineBuilder:
             config.check_effects()
             runner = make_runner(config, model_info)
         self.runner = runner
-        self.config = _with_runner(config, runner)
+        self.config, self._metrics = _with_runner(config, runner), metrics
+        self.adapters = Adapters(config, runner, metrics.adapters)
         self._request_log: RequestLog | None = None
         if config.scheduler.request_log is not None:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
@@ -95,11 +103,9 @@ class EngineBuilder:
             self._request_log.close()
         await self.runner.close()
 
-    def build(
-        self, metrics: EngineMetrics, on_kv_event: Callable[[KVEvent], None] | None
-    ) -> EngineParts:
+    def build(self, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
         """The parts around the runner, which is loaded. Raises `ConfigError` or `PolicyError`."""
-        config, clock = self.config, self._clock
+        config, clock, metrics = self.config, self._clock, self._metrics
         kv_cache = self._make_kv_cache(
             self.runner.num_kv_blocks, record_events=on_kv_event is not None
         )
@@ -149,6 +155,7 @@ class EngineBuilder:
             relay,
             turns,
             self._request_log,
+            Arrivals(input_processor, self.adapters, core, metrics, clock),
         )
 
     def _make_kv_cache(self, num_blocks: int, *, record_events: bool = False) -> KVCacheManager:

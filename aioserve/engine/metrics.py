@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from aioserve.engine.adapter_metrics import AdapterMetrics
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, WaitReason
 from aioserve.watch.shadow import Shadow
@@ -93,6 +94,7 @@ class EngineMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
+        self.adapters = AdapterMetrics(self._registry)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()

@@ -243,6 +243,8 @@ class OutputProcessor:
     def _release(self, samples: Samples) -> None:
         for request_id in samples.claimed_ids:
             self._claims.pop(request_id, None)
+        if samples.let_go is not None:
+            samples.let_go()
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
         del self._states[state.request.request_id]

@@ -3,7 +3,12 @@
 Knows ids and the stream. Knows nothing about tokens.
 """
 
+from collections.abc import Callable, Iterator
+
+import msgspec
+
 from aioserve.engine.stream import RequestStream
+from aioserve.request import RequestSpec
 
 
 class Samples:
@@ -12,10 +17,12 @@ class Samples:
     """
 
     __slots__ = (
+        "adapter_id",
         "claimed_ids",
         "ids",
         "is_aborted",
         "is_arriving",
+        "let_go",
         "num_live",
         "request_id",
         "stream",
@@ -32,3 +39,21 @@ class Samples:
         self.num_live = n
         self.is_arriving = True  # being tokenized: nothing can be ended yet
         self.is_aborted = False  # meanwhile
+        self.adapter_id = ""
+        self.let_go: Callable[[], None] | None = None  # of their adapter; may be called again
+
+    def specs(self, spec: RequestSpec) -> Iterator[RequestSpec]:
+        """What each sample is of what was asked for: one token after another from its own seed."""
+        if len(self.ids) == 1:
+            yield spec
+            return
+        params = spec.sampling_params
+        for index, sample_id in enumerate(self.ids):
+            own = msgspec.structs.replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else params.seed + index,
+                # Of the prompt that they share, the first sample tells.
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            )
+            yield msgspec.structs.replace(spec, request_id=sample_id, sampling_params=own)

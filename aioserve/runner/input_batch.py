@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import GrammarRows, Masks
@@ -57,6 +58,7 @@ class InputBatch:
         self.grammar_rows = GrammarRows(grammars, vocab_size, eos_token_ids)
         self.prompt_rows = PromptRows()
         self.pooled_rows = PooledRows()
+        self.adapter_rows = AdapterRows()
         self._drafter = drafter
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
@@ -246,6 +248,7 @@ class InputBatch:
                 self.grammar_rows.drop(row)
                 self.prompt_rows.drop(row)
                 self.pooled_rows.drop(row)
+                self.adapter_rows.drop(row)
                 if self._drafter is not None:
                     self._drafter.drop(row, is_finished=are_finished)
                     self._guessed.discard(row)
@@ -263,6 +266,7 @@ class InputBatch:
         self._sampling.set(row, request)
         self.prompt_rows.set(row, request)
         self.pooled_rows.set(row, request)
+        self.adapter_rows.set(row, request)
         output = request.token_ids[request.num_prompt_tokens :]
         self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
         if self._drafter is not None:

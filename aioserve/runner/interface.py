@@ -9,11 +9,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from aioserve.errors import ConfigError
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+    from aioserve.model_source.adapter import AdapterFiles
 
 
 class RunnerInterface(ABC):
@@ -50,6 +52,15 @@ class RunnerInterface(ABC):
     def num_compute_threads(self) -> int | None:
         """Threads of this machine that compute steps now; None if a step needs none."""
         return None
+
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        """Take requests of this adapter id from now on, beside steps; one that it has is replaced.
+        Raises `ConfigError` for an adapter that is not of its model.
+        """
+        raise ConfigError("this engine's runner serves no adapters")
+
+    def unload_adapter(self, adapter_id: str) -> None:  # noqa: B027 - it has none
+        """After the steps that were handed over, none will have it."""
 
     @abstractmethod
     def execute_model(

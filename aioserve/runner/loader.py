@@ -30,6 +30,8 @@ from aioserve.runner.attention.bridge import (
 )
 from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
+from aioserve.runner.hooked_adapters import HookedAdapters
+from aioserve.runner.low_rank import TokenAdapters, taken
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
@@ -51,12 +53,15 @@ class AnyModel(ServedModel):
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
         self._parts: BodyAndHead | None = None
         self.has_hidden = False
+        self._adapters = HookedAdapters(module)
 
     def take_apart(self, info: ModelInfo) -> None:
-        """Find out whether `hidden` and `logits` can be called."""
+        """Find out whether `hidden` and `logits` can be called, and what can have adapters."""
         ids, positions = _probe_inputs(self.module, info)
-        self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
+        with self._adapters.finding(_PROBE_TOKENS):
+            self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
         self.has_hidden = self._parts is not None
+        self.adapter_sites = self._adapters.sites(self.module.get_output_embeddings())  # type: ignore[operator]
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         keep = inputs.logits_rows
@@ -67,20 +72,25 @@ class AnyModel(ServedModel):
         }
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        with serving(PagedAttentionHandler(self._attention_modules, attention)):
+        tokens = inputs.adapters
+        sampling = taken(tokens, keep) if self._takes_logits_to_keep else tokens
+        handler = PagedAttentionHandler(self._attention_modules, attention)
+        with serving(handler), self._adapters.used(tokens, sampling):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert self._parts is not None, "has_hidden"
         ids, positions = inputs.input_ids[None], inputs.positions[None]
-        with serving(PagedAttentionHandler(self._attention_modules, attention)):
+        handler = PagedAttentionHandler(self._attention_modules, attention)
+        with serving(handler), self._adapters.used(inputs.adapters, None):
             hidden = self._parts.hidden(input_ids=ids, position_ids=positions)
         return hidden[inputs.logits_rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         assert self._parts is not None, "has_hidden"
-        return self._parts.logits(hidden)
+        with self._adapters.used(None, adapters):
+            return self._parts.logits(hidden)
 
 
 def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:

@@ -16,6 +16,7 @@ from aioserve.scheduler.output import NewRequestData
 
 MAX_MATCH = 16  # tokens back to which places are compared: who matches longer is not better
 MAX_PLACES = 8  # that are looked at, the newest first
+MAX_STORES = 8  # of outputs: of the model, and of the adapters that were used last
 
 
 class NgramText:
@@ -73,18 +74,36 @@ class NgramText:
         return best, behind
 
 
+class _Store:
+    """Recent outputs: half of it is filled; when it is full, the other half is forgotten."""
+
+    def __init__(self, size: int, num_tokens: int) -> None:
+        self._size, self._half = size, num_tokens // 2
+        self.recent, self.older = NgramText(size), NgramText(size)
+
+    def add(self, token_ids: "array[int]") -> None:
+        """One output is complete."""
+        if not self._half:
+            return
+        self.recent.extend(token_ids[-self._half :])
+        if len(self.recent) >= self._half:
+            self.older, self.recent = self.recent, NgramText(self._size)
+
+
 class NgramDrafter(Drafter):
     """Guesses for each row of the persistent batch, as long as `length` says that they pay."""
 
     def __init__(self, size: int, store_tokens: int, length: DraftLength) -> None:
-        """`size`: tokens that must agree. `store_tokens`: of earlier outputs that are kept."""
+        """`size`: tokens that must agree. `store_tokens`: of earlier outputs that are kept,
+        apart for each adapter: what one says, another would not.
+        """
         self.length = length
         self._size = size
         self._rows: dict[int, NgramText] = {}
-        self._output_starts: dict[int, int] = {}  # of rows that share the store
-        # Half of the store is filled; when it is full, the other half is forgotten.
-        self._half = store_tokens // 2
-        self._recent, self._older = NgramText(size), NgramText(size)
+        self._output_starts: dict[int, int] = {}  # of rows that share a store
+        self._shared: dict[int, _Store] = {}  # by row, which
+        self._store_tokens = store_tokens
+        self._stores: dict[str, _Store] = {}  # by adapter id, the last used last
 
     def set(self, row: int, request: NewRequestData) -> None:
         """Enter a request. If it shares nothing, its output is no guess for others, nor theirs."""
@@ -93,6 +112,7 @@ class NgramDrafter(Drafter):
         text.extend(request.token_ids)
         if not request.cache_salt:
             self._output_starts[row] = request.num_prompt_tokens
+            self._shared[row] = self._store_of(request.adapter_id)
 
     def append(self, row: int, token_ids: Sequence[int]) -> None:
         """A row has said so much more."""
@@ -101,10 +121,9 @@ class NgramDrafter(Drafter):
     def drop(self, row: int, *, is_finished: bool) -> None:
         """Forget a row; what it said, if that is all of it, is remembered for others."""
         text, start = self._rows.pop(row, None), self._output_starts.pop(row, None)
-        if is_finished and text is not None and start is not None and self._half:
-            self._recent.extend(text.token_ids[start:][-self._half :])
-            if len(self._recent) >= self._half:
-                self._older, self._recent = self._recent, NgramText(self._size)
+        store = self._shared.pop(row, None)
+        if is_finished and text is not None and store is not None:
+            store.add(text.token_ids[start:])
 
     def guesses(
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
@@ -119,13 +138,21 @@ class NgramDrafter(Drafter):
             return []
         text = self._rows[row]
         end = text.token_ids[-MAX_MATCH:]
-        sources = (text, self._recent, self._older) if row in self._output_starts else (text,)
+        store = self._shared.get(row)
+        sources = (text,) if store is None else (text, store.recent, store.older)
         best, guesses = 0, array("i")
         for source in sources:
             agreement, behind = source.find(end)
             if agreement > best:
                 best, guesses = agreement, source.token_ids[behind : behind + max_tokens]
         return guesses.tolist()
+
+    def _store_of(self, adapter_id: str) -> _Store:
+        store = self._stores.pop(adapter_id, None) or _Store(self._size, self._store_tokens)
+        self._stores[adapter_id] = store
+        if len(self._stores) > MAX_STORES:
+            del self._stores[next(iter(self._stores))]
+        return store
 
 
 def ngram_drafter(config: SpeculationConfig) -> NgramDrafter | None:

@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.low_rank import TokenAdapters
 
 
 class ServedModel(ABC):
@@ -22,6 +24,7 @@ class ServedModel(ABC):
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
     has_hidden = True  # whether `hidden` and `logits` can be called
+    adapter_sites: AdapterSites
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
@@ -34,5 +37,5 @@ class ServedModel(ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of any of the rows of `hidden`."""
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""

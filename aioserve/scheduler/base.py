@@ -16,6 +16,7 @@ from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
 from aioserve.scheduler.blame import place
 from aioserve.scheduler.book import RequestBook
@@ -60,6 +61,7 @@ class BaseScheduler(Switchable):
         self.options: Any = self.parse_options(config.options)  # of the class `Options`
         self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # of a step
         self.max_num_seqs = config.max_num_seqs  # seats: most requests that run at once
+        self.max_loras = config.max_loras  # most different adapters among those that run
         self.max_model_len = max_model_len  # of prompt and output together, tokens
         self.kv_cache = kv_cache  # blocks and cached prefixes
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
@@ -77,6 +79,11 @@ class BaseScheduler(Switchable):
     def running(self) -> list[Request]:
         """In order of admission; replaced, never shrunk in place."""
         return self.book.running
+
+    @property
+    def running_adapters(self) -> set[str]:
+        """Adapter ids of those that run, at most `max_loras`: others wait for a place."""
+        return adapters_of(self.running)
 
     @property
     def waiting(self) -> RequestQueue:

@@ -23,6 +23,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     encoder_inputs: tuple[EncoderInput, ...] = ()
     pooling_params: PoolingParams | None = None  # given: a vector of the prompt, and no token
     cache_salt: str = ""  # what it says is nothing to who has another
+    adapter_id: str = ""  # what it is computed with besides the model
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, gc=False):

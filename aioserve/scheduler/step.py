@@ -8,6 +8,7 @@ from collections.abc import Callable
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler.adapters import has_place
 from aioserve.scheduler.book import OpenStep, Order, RequestBook
 from aioserve.scheduler.encoder_plan import EncoderPlan
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -184,6 +185,8 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.BUDGET)
         if len(book.running) >= self._max_num_seqs:
             return self.hold(request, WaitReason.SEATS)
+        if not has_place(request, book.running, self._config.max_loras):
+            return self.hold(request, WaitReason.ADAPTERS)
         computed_blocks = kv_cache.get_computed_blocks(request)
         num_computed = len(computed_blocks) * kv_cache.block_size
         num_lacking = request.num_target_tokens - num_computed
@@ -356,4 +359,5 @@ class Step(OpenStep):
             encoder_inputs=request.encoder_inputs,
             pooling_params=request.pooling_params,
             cache_salt=request.cache_salt,
+            adapter_id=request.adapter_id,
         )

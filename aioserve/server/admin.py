@@ -14,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
-from aioserve.server.errors import UnknownModelError
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ModelCard, ModelList, RequestPart
 from aioserve.server.validation import BodyDecoder
@@ -38,19 +37,15 @@ class Version(msgspec.Struct):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
-    return _json(ModelList(data=[_card(request.app[ENGINE])]))
+    """GET /v1/models: the model first."""
+    return _json(ModelList(data=_cards(request.app[ENGINE])))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}; a name may hold slashes."""
-    card = _card(request.app[ENGINE])
-    asked = request.match_info["id"]
-    if asked != card.id:
-        raise UnknownModelError(
-            f"model {asked!r} does not exist; this server has {card.id!r}", param="model"
-        )
-    return _json(card)
+    engine, asked = request.app[ENGINE], request.match_info["id"]
+    engine.adapters.check_name(asked)
+    return _json(next(card for card in _cards(engine) if card.id == asked))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -130,12 +125,16 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return _json(CacheReset(request.app[ENGINE].reset_prefix_cache()))
 
 
-def _card(engine: AsyncEngine) -> ModelCard:
-    return ModelCard(
-        id=engine.config.model.served_name,
-        created=_STARTED,
-        max_model_len=engine.max_model_len,
+def _cards(engine: AsyncEngine) -> list[ModelCard]:
+    model, longest = engine.config.model, engine.max_model_len
+    base = ModelCard(
+        id=model.served_name, created=_STARTED, max_model_len=longest, root=model.model
     )
+    adapters = engine.adapters.paths.items()
+    return [base] + [
+        ModelCard(id=name, created=_STARTED, max_model_len=longest, root=str(path), parent=base.id)
+        for name, path in adapters
+    ]
 
 
 def _json(body: Any, status: int = 200) -> web.Response:

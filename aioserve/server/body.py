@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from aioserve.server.errors import UnknownModelError
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import ModelRequest, RequestPart
 from aioserve.server.validation import BodyDecoder
@@ -17,12 +16,9 @@ T = TypeVar("T", bound=RequestPart)
 
 async def decode_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     """The decoded body. Raises `RequestError`; `UnknownModelError` for a model that is not here."""
-    config = request.app[ENGINE].config
-    body = decoder.decode(await request.read(), ignore_unknown=config.server.ignore_unknown_fields)
-    model = body.model if isinstance(body, ModelRequest) else None
-    if model not in (None, config.model.served_name):
-        raise UnknownModelError(
-            f"model {model!r} does not exist; this server has {config.model.served_name!r}",
-            param="model",
-        )
+    engine = request.app[ENGINE]
+    ignore_unknown = engine.config.server.ignore_unknown_fields
+    body = decoder.decode(await request.read(), ignore_unknown=ignore_unknown)
+    if isinstance(body, ModelRequest) and body.model is not None:
+        engine.adapters.check_name(body.model)
     return body

@@ -109,7 +109,8 @@ async def create_embedding(request: web.Request) -> web.Response:
     not fill the queue.
     """
     body = await decode_body(request, decoder)
-    prompts, params, fields = body.prompts(), body.pooling_params(), body.request_fields()
+    prompts, params = body.prompts(), body.pooling_params()
+    fields = body.request_fields() | {"adapter": body.model or ""}
     own_id = f"embd-{uuid.uuid4().hex}" if body.request_id is None else body.request_id
     check_id(own_id)
     request[RESPONSE_ID] = own_id

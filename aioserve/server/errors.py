@@ -14,13 +14,14 @@ from aioserve.errors import (
     RequestFailedError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownModelError,
 )
 from aioserve.server.anthropic.protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 
-class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+class UnknownAdapterError(RequestError):
+    """There is no adapter at that path."""
 
 
 class UnknownRequestError(RequestError):
@@ -45,6 +46,7 @@ class _Kind(NamedTuple):
 # The first row that fits wins, so subclasses stand before their bases.
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    _Kind(UnknownAdapterError, 404, "invalid_request_error", "adapter_not_found"),
     _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),

@@ -211,7 +211,11 @@ async def respond(
         streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(
-                prompt, params, request_id=request_id, **body.request_fields()
+                prompt,
+                params,
+                request_id=request_id,
+                adapter=reply.model,
+                **body.request_fields(),
             )
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized

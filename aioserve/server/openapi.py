@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from aiohttp import web
 
-from aioserve.errors import AioserveError, EngineOverloadedError
+from aioserve.errors import AioserveError, EngineOverloadedError, UnknownModelError
 from aioserve.pooling_params import POOLING_RANGES
 from aioserve.sampling_params import (
     BIAS_RANGE,
@@ -23,7 +23,7 @@ from aioserve.sampling_params import (
     Range,
 )
 from aioserve.server.anthropic.protocol import MessagesError
-from aioserve.server.errors import UnknownModelError, is_for_anthropic, status_of
+from aioserve.server.errors import is_for_anthropic, status_of
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.server.unserved import FOREIGN, Unserved
 from aioserve.server.validation import BodyDecoder

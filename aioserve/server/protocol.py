@@ -453,6 +453,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     created: int
     max_model_len: int  # extension: prompt and output together, in tokens
+    root: str  # as in vLLM: where it was loaded from
+    parent: str | None = None  # as in vLLM: of an adapter, the model
     object: Literal["model"] = "model"
     owned_by: str = "aioserve"
 

@@ -11,8 +11,9 @@ from aioserve.errors import (
     RequestError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownModelError,
 )
-from aioserve.server import admin, completions, embeddings, tokenization
+from aioserve.server import adapters, admin, completions, embeddings, tokenization
 from aioserve.server import protocol as openai
 from aioserve.server.abort import Aborted, abort_request
 from aioserve.server.abort import decoder as abort_decoder
@@ -20,7 +21,7 @@ from aioserve.server.anthropic import protocol as anthropic
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.errors import (
-    UnknownModelError,
+    UnknownAdapterError,
     UnknownRequestError,
     UnknownResponseError,
 )
@@ -165,12 +166,18 @@ ROUTES = (
         body=abort_decoder,
         raises=(UnknownRequestError,),
     ),
-    Route("GET", "/v1/models", admin.list_models, "The model that is served.", openai.ModelList),
+    Route(
+        "GET",
+        "/v1/models",
+        admin.list_models,
+        "The model that is served, and its adapters.",
+        openai.ModelList,
+    ),
     Route(
         "GET",
         "/v1/models/{id:.+}",
         admin.get_model,
-        "The same by its name, which may hold slashes.",
+        "One of them by its name, which may hold slashes.",
         openai.ModelCard,
         raises=(UnknownModelError,),
     ),
@@ -197,6 +204,24 @@ ADMIN_ROUTES = (
         admin.PolicyChange,
         body=admin.policy_decoder,
         raises=_ENDED,
+    ),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        adapters.load_adapter,
+        "Serve an adapter from now on, as vLLM has it.",
+        str,
+        body=adapters.load_decoder,
+        raises=(*_ENDED, UnknownAdapterError),
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        adapters.unload_adapter,
+        "Serve it no more: requests that have it finish.",
+        str,
+        body=adapters.unload_decoder,
+        raises=(*_ENDED, UnknownModelError),
     ),
     Route(
         "POST",

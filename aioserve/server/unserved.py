@@ -82,7 +82,7 @@ _SGLANG = {
     "custom_params": Unserved(),
     "ebnf": Unserved((), "structured_outputs.grammar"),
     "json_schema": Unserved((), "structured_outputs.json"),
-    "lora_path": Unserved(),
+    "lora_path": Unserved((), "the adapter's name as model"),
     "no_stop_trim": Unserved(),
     "regex": Unserved((), "structured_outputs.regex"),
     "return_hidden_states": Unserved(),
@@ -94,7 +94,7 @@ UNSERVED: Mapping[str, Unserved] = _OPENAI | _VLLM | _SGLANG
 
 #: Of llama.cpp, Ollama, TGI and others: unknown here, but it can be said what they are called.
 FOREIGN: Mapping[str, Unserved] = {
-    "adapter_id": Unserved(),
+    "adapter_id": Unserved((), "the adapter's name as model"),
     "cache_prompt": Unserved((True, False)),
     "do_sample": Unserved((True,), "temperature 0 for false"),
     "dry_multiplier": Unserved((0, 0.0)),
@@ -102,8 +102,8 @@ FOREIGN: Mapping[str, Unserved] = {
     "grammar": Unserved(("",), "structured_outputs.grammar"),
     "images": Unserved(([],)),
     "input_ids": Unserved((), "prompt on /v1/completions"),
-    "lora": Unserved(([],)),
-    "lora_name": Unserved(),
+    "lora": Unserved(([],), "the adapter's name as model"),
+    "lora_name": Unserved((), "the adapter's name as model"),
     "max_length": Unserved((), "max_tokens"),
     "max_new_tokens": Unserved((), "max_tokens"),
     "min_new_tokens": Unserved((0,), "min_tokens"),
@@ -192,6 +192,15 @@ NOT_ON_RESPONSES: Mapping[str, Unserved] = {
     "truncation": Unserved(("disabled",)),
     "max_tokens": Unserved((), "max_output_tokens"),
     "messages": Unserved((), "input"),
+}
+
+# Of the routes of adapters, from vLLM.
+
+NOT_ON_LOAD_ADAPTER: Mapping[str, Unserved] = {
+    "load_inplace": Unserved((), "/v1/unload_lora_adapter first"),
+}
+NOT_ON_UNLOAD_ADAPTER: Mapping[str, Unserved] = {
+    "lora_int_id": Unserved((), "lora_name"),
 }
 
 #: Of /v1/embeddings, from vLLM.

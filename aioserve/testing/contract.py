@@ -190,6 +190,19 @@ class PolicyContract:
                     harness.step()
                 harness.run_until_idle()
 
+    def test_who_waits_for_an_adapters_place_gets_it(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Two places for four adapters, whose requests keep coming; that no step has more is
+        checked at every step.
+        """
+        with subject.harness(pipeline_depth=pipeline_depth, max_loras=2) as harness:
+            for i in range(16):
+                harness.add_request(f"r{i}", [i] * 9, max_tokens=5, adapter_id=f"a{i * i % 5 % 4}")
+                harness.add_request(f"r_none{i}", [i] * 5, max_tokens=3)
+                harness.step()
+            harness.run_until_idle()
+
     def test_whoever_is_there_goes_on_when_the_policy_is_switched(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from aioserve.config import SchedulerConfig
+from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.blame import describe_result
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.ledger import Ledger, Life
@@ -116,6 +117,15 @@ class PlannedBatch:
                 f"({self._config.max_num_seqs})"
             )
 
+        adapters = adapters_of(
+            life.request for name in scheduled if (life := self._ledger.lives.get(name))
+        )
+        if len(adapters) > self._config.max_loras:
+            raise ContractViolation(
+                f"{where}: {len(adapters)} adapters are more than max_loras "
+                f"({self._config.max_loras})"
+            )
+
     def _check_request(self, request_id: str, num_tokens: int, where: str) -> None:
         life = self._ledger.lives.get(request_id)
         if life is None or not life.is_alive:
@@ -207,7 +217,10 @@ class PlannedBatch:
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with nothing left to compute and sample from"
             )
-        names = ("sampling_params", "pooling_params", "stop_token_ids", "encoder_inputs")
+        names = (
+            *("sampling_params", "pooling_params", "stop_token_ids", "encoder_inputs"),
+            *("cache_salt", "adapter_id"),
+        )
         if any(getattr(data, name) != getattr(request, name) for name in names):
             raise ContractViolation(
                 f"{where}: {data.request_id} enters with other parameters than it came with"

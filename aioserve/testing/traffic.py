@@ -19,6 +19,7 @@ EXTRAS = (
     "drafter",
     "encoder_inputs",
     "max_encoder_tokens",
+    "max_loras",
     "num_lookahead_tokens",
     "pooling_params",
 )
@@ -52,6 +53,7 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         settings["max_encoder_tokens"] = draw(st.sampled_from([4, 9]))
         settings["encoder_cache_tokens"] = draw(st.sampled_from([4, 5, 9]))
+    settings["max_loras"] = 1 + settings["num_blocks"] % 3
     if draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
@@ -71,6 +73,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             i // 5 if i < num_common else (tail * 7 + i * i) % VOCAB_SIZE for i in range(length)
         ]
     }
+    if tail > 14:
+        request["adapter_id"] = f"a{length % 3}"
     if draw(SOMETIMES):
         request["max_tokens"] = draw(st.integers(1, 6))
     if draw(SOMETIMES):
@@ -93,7 +97,6 @@ _IDENTITIES = st.fixed_dictionaries(
         "user": st.sampled_from(["", "ann", "bob"]),
         "client_index": st.integers(0, 2),
         "cache_salt": st.sampled_from(["", "", "salt"]),
-        "adapter_id": st.sampled_from(["", "", "adapter"]),
         "pooling_params": st.sampled_from(
             [None, None, PoolingParams(pooling="mean"), PoolingParams(pooling="last")]
         ),

@@ -98,7 +98,9 @@ async def test_prompts_that_are_being_tokenized_wait_as_well() -> None:
             await engine.add_request(text, SHORT)
         first.cancel()
         await asyncio.wait([first])
-        assert engine._num_arriving == engine._arriving_tokens == 0
+        assert engine._parts is not None
+        arrivals = engine._parts.arrivals
+        assert arrivals._num_arriving == arrivals._arriving_tokens == 0
 
 
 async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypatch) -> None:
@@ -119,7 +121,8 @@ async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypat
             await engine.add_request([5], SHORT)
         first.cancel()
         await asyncio.wait([first])
-        assert engine._num_arriving == 0
+        assert engine._parts is not None
+        assert engine._parts.arrivals._num_arriving == 0
 
 
 def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:

@@ -2,6 +2,8 @@
 
 import random
 
+import msgspec
+
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.ngram import MAX_MATCH, NgramDrafter, NgramText
 from aioserve.sampling_params import SamplingParams
@@ -76,3 +78,16 @@ def test_the_store_forgets_the_oldest_half() -> None:
         drafter.set(0, request([first, first + 1], 2))
         known.append(bool(drafter.guess(0)))
     assert known == [False, False, True, True, True]
+
+
+def test_what_an_adapter_says_is_no_guess_for_others() -> None:
+    drafter = NgramDrafter(2, 40, DraftLength(4))
+    said = {}
+    for name in ("", "a", "b"):
+        drafter.set(0, msgspec.structs.replace(request([999], 1), adapter_id=name))
+        drafter.append(0, [1, 2, 3, ord(name or "0")])
+        drafter.drop(0, is_finished=True)
+    for name in ("", "a", "b", "c"):
+        drafter.set(0, msgspec.structs.replace(request([2, 3], 2), adapter_id=name))
+        said[name] = drafter.guess(0)
+    assert said == {"": [ord("0")], "a": [ord("a")], "b": [ord("b")], "c": []}

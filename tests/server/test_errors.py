@@ -10,8 +10,9 @@ from aioserve.errors import (
     RequestError,
     RequestFailedError,
     RequestIdInUseError,
+    UnknownModelError,
 )
-from aioserve.server.errors import UnknownFieldError, UnknownModelError, from_wire, to_wire
+from aioserve.server.errors import UnknownFieldError, from_wire, to_wire
 from aioserve.server.protocol import ErrorInfo
 
 

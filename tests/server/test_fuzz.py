@@ -50,6 +50,8 @@ GOOD = {
     "/detokenize": {"tokens": [5, 6]},
     "/v1/abort": {"request_id": "x"},
     "/v1/embeddings": {"input": "Hello"},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
 }
 THIN = 12  # every so manieth body of a field, except in the slow test
 
@@ -115,8 +117,8 @@ def is_good(sent: bytes | None, validator: jsonschema_rs.Validator) -> bool:
 
 
 def served(path: str) -> int:
-    """What a good body gets; none knows what could be aborted."""
-    return 404 if path == "/v1/abort" else 200
+    """What a good body gets; none knows what could be aborted, loaded or unloaded."""
+    return 404 if path == "/v1/abort" or path.endswith("load_lora_adapter") else 200
 
 
 def try_at_random(url: str, document: dict[str, Any], *, num_examples: int) -> None:

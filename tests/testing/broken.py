@@ -13,7 +13,7 @@ import msgspec
 
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
 
 CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
 
@@ -446,6 +446,16 @@ class SwallowsTheLastToken(_EditsOutputs):
                 if item.finish_reason is not None:
                     batch.outputs[i] = msgspec.structs.replace(item, new_token_ids=[])
         return outputs
+
+
+@caught_by(r"2 adapters are more than max_loras \(1\)")
+class ForgetsMaxLoras(SoundScheduler):
+    """Admits any adapter."""
+
+    def new_step(self, token_budget: int | None = None) -> Step:
+        step = super().new_step(token_budget)
+        step._config = msgspec.structs.replace(self._config, max_loras=99)
+        return step
 
 
 # Encoder inputs and draft tokens.

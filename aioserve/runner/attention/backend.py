@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioserve.runner.low_rank import TokenAdapters
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -37,12 +39,14 @@ class ModelInputs(NamedTuple):
     positions: Tensor  # T
     slots: Tensor  # T, `slot_mapping`
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
+    adapters: TokenAdapters | None = None  # of the T
 
     @classmethod
-    def of(cls, step: StepInputs) -> "ModelInputs":
+    def of(cls, step: StepInputs, adapters: TokenAdapters | None = None) -> "ModelInputs":
         """On the CPU, where numpy and torch share memory."""
         arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
-        return cls(*map(torch.from_numpy, arrays))
+        ids, positions, slots, rows = map(torch.from_numpy, arrays)
+        return cls(ids, positions, slots, rows, adapters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
+from aioserve.runner.adapter_rows import LoadedAdapters
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
@@ -60,6 +61,7 @@ class StepExecutor:
             eos_token_ids=eos_token_ids,
             drafter=drafter,
         )
+        self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter = drafter
         self._takes_guesses = takes_guesses
         self._block_size = block_size
@@ -97,11 +99,12 @@ class StepExecutor:
         self._threads.begin_step()
         self._backend.prepare(inputs)
         try:
+            model_inputs = ModelInputs.of(inputs, self._batch.adapter_rows.of(inputs))
             if wanted is None and pooled is None:
-                logits = self._model.forward(ModelInputs.of(inputs), self._backend)
+                logits = self._model.forward(model_inputs, self._backend)
             else:
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    self._model, ModelInputs.of(inputs), self._backend, wanted, pooled
+                    self._model, model_inputs, self._backend, wanted, pooled
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
@@ -133,7 +136,7 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-        for name in ("_model", "_backend", "_batch"):
+        for name in ("_model", "_backend", "_batch", "adapters"):
             self.__dict__.pop(name, None)
 
 

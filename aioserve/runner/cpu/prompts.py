@@ -10,6 +10,7 @@ from torch import Tensor
 from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
 from aioserve.runner.cpu.sampler import token_logprobs
+from aioserve.runner.low_rank import taken
 from aioserve.runner.pooling import WantedStates
 from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
@@ -34,14 +35,17 @@ def forward_and_look(
     def of(places: IntArray) -> Tensor:
         return states[torch.from_numpy(np.searchsorted(rows, places))]
 
+    def logits_of(places: IntArray) -> Tensor:
+        return model.logits(of(places), taken(inputs.adapters, torch.from_numpy(places)))
+
     vectors = {} if pooled is None else pooled.keep(of(pooled.places))
-    logits = model.logits(of(sampling))
+    logits = logits_of(sampling)
     if wanted is None:
         return logits, {}, vectors
     found: list[TokenLogprobs] = []
     for piece in wanted.pieces(logits.shape[1]):
         found += token_logprobs(
-            model.logits(of(wanted.places[piece])),
+            logits_of(wanted.places[piece]),
             wanted.token_ids[piece],
             wanted.num_logprobs[piece],
         )

@@ -17,6 +17,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.cpu.executor import StepExecutor
 
 T = TypeVar("T")
@@ -59,6 +60,16 @@ class ThreadedRunner(RunnerInterface):
     @property
     def num_compute_threads(self) -> int | None:
         return None if self._executor is None else self._executor.num_compute_threads
+
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        executor = self._executor
+        assert executor is not None, "load() first"
+        adapter = await asyncio.to_thread(executor.adapters.put, files)
+        await self._submit(lambda: executor.adapters.load(adapter_id, adapter))
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        if (executor := self._executor) is not None and self._thread is not None:
+            self._submit(lambda: executor.adapters.unload(adapter_id))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

@@ -50,6 +50,8 @@ class WholeDecoder(FusedDecoder):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
+        if inputs.adapters is not None:
+            return super().forward(inputs, attention)
         if self._attention is not attention:
             self._fill_in(attention)
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
@@ -75,7 +77,7 @@ class WholeDecoder(FusedDecoder):
 
     def _fill_in(self, attention: CompiledAttention) -> None:
         """The structs, with the caches of this attention."""
-        table, layers = self.embedding, self._layers
+        table, layers = self.embedding, self.layers
         hidden = table.shape[1]
         wide = max(
             itertools.chain.from_iterable(

@@ -14,11 +14,13 @@ from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
+from aioserve.runner.fused.adapters import fused_sites
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
@@ -30,13 +32,20 @@ __all__ = ["FusedModel", "NotFusedError", "Place", "fuse"]
 class FusedModel(ServedModel):
     """A model whose modules are gone; their weights are fused and laid out for this machine."""
 
-    def __init__(self, original: ServedModel, decoder: FusedDecoder, is_compiled: bool) -> None:
+    def __init__(
+        self,
+        original: ServedModel,
+        decoder: FusedDecoder,
+        is_compiled: bool,
+        device: torch.device,
+    ) -> None:
         self.name = f"{original.name}, fused"
         self.num_parameters = original.num_parameters
         self.kv_cache_spec = original.kv_cache_spec
         self.attention_calls = original.attention_calls
         self.decoder = decoder
         self.is_compiled = is_compiled
+        self.adapter_sites = fused_sites(decoder, original.kv_cache_spec.dtype, device)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.forward(inputs, attention)
@@ -44,8 +53,8 @@ class FusedModel(ServedModel):
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.hidden(inputs, attention)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        return self.decoder.logits(hidden, adapters)
 
 
 @torch.inference_mode()
@@ -85,7 +94,7 @@ def fuse(
             logger.warning(
                 "%s: the compiled loop over layers is not used: %s", original.name, difference
             )
-    return FusedModel(original, decoder, ops.is_compiled)
+    return FusedModel(original, decoder, ops.is_compiled, place.device)
 
 
 def _prove(

@@ -5,12 +5,18 @@ Knows nothing about `transformers`, blocks or requests.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Embedding, Linear, Ops, RMSNorm
+from aioserve.runner.low_rank import TokenAdapters, taken
+
+#: What adapters know the products by: a layer's by its number and name, and the head's.
+HEAD = "head"
+LayerProduct = Literal["qkv", "output", "gate_up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +33,35 @@ class DecoderLayer:
     intermediate_size: int
     down: Linear
 
-    def start(self, x: Tensor, ops: Ops) -> "Activations":
+    def start(self, x: Tensor, ops: Ops, adapters: TokenAdapters | None = None) -> "Activations":
         """The state in which `x` [T, hidden] enters this layer; `x` itself will change."""
-        state = Activations(x, torch.empty_like(x), x.new_empty(len(x), self.intermediate_size))
+        gated = x.new_empty(len(x), self.intermediate_size)
+        state = Activations(x, torch.empty_like(x), gated, adapters)
         ops.rms_norm(x, self.input_norm, out=state.normed)
         return state
 
     def attend(self, state: "Activations", ops: Ops) -> Tensor:
         """What the tokens see in their past, [T, Hq * head_dim]."""
-        return ops.attend(self.attention, self.qkv(state.normed))
+        return ops.attend(self.attention, self._multiply("qkv", state.normed, state.adapters))
 
     def feed_forward(
         self, attended: Tensor, state: "Activations", next_norm: RMSNorm, ops: Ops
     ) -> None:
         """All that follows attention, the norm of the next layer included."""
-        ops.add_rms_norm(self.output(attended), state.residual, self.post_norm, out=state.normed)
-        ops.gate(self.gate_up(state.normed), self.activation, out=state.gated)
-        ops.add_rms_norm(self.down(state.gated), state.residual, next_norm, out=state.normed)
+        adapters = state.adapters
+        attended = self._multiply("output", attended, adapters)
+        ops.add_rms_norm(attended, state.residual, self.post_norm, out=state.normed)
+        wide = self._multiply("gate_up", state.normed, adapters)
+        ops.gate(wide, self.activation, out=state.gated)
+        narrow = self._multiply("down", state.gated, adapters)
+        ops.add_rms_norm(narrow, state.residual, next_norm, out=state.normed)
+
+    def _multiply(self, product: LayerProduct, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        linear: Linear = getattr(self, product)
+        out = linear(x)
+        if adapters is not None:
+            adapters.add((self.attention.index, product), x, out)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +71,13 @@ class Activations:
     residual: Tensor  # [T, hidden]
     normed: Tensor  # [T, hidden], the residual after the norm that comes next
     gated: Tensor  # [T, intermediate_size], scratch
+    adapters: TokenAdapters | None = None
 
     def take(self, tokens: Tensor) -> "Activations":
         """Go on with these tokens only."""
         size = len(tokens)
-        return Activations(self.residual[tokens], self.normed[:size], self.gated[:size])
+        adapters = taken(self.adapters, tokens)
+        return Activations(self.residual[tokens], self.normed[:size], self.gated[:size], adapters)
 
 
 class FusedDecoder:
@@ -72,22 +92,25 @@ class FusedDecoder:
         ops: Ops,
     ) -> None:
         self.embedding = embedding
-        self._layers = layers
+        self.layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
         self._head = head
-        self._ops = ops
+        self.ops = ops
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.forward`."""
-        return self.logits(self.hidden(inputs, attention))
+        adapters = taken(inputs.adapters, inputs.logits_rows)
+        return self.logits(self.hidden(inputs, attention), adapters)
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.hidden`."""
-        ops, last, num_sampling = self._ops, self._layers[-1], len(inputs.logits_rows)
+        ops, last, num_sampling = self.ops, self.layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
         x = self.embedding(inputs.input_ids)
-        state = self._layers[0].start(x, ops)
-        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+        if inputs.adapters is not None:
+            inputs.adapters.embed(inputs.input_ids, x)
+        state = self.layers[0].start(x, ops, inputs.adapters)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
             attended = layer.attend(state, ops)
             if layer is last and num_sampling < len(x):
                 # nobody attends any more: only the tokens that sample matter from here on
@@ -100,8 +123,11 @@ class FusedDecoder:
             return state.normed
         return x[:0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """As `ServedModel.logits`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0])
-        return self._head(hidden)
+        logits = self._head(hidden)
+        if adapters is not None:
+            adapters.add(HEAD, hidden, logits)
+        return logits

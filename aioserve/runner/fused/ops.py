@@ -15,6 +15,13 @@ from torch import Tensor
 
 from aioserve.model_source.quantized import QuantizedWeight
 from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, ModelInputs
+from aioserve.runner.low_rank import (
+    LowRankProduct,
+    LowRankTable,
+    Piece,
+    TorchProduct,
+    TorchTable,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
@@ -82,6 +89,14 @@ class Ops(ABC):
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         """The weight of such a product as a table; None if it is another's product."""
         return None
+
+    def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:
+        """What an adapter adds to one product, by its `pieces` in the order of their outputs."""
+        return TorchProduct(pieces)
+
+    def low_rank_table(self, piece: Piece) -> LowRankTable:
+        """What it adds to the embedding."""
+        return TorchTable(piece)
 
     @abstractmethod
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:

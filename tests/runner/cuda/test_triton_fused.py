@@ -85,7 +85,7 @@ def check_kind(kind: str, path: str) -> None:
     place = CudaPlace(torch.device("cpu"), has_triton=True)
     fused = load_model(config, ModelInfo(config), place)
     assert isinstance(fused, FusedModel)
-    assert isinstance(fused.decoder._ops, TritonOps)
+    assert isinstance(fused.decoder.ops, TritonOps)
     plain_config = make_config(directory, fused=False).model
     plain = load_model_on_cpu(plain_config, ModelInfo(plain_config))
     assert generate(fused, 4) == generate(plain, 4)
