@@ -4,8 +4,8 @@
     python benchmarks/perplexity.py TEXT --model smollm2 --types bfloat16,int8,int4,Q4_1
 
 Weights are rounded to a type and unpacked again, and `transformers` computes in float32: measured
-are types, not kernels. `stored` is what the model has on disk; a file shows a type that nobody
-here writes (Q4_K, Q5_K, Q6_K). The last line is JSON.
+are types, not kernels. `int4/64` is int4 in groups of 64 inputs. `stored` is what the model has on
+disk; a file shows a type that nobody here writes (Q4_K, Q5_K, Q6_K). The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import quantize
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-OURS = ("int8", "int4")
 TYPES = ("stored", "bfloat16", "int8", "int4", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 
 
@@ -31,9 +30,10 @@ def rounded(weight: Tensor, kind: str, is_inner: bool) -> Tensor:
     """A matrix in float32 as it comes back from a type; the outer ones are embedding and head."""
     if kind in HALF:
         return weight.to(HALF[kind]).float()
-    if kind in OURS:
-        blocks = quantize(weight, "Q4_0" if kind == "int4" and is_inner else "Q8_0")
-        return blocks.dequantize(torch.float32)
+    bits, _, group = kind.partition("/")
+    if bits in ("int8", "int4"):
+        bits = bits if is_inner else "int8"
+        return quantize(weight, f"{bits}/{group or 32}").dequantize(torch.float32)
     number = gguf.GGMLQuantizationType[kind]
     return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), number), number))
 

@@ -220,8 +220,10 @@ class Directory(ModelSource):
         kept: dict[int, tuple[str, QuantizedWeight, Any]] = {}  # by where its stand-in lies
         unpacked: list[str] = []
 
-        def is_multiplied(name: str) -> bool:
-            return type(parts.get(name)) in (nn.Linear, nn.Embedding)
+        def part_of(name: str) -> Any:
+            """The matrix of this name; that of the body may be stored without its prefix."""
+            part = parts.get(name) or parts.get(f"{outline.base_model_prefix}.{name}")
+            return part if type(part) in (nn.Linear, nn.Embedding) else None
 
         def keep(name: str, weight: QuantizedWeight) -> Any:
             tensor = stand_in(weight.shape, dtype)
@@ -233,15 +235,15 @@ class Directory(ModelSource):
                 weight = stored.read()
             except ConfigError as error:
                 raise ConfigError(f"cannot load {name} in {self.path}: {error}") from None
-            if isinstance(weight, QuantizedWeight) and keeps_blocks and is_multiplied(name):
+            if isinstance(weight, QuantizedWeight) and keeps_blocks and part_of(name):
                 return keep(name, weight)
             unpacked.append(name)
             whole = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
             return whole.to(dtype)
 
         def round_off(name: str, tensor: Any) -> Any:
-            shape = tensor.get_shape()
-            if rounding is None or not is_multiplied(name):
+            shape, part = tensor.get_shape(), part_of(name)
+            if rounding is None or part is None:
                 return tensor[...]
             if shape[1] % _group(rounding.inner):
                 if _group(rounding.inner) > 32:
@@ -250,7 +252,7 @@ class Directory(ModelSource):
                         f"has {shape[1]} inputs, which is no multiple"
                     )
                 return tensor[...]
-            kind = rounding.outer if id(parts[name]) in outer else rounding.inner
+            kind = rounding.outer if id(part) in outer else rounding.inner
             return keep(name, quantize(tensor[...].to(dtype), kind))
 
         with ExitStack() as files:
@@ -266,11 +268,12 @@ class Directory(ModelSource):
                 raise (lazy.error or error) from None
         if lazy.error is not None:
             raise lazy.error
-        parameters = module.state_dict(keep_vars=True)
-        for name, _, _ in kept.values():  # a tied one may stand in for another
-            if (found := kept.get(parameters[name].data_ptr())) is None:
+        for parameter in module.parameters():
+            if (found := kept.pop(parameter.data_ptr(), None)) is not None:
+                attach(parameter, found[1])
+        for name, _, _ in kept.values():
+            if id(part_of(name)) not in outer:  # one of these may be tied to the other
                 raise ConfigError(f"transformers makes something else of {name} in {self.path}")
-            attach(parameters[name], found[1])
         if unpacked:
             logger.info(
                 "%s: %d of its %d weights of few bits (%s) are unpacked to %s",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, make_config
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from aioserve.config import ModelConfig
@@ -163,6 +164,25 @@ def test_tokens_are_those_of_weights_rounded_at_load(
     said = f"weights, {', '.join(sorted({inner, outer}))}, multiplied"
     settings = {"quantization": setting, "quantization_group_size": group}
     check(directory, "float32", caplog, said, **settings)
+
+
+def test_a_body_stored_by_itself_is_rounded_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As models for embeddings are: its names have no prefix, and the tied head is not there."""
+    for name in ("whole", "body"):
+        directory = make_model("qwen3", tmp_path / name)
+    file = directory / "model.safetensors"
+    weights = {name.removeprefix("model."): weight for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    logits = []
+    for name in ("whole", "body"):
+        config = make_config(tmp_path / name, dtype="float32", quantization="int8").model
+        with caplog.at_level("INFO"):
+            model = load_model_on_cpu(config, ModelInfo(config))
+        logits.append(model.logits(torch.ones(1, 64)))
+    assert caplog.text.count("Q8_0, multiplied as they are stored") == 2
+    assert torch.equal(*logits)
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
