@@ -187,7 +187,7 @@ def _add_flag(
     elif kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(kind) is typing.Literal:
-        options["choices"] = typing.get_args(kind)
+        options["choices"] = [str(value) for value in typing.get_args(kind)]
     else:
         options["metavar"] = getattr(kind, "__name__", "value").upper()
     group.add_argument(f"--{field.name.replace('_', '-')}", **options)

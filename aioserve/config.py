@@ -450,7 +450,13 @@ def _is_model(config: EngineConfig) -> bool:
 
 _SIMULATED = "runner.runner is simulated, so no model is run"
 _RULES = (
-    _Rule("model", ("dtype", "fused"), _is_model, _SIMULATED),
+    _Rule("model", ("dtype", "quantization", "fused"), _is_model, _SIMULATED),
+    _Rule(
+        "model",
+        ("quantization_group_size",),
+        lambda config: config.model.quantization is not None,
+        "there is no model.quantization",
+    ),
     _Rule("cache", ("kv_cache_gib", "kv_cache_dtype"), _is_model, _SIMULATED),
     _Rule("adapters", ("lora", "max_lora_rank", "max_cpu_loras"), _is_model, _SIMULATED),
     _Rule(

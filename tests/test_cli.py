@@ -67,11 +67,12 @@ def test_flags_take_the_types_of_their_fields():
     config = load(
         *("--no-enable-prefix-caching", "--watermark", "0.5", "--dtype", "float32"),
         *("--num-kv-blocks", "7", "--policy", "fcfs", "--trust-remote-code"),
+        *("--quantization-group-size", "128"),
     )
     assert config.cache.enable_prefix_caching is False
     assert (config.cache.watermark, config.cache.num_kv_blocks) == (0.5, 7)
     assert (config.model.dtype, config.model.trust_remote_code) == ("float32", True)
-    assert config.scheduler.policy == "fcfs"
+    assert (config.scheduler.policy, config.model.quantization_group_size) == ("fcfs", 128)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_flags_take_the_types_of_their_fields():
         (["--set", "server=1"], "SECTION.NAME=VALUE"),
         (["--set", "server.port"], "SECTION.NAME=VALUE"),
         (["--dtype", "int4"], "--dtype"),
+        (["--quantization-group-size", "48"], "invalid choice: '48'"),
         (["--prot", "1"], "--prot"),
         (["dance"], "dance"),
         (["--config", "/does/not/exist.yaml"], "/does/not/exist.yaml"),

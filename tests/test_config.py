@@ -120,6 +120,8 @@ WITHOUT_EFFECT = [
     ({"runner": "simulated", "enforce_eager": True}, "enforce_eager"),
     ({"runner": "simulated", "dtype": "float32"}, "model.dtype is 'float32', .*simulated"),
     ({"runner": "simulated", "fused": False}, "model.fused is False"),
+    ({"runner": "simulated", "quantization": "int8"}, "model.quantization is 'int8', .*simulated"),
+    ({"quantization_group_size": 64}, "model.quantization_group_size is 64, .*no model.quantiz"),
     ({"runner": "simulated", "kv_cache_gib": 1.0}, "cache.kv_cache_gib is 1.0, .*simulated"),
     ({"runner": "simulated", "kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype"),
     ({"runner": "simulated", "simulated_draft_acceptance": 0.5}, "simulated_draft_tokens is 0"),
@@ -158,6 +160,7 @@ async def test_a_setting_without_effect_is_refused_before_anything_is_loaded(
         {"runner": "simulated", "simulated_draft_tokens": 2, "simulated_draft_acceptance": 0.5},
         {"shadow_policy": "fcfs", "shadow_max_share": 0.5},
         {"threads": 1, "dtype": "float32", "fused": False, "kv_cache_gib": 1.0},
+        {"quantization": "int4", "quantization_group_size": 128},
     ],
 )
 def test_a_setting_with_an_effect_is_taken(fields: dict[str, Any]) -> None:
