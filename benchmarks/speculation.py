@@ -1,26 +1,47 @@
-"""What speculation is worth: tokens per second with n-grams against without, on a rewriting task.
+"""What speculation is worth: tokens per second with n-grams against without, on two tasks.
 
-    python benchmarks/speculation.py [--model smollm2] [--streams 1 4 16] [--rounds 3]
+    python benchmarks/speculation.py [--task rewrite] [--streams 1 4 16] [--rounds 3]
+    python benchmarks/speculation.py --task chat
+    python benchmarks/speculation.py --task lookup    # no model: microseconds and bytes per token
 
-Each prompt asks for a piece of this repository's code again, with one name changed: what a coding
-assistant does. Two engines in this process, one with and one without, take turns on the same
-prompts; no prompt comes twice, so none is known from an earlier round. Greedy, so many tokens each.
-Medians of the rounds. The last line is JSON.
+`rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
+assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
+the text that could come again, so this shows what guessing costs where it does not pay.
+
+Two engines in this process, one with and one without, take turns on the same prompts; no prompt
+comes twice, so none is known from an earlier round. As many tokens each. Medians of the rounds, and
+of the ratios of each; of processor time as well, which other processes disturb less. The last line
+is JSON.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
+import timeit
+import tracemalloc
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, SpeculationConfig
+from aioserve.runner.ngram import NgramText
 
 ROOT = Path(__file__).parents[1]
 LINES = 30  # of code in a prompt
+REWRITE = "Write this code again, with `self` renamed to `this`:\n```\n{}\n```"
+CHAT = (
+    *("Tell me about {}.", "Why do people like {}?", "Write a letter to a friend about {}."),
+    *("What would you ask an expert on {}?", "Invent a story in which {} matters."),
+)
+SUBJECTS = (
+    *("bees", "old maps", "night trains", "sourdough", "chess", "volcanoes", "umbrellas", "jazz"),
+    *("lighthouses", "bicycles", "the moon", "tea", "glaciers", "libraries", "kites", "salt"),
+    *("owls", "bridges", "marathons", "soap", "comets", "gardens", "violins", "paper", "deserts"),
+    *("harbours", "clocks", "mushrooms", "rain", "markets", "whales", "bread", "islands", "wool"),
+)
 
 
 def excerpts() -> list[str]:
@@ -31,6 +52,46 @@ def excerpts() -> list[str]:
         pieces = [lines[at : at + LINES] for at in range(0, len(lines) - LINES, LINES)]
         found += ["\n".join(piece) for piece in pieces]
     return found
+
+
+def time_lookups(num_tokens: int = 4096) -> None:
+    """What `NgramText` takes for tokens without repeats, the best of many times."""
+    rng = random.Random(1)
+    token_ids = [rng.randrange(49152) for _ in range(num_tokens)]
+
+    def known() -> NgramText:
+        text = NgramText(3)
+        text.extend(token_ids)
+        text.find(())
+        return text
+
+    def one_by_one() -> None:
+        text = NgramText(3)
+        for token_id in token_ids:
+            text.extend((token_id,))
+            text.find(())
+
+    text = known()
+    missing, found = text.token_ids[-16:], text.token_ids[1000:1016]
+    for name, call, times in (
+        ("entered together", known, num_tokens),
+        ("entered one by one", one_by_one, num_tokens),
+        ("looked up, not found", lambda: text.find(missing), 1),
+        ("looked up, 16 agree", lambda: text.find(found), 1),
+    ):
+        number = 5 * num_tokens // times // 10 + 1
+        best = min(timeit.repeat(call, time.thread_time, number=number, repeat=25))
+        print(f"{name:22} {best / number / times * 1e6:6.2f} us")
+    tracemalloc.start()
+    text = known()
+    print(f"{'memory':22} {tracemalloc.get_traced_memory()[0] / num_tokens:6.0f} bytes a token")
+
+
+def questions(task: str) -> list[str]:
+    """Of one task, each once."""
+    if task == "rewrite":
+        return [REWRITE.format(text) for text in excerpts()]
+    return [question.format(subject) for question in CHAT for subject in SUBJECTS]
 
 
 async def start(model: str, method: Literal["none", "ngram"]) -> AsyncEngine:
@@ -44,43 +105,69 @@ async def start(model: str, method: Literal["none", "ngram"]) -> AsyncEngine:
     return engine
 
 
-async def tokens_per_second(engine: AsyncEngine, texts: list[str], num_tokens: int) -> float:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+class Speed(NamedTuple):
+    """Of one batch."""
 
-    async def one(text: str) -> None:
-        question = f"Write this code again, with `self` renamed to `this`:\n```\n{text}\n```"
+    tokens_per_second: float
+    cpu_seconds: float
+
+
+async def measure(
+    engine: AsyncEngine, batch: list[str], num_tokens: int, temperature: float
+) -> Speed:
+    async def one(seed: int, question: str) -> None:
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True
+        )
         stream = await engine.add_request([{"role": "user", "content": question}], params)
         async for _ in stream:
             pass
 
-    begin = time.perf_counter()
-    await asyncio.gather(*map(one, texts))
-    return len(texts) * num_tokens / (time.perf_counter() - begin)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(one(seed, question) for seed, question in enumerate(batch)))
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    return Speed(len(batch) * num_tokens / seconds, cpu_seconds)
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--task", choices=("rewrite", "chat", "lookup"), default="rewrite")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
+    if options.task == "lookup":
+        time_lookups()
+        return
     off, on = await start(options.model, "none"), await start(options.model, "ngram")
-    texts, result = iter(excerpts()), {}
+    texts, result = iter(questions(options.task)), {}
+    temperature = 1.0 if options.task == "chat" else 0.0
     for engine in (off, on):
-        await tokens_per_second(engine, [next(texts)], 20)
+        await measure(engine, [next(texts)], 20, temperature)
     for streams in options.streams:
         rounds = []
         for number in range(options.rounds):
             batch = [next(texts) for _ in range(streams)]
             order = [("off", off), ("ngram", on)][:: -1 if number % 2 else 1]
-            rounds.append({n: await tokens_per_second(e, batch, options.tokens) for n, e in order})
-        median = {n: statistics.median(r[n] for r in rounds) for n in ("off", "ngram")}
-        ratio = statistics.median(r["ngram"] / r["off"] for r in rounds)
-        result[streams] = {**{n: round(v, 1) for n, v in median.items()}, "ratio": round(ratio, 2)}
+            rounds.append(
+                {n: await measure(e, batch, options.tokens, temperature) for n, e in order}
+            )
+        found = {
+            name: statistics.median(r[name].tokens_per_second for r in rounds)
+            for name in ("off", "ngram")
+        }
+        ratios = [r["ngram"].tokens_per_second / r["off"].tokens_per_second for r in rounds]
+        found["ratio"] = statistics.median(ratios)
+        cpu = [r["ngram"].cpu_seconds / r["off"].cpu_seconds for r in rounds]
+        found["cpu_ratio"] = statistics.median(cpu)
+        result[streams] = {name: round(value, 3) for name, value in found.items()}
         print(
-            f"{streams:3} streams: {median['off']:7.1f} tokens/s without, {median['ngram']:7.1f} "
-            f"with n-grams, {ratio:.2f} times"
+            f"{streams:3} streams: {found['off']:7.1f} tokens/s without, {found['ngram']:7.1f} "
+            f"with n-grams, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
+            f"times ({' '.join(f'{ratio:.2f}' for ratio in ratios)};"
+            f" {' '.join(f'{ratio:.2f}' for ratio in cpu)})",
+            flush=True,
         )
     stats = on.get_stats()
     print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens were right")

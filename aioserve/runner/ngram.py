@@ -14,6 +14,7 @@ from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.drafter import Drafter, Texts
 from aioserve.scheduler.output import NewRequestData
 
+# Guesses, both: they bound what a look takes, and what they are worth was not measured.
 MAX_MATCH = 16  # tokens back to which places are compared: who matches longer is not better
 MAX_PLACES = 8  # that are looked at, the newest first
 MAX_STORES = 8  # of outputs: of the model, and of the adapters that were used last
@@ -22,8 +23,11 @@ MAX_STORES = 8  # of outputs: of the model, and of the adapters that were used l
 class NgramText:
     """A growing text, and where each of its n-grams stood last.
 
-    Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. A token
-    costs about 0.3 us to enter and 100 bytes.
+    Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. Tokens are
+    entered when something is looked for, so what nobody looks into costs nothing. A token takes 106
+    bytes and, on a shared Xeon, 0.4 us to enter among many, 2.2 us alone; to look for what is not
+    there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py --task
+    lookup`).
     """
 
     __slots__ = ("_newest", "_previous", "_size", "token_ids")
@@ -38,16 +42,8 @@ class NgramText:
         return len(self.token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Enter what comes next."""
-        text, size, newest, previous = self.token_ids, self._size, self._newest, self._previous
-        begin = max(len(text), size - 1)
-        text.extend(token_ids)
-        previous.extend([-1] * (min(len(text), size - 1) - len(previous)))
-        grams = zip(*(text[begin - back :] for back in range(size - 1, -1, -1)), strict=False)
-        for place, gram in enumerate(grams, begin):
-            key = hash(gram)
-            previous.append(newest.get(key, -1))
-            newest[key] = place
+        """Add what comes next."""
+        self.token_ids.extend(token_ids)
 
     def find(self, end: Sequence[int]) -> tuple[int, int]:
         """Where the last tokens of `end` stood before, in how many tokens the two places agree
@@ -56,6 +52,8 @@ class NgramText:
         What lies at the very end of this text has nothing behind it, and is not found.
         """
         size, text = self._size, self.token_ids
+        if len(self._previous) < len(text):
+            self._enter()
         best, behind = 0, 0
         if len(end) < size:
             return best, behind
@@ -72,6 +70,24 @@ class NgramText:
                     break
             place = self._previous[place]
         return best, behind
+
+    def _enter(self) -> None:
+        """Chain the places that came since the last time."""
+        text, size, newest, previous = self.token_ids, self._size, self._newest, self._previous
+        begin = len(previous)
+        if begin < size - 1:
+            previous.extend([-1] * (min(len(text), size - 1) - begin))
+            begin = size - 1
+        if begin == len(text) - 1:  # a quicker way for one
+            key = hash(tuple(text[-size:]))
+            previous.append(newest.get(key, -1))
+            newest[key] = begin
+            return
+        grams = zip(*(text[begin - back :] for back in range(size - 1, -1, -1)), strict=False)
+        for place, gram in enumerate(grams, begin):
+            key = hash(gram)
+            previous.append(newest.get(key, -1))
+            newest[key] = place
 
 
 class _Store:
