@@ -117,8 +117,11 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         ),
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
-        Meta(description="type of K and V; auto: the compute type; fp8: half of it, CUDA only"),
+        Literal["auto", "fp8", "int8"],
+        Meta(
+            description="type of K and V; auto: the compute type; half of two bytes: int8 on a "
+            "CPU, fp8 on a CUDA device"
+        ),
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool, Meta(description="share the blocks of equal prompt prefixes")

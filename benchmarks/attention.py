@@ -1,15 +1,20 @@
 """What one layer of paged attention costs, compiled and in plain torch.
 
     python benchmarks/attention.py [--threads 2] [--seconds 1] [--dtype float16]
+    python benchmarks/attention.py --int8 --threads 1 --dtype bfloat16
 
 Shape of a 135M model (9 heads, 3 KV heads of 64), shuffled blocks of 16 tokens. Layers
 take turns, so that no cache holds a layer's K and V from one turn to the next. GB/s is K and V read
 once, against the bandwidth of a plain sum over memory; GFLOP/s counts the products that causal
 attention needs. Medians. The last line is JSON.
+
+`--int8` compares a cache of int8 with one of the compute type: the two take turns, and the least
+processor time of each counts.
 """
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -77,6 +82,40 @@ def read_bandwidth(seconds: float) -> float:
     return data.nbytes / median_seconds(lambda _: data.sum(), seconds)
 
 
+class Layers:
+    """A backend with so many layers that no cache holds them, at one step of one case."""
+
+    def __init__(
+        self,
+        make: Callable[[KVCacheSpec, int, int], AttentionBackend],
+        case: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        rows, tokens, context = CASES[case]
+        blocks = rows * -(-context // BLOCK_SIZE)
+        layer = LayerSpec(KV_HEADS, DIM, DIM)
+        self.bytes = KVCacheSpec((layer,), kv_dtype).bytes_per_token * blocks * BLOCK_SIZE
+        self._count = max(2, CACHE_BYTES // self.bytes)
+        spec = KVCacheSpec((layer,) * self._count, kv_dtype)
+        self._backend = make(spec, blocks, BLOCK_SIZE)
+        for cache in (*self._backend.key_caches, *self._backend.value_caches):
+            if kv_dtype is torch.int8:
+                cache.random_(-127, 128)
+                cache[..., DIM:] = torch.tensor([0.02]).view(torch.int8)
+            else:
+                cache.normal_()
+        self._backend.prepare(step_inputs(rows, tokens, context))
+        self._query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
+        self._states = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
+
+    def run(self, turn: int) -> None:
+        """One layer, another one each turn."""
+        options = AttentionOptions(DIM**-0.5)
+        with torch.inference_mode():
+            self._backend.forward(turn % self._count, self._query, *self._states, options)
+
+
 def measure(
     make: Callable[[KVCacheSpec, int, int], AttentionBackend],
     case: str,
@@ -84,28 +123,35 @@ def measure(
     seconds: float,
 ) -> dict[str, float]:
     rows, tokens, context = CASES[case]
-    blocks = rows * -(-context // BLOCK_SIZE)
-    layer = LayerSpec(KV_HEADS, DIM, DIM)
-    layer_bytes = KVCacheSpec((layer,), dtype).bytes_per_token * blocks * BLOCK_SIZE
-    num_layers = max(2, CACHE_BYTES // layer_bytes)
-    backend = make(KVCacheSpec((layer,) * num_layers, dtype), blocks, BLOCK_SIZE)
-    for cache in (*backend.key_caches, *backend.value_caches):  # type: ignore[attr-defined]
-        cache.normal_()
-    backend.prepare(step_inputs(rows, tokens, context))
-    query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
-    key, value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
-    options = AttentionOptions(DIM**-0.5)
-    with torch.inference_mode():
-        taken = median_seconds(
-            lambda turn: backend.forward(turn % num_layers, query, key, value, options),
-            seconds,
-        )
+    layers = Layers(make, case, dtype, dtype)
+    layer_bytes, taken = layers.bytes, median_seconds(layers.run, seconds)
     seen = rows * (tokens * context - tokens * (tokens - 1) // 2)  # pairs of query and key
     return {
         "ms": taken * 1e3,
         "gb_per_s": layer_bytes / taken / 1e9,
         "gflop_per_s": seen * HEADS * DIM * 4 / taken / 1e9,
     }
+
+
+def compare_int8(kernels: Kernels, case: str, dtype: torch.dtype, turns: int = 60) -> None:
+    """Print the least processor time of a layer with either cache."""
+
+    def make(*shape: Any) -> AttentionBackend:
+        return CompiledAttention(kernels, *shape)
+
+    both = [Layers(make, case, dtype, kv_dtype) for kv_dtype in (dtype, torch.int8)]
+    best = [math.inf, math.inf]
+    for turn in range(turns):
+        for number, layers in enumerate(both):
+            began = time.process_time()
+            layers.run(turn)
+            best[number] = min(best[number], time.process_time() - began)
+    plain, int8 = (seconds * 1e3 for seconds in best)
+    print(
+        f"{case:20}{kernels.variant:>12}{plain:9.3f} ms, int8 {int8:9.3f} ms, "
+        f"{int8 / plain:.2f} times; bytes {both[1].bytes / both[0].bytes:.2f} times",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -117,9 +163,15 @@ def main() -> None:
     parser.add_argument(
         "--backends", nargs="+", choices=["torch", *usable_variants()], default=None
     )
+    parser.add_argument("--int8", action="store_true", help="against a cache of the compute type")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
+    if args.int8:
+        for case in args.cases:
+            for name in args.backends or usable_variants()[:1]:
+                compare_int8(Kernels(name), case, dtype)
+        return
     bandwidth = read_bandwidth(args.seconds)
     print(f"plain read: {bandwidth / 1e9:.1f} GB/s with {args.threads} threads")
     print(f"{'case':20}{'backend':>10}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}")

@@ -62,13 +62,13 @@ class Kernels:
 
         self._rms_norm = by_dtype("rms_norm", _P, _P, _F, _P, _I, _I)
         self._add_rms_norm = by_dtype("add_rms_norm", _P, _P, _P, _F, _P, _I, _I)
-        self._rope_store = by_dtype("rope_store", *[_P] * 6, *[_I] * 6, _P, _P, _F)
-        self._store_kv = by_dtype("store_kv", _P, _I, _I, _P, _P, _I, _I, _I, _I)
+        self._rope_store = by_dtype("rope_store", *[_P] * 6, *[_I] * 7, _P, _P, _F)
+        self._store_kv = by_dtype("store_kv", _P, _I, _I, _P, _P, *[_I] * 5)
         self._silu_and_mul = by_dtype("silu_and_mul", _P, _P, _I, _I)
         self._gelu_tanh_and_mul = by_dtype("gelu_tanh_and_mul", _P, _P, _I, _I)
-        self._paged_attention = by_dtype(
-            "paged_attention", _P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P
-        )
+        attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
+        self._paged_attention = by_dtype("paged_attention", *attention)
+        self._paged_attention_int8 = by_dtype("paged_attention_int8", *attention)
         self._linear = by_dtype("linear", _P, _P, _P, _I)
         self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
@@ -121,10 +121,12 @@ class Kernels:
 
         `qkv` [T, Hq * Dk + Hkv * (Dk + Dv)]. `cos_sin` float32 [positions, Dk]: Dk / 2 cosines,
         then as many sines, for the two halves of a head. `positions` and `slots` int64 [T].
-        Caches [num_blocks, Hkv, block_size, D]. `q_norm` and `k_norm` [Dk]: weights of an RMS norm
-        per head before the rotation, both or neither.
+        Caches [num_blocks, Hkv, block_size, D] of the type of `qkv`, or int8 [..., D + 4]: codes
+        of a token and head, then their scale as the bytes of a float32. `q_norm` and `k_norm`
+        [Dk]: weights of an RMS norm per head before the rotation, both or neither.
         """
-        _, num_kv_heads, block_size, key_dim = key_cache.shape
+        _, num_kv_heads, block_size, _ = key_cache.shape
+        key_dim = cos_sin.shape[1]
         self._rope_store[qkv.dtype](
             qkv.data_ptr(),
             cos_sin.data_ptr(),
@@ -136,8 +138,9 @@ class Kernels:
             num_heads,
             num_kv_heads,
             key_dim,
-            value_cache.shape[3],
+            qkv.shape[1] // num_kv_heads - key_dim * (num_heads // num_kv_heads + 1),
             block_size,
+            key_cache.dtype is torch.int8,
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             eps,
@@ -157,6 +160,7 @@ class Kernels:
             num_kv_heads,
             head_dim,
             cache.shape[2],
+            cache.dtype is torch.int8,
         )
 
     def silu_and_mul(self, x: Tensor, out: Tensor) -> None:
@@ -209,15 +213,17 @@ class Kernels:
         """Attention of the last tokens of R rows to all of their past, which is in the cache.
 
         `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
-        [num_blocks, Hkv, block_size, D], finite where a row has tokens and never read elsewhere.
+        as `rope_store` fills them, finite where a row has tokens and never read elsewhere.
         `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
         float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0. A token's
         result does not depend on the other rows or on the number of threads.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()
-        _, num_kv_heads, block_size, value_dim = value_cache.shape
-        self._paged_attention[query.dtype](
+        _, num_kv_heads, block_size, _ = value_cache.shape
+        is_int8 = key_cache.dtype is torch.int8
+        by_dtype = self._paged_attention_int8 if is_int8 else self._paged_attention
+        by_dtype[query.dtype](
             query.data_ptr(),
             token_stride,
             head_stride,
@@ -232,7 +238,7 @@ class Kernels:
             num_heads,
             num_kv_heads,
             key_dim,
-            value_dim,
+            out.shape[2],
             block_size,
             scaling,
             sliding_window or 0,

@@ -1,16 +1,21 @@
 """Which device a configuration means, and what makes no sense there. Free of torch."""
 
 import ctypes
-from typing import Literal
+from typing import Any, Literal
 
-from aioserve.config import CacheConfig, EngineConfig, RunnerConfig
+from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.errors import ConfigError
 
-_CUDA_ONLY = (
-    ("runner", RunnerConfig(), ("gpu_memory_utilization", "enforce_eager")),
-    ("cache", CacheConfig(), ("kv_cache_dtype",)),
+# Settings of one device, each with what it may say on the other.
+_CUDA_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("runner", "gpu_memory_utilization", (RunnerConfig().gpu_memory_utilization,)),
+    ("runner", "enforce_eager", (RunnerConfig().enforce_eager,)),
+    ("cache", "kv_cache_dtype", ("auto", "int8")),
 )
-_CPU_ONLY = (("runner", RunnerConfig(), ("threads",)),)
+_CPU_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("runner", "threads", (RunnerConfig().threads,)),
+    ("cache", "kv_cache_dtype", ("auto", "fp8")),
+)
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
@@ -21,14 +26,13 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
     if wanted == "cuda" and not has_cuda():
         raise ConfigError("runner.device is cuda, but the driver reports no CUDA device")
     device: Literal["cpu", "cuda"] = "cuda" if wanted != "cpu" and has_cuda() else "cpu"
-    for section, defaults, names in _CUDA_ONLY if device == "cpu" else _CPU_ONLY:
-        settings = getattr(config, section)
-        for name in names:
-            if getattr(settings, name) != getattr(defaults, name):
-                raise ConfigError(
-                    f"{section}.{name} is {getattr(settings, name)!r}, but the model runs on the "
-                    f"{device.upper()}, where it means nothing (runner.device is {wanted})"
-                )
+    for section, name, harmless in _CUDA_ONLY if device == "cpu" else _CPU_ONLY:
+        given = getattr(getattr(config, section), name)
+        if given not in harmless:
+            raise ConfigError(
+                f"{section}.{name} is {given!r}, but the model runs on the {device.upper()}, where "
+                f"it means nothing (runner.device is {wanted})"
+            )
     return device
 
 

@@ -43,6 +43,7 @@ def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         (False, {"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is 0.5, but .* the CPU"),
         (False, {"enforce_eager": True}, "enforce_eager is True, but the model runs on the CPU"),
         (False, {"kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype is 'fp8', but .* the CPU"),
+        (True, {"kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', but .* the CUDA"),
         (True, {"threads": 2}, "runner.threads is 2, but the model runs on the CUDA"),
     ],
 )

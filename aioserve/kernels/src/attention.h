@@ -1,6 +1,9 @@
 // Attention of packed queries over a paged KV cache, after FlashAttention-2 (Dao, 2023) and
-// Flash-Decoding. Included once per element type: T, LOAD, STORE, NAME; PAIRS where dot products
-// of bfloat16 pairs exist: a lane of 32 bits is then two numbers, else one float.
+// Flash-Decoding. Included twice per element type: T, LOAD, STORE, NAME; PAIRS where dot products
+// of bfloat16 pairs exist: a lane of 32 bits is then two numbers, else one float. First for K and V
+// as they are, then as codes (codes.h): CODES; K, LOAD_K, ROW, OVER. Codes are whole numbers, so
+// they are exact in every type: scores are multiplied by the scales of their keys, and weights by
+// those of their values.
 //
 // The work is cut into items: some queries of one row, all their heads of one KV head, a range of
 // keys. An item walks its keys in tiles, each packed once for all of its queries, or read directly
@@ -9,30 +12,37 @@
 
 #ifdef PAIRS
 #define STEP 2  // numbers per lane
-#define WEIGHT bf16
-#define STORE_WEIGHT store_bf16
 #define EXP2 exp2_rough
 #define MULTIPLY multiply_pairs
 #else
 #define STEP 1
-#define WEIGHT float
-#define STORE_WEIGHT store_f32
 #define EXP2 exp2_
 #define MULTIPLY multiply_floats
+#endif
+#ifdef CODES  // read directly they become floats
+#define DIRECT_STEP 1
+#define SCORE_KEYS score_keys_codes
+#define WEIGH_VALUES weigh_values_codes
+#define LOAD_QUERY(query, d) LOAD((query) + (d))
+#else
+#define DIRECT_STEP STEP
+#define SCORE_KEYS NAME(score_keys)
+#define WEIGH_VALUES NAME(weigh_values)
+#define LOAD_QUERY(query, d) LOAD_PART((query) + (d) / PART * PART, (d) / W % 2)
 #endif
 
 // Where K and V of two tiles lie: of this one, and of what this thread takes next.
 typedef struct {
-    const T *keys[2][TILE], *values[2][TILE];
+    const K *keys[2][TILE], *values[2][TILE];
     int now;
     const item *next;  // whose first tile the other is, fetched already
-    const T *zeros;
-} NAME(places);
+    const K *zeros;
+} OVER(places);
 
 // The first `count` places of a tile: zeros outside of what the item may see, which is never read,
 // as other requests may be writing there.
-static void NAME(find_rows)(const attention *args, const item *work, int64_t tile, int64_t count,
-                            const T *zeros, const T **keys, const T **values) {
+static void OVER(find_rows)(const attention *args, const item *work, int64_t tile, int64_t count,
+                            const K *zeros, const K **keys, const K **values) {
     int64_t begin = work->first_key > tile ? work->first_key - tile : 0;
     int64_t end = smaller(work->end_key - tile, work->tile), i = 0;
     while (i < begin) keys[i] = values[i] = zeros, i++;
@@ -40,41 +50,46 @@ static void NAME(find_rows)(const attention *args, const item *work, int64_t til
         int64_t position = tile + i, offset = position % args->block_size;
         int64_t slot = work->blocks[position / args->block_size] * args->kv_heads + work->kv_head;
         slot = slot * args->block_size + offset;
-        const T *key = (const T *)args->key_cache + slot * args->key_dim;
-        const T *value = (const T *)args->value_cache + slot * args->value_dim;
+        const K *key = (const K *)args->key_cache + slot * ROW(args->key_dim);
+        const K *value = (const K *)args->value_cache + slot * ROW(args->value_dim);
         int64_t block_end = smaller(end, i + args->block_size - offset);
-        for (; i < block_end; i++, key += args->key_dim, value += args->value_dim)
+        for (; i < block_end; i++, key += ROW(args->key_dim), value += ROW(args->value_dim))
             keys[i] = key, values[i] = value;
     }
     while (i < count) keys[i] = values[i] = zeros, i++;
 }
 
 // The processor cannot guess where the next block lies.
-INLINE void NAME(prefetch)(const T *row, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+INLINE void OVER(prefetch)(const K *row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / sizeof(K)) __builtin_prefetch(row + i);
 }
 
 // Up to W * STEP of the `n` numbers at x, the rest 0.
-INLINE vf NAME(load_lanes)(const T *x, int64_t n) {
-#ifdef PAIRS
+INLINE vf OVER(load_lanes)(const K *x, int64_t n) {
+#if defined(PAIRS) && defined(CODES)
+    __m256i codes = _mm256_zextsi128_si256(_mm_loadu_si128((const void *)x));
+    if (n >= W * STEP) codes = _mm256_loadu_si256((const void *)x);
+    vi both = (vi)_mm512_cvtepu16_epi32(codes);
+    return (vf)((vu)to_floats(both << 24 >> 24) >> 16 | (vu)to_floats(both << 16 >> 24));
+#elif defined(PAIRS)
     if (n < W * STEP) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
     return load_f32((const float *)x);
 #else
     (void)n;
-    return LOAD(x);
+    return LOAD_K(x);
 #endif
 }
 
 // `count` rows of one token each to lanes [key_dim / STEP][TILE]: queries meet keys lane by lane.
 // `next` are the rows of the tile after this one.
-static void NAME(pack_keys)(const T *const *keys, const T *const *next, int64_t count,
+static void OVER(pack_keys)(const K *const *keys, const K *const *next, int64_t count,
                             int64_t key_dim, float *packed) {
     for (int64_t key = 0; key < count; key += W) {
-        for (int i = 0; i < W; i++) NAME(prefetch)(next[key + i], key_dim);
+        for (int i = 0; i < W; i++) OVER(prefetch)(next[key + i], key_dim);
         for (int64_t d = 0; d < key_dim; d += W * STEP) {
             vf lanes[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) lanes[i] = NAME(load_lanes)(keys[key + i] + d, key_dim - d);
+            for (int i = 0; i < W; i++) lanes[i] = OVER(load_lanes)(keys[key + i] + d, key_dim - d);
             transpose(lanes);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_f32(packed + (d / STEP + i) * TILE + key, lanes[i]);
@@ -83,25 +98,31 @@ static void NAME(pack_keys)(const T *const *keys, const T *const *next, int64_t 
 }
 
 // `count` rows to lanes [count / STEP][value_dim].
-static void NAME(pack_values)(const T *const *values, const T *const *next, int64_t count,
+static void OVER(pack_values)(const K *const *values, const K *const *next, int64_t count,
                               int64_t value_dim, float *packed) {
     for (int64_t key = 0; key < count; key += STEP) {
-        for (int i = 0; i < STEP; i++) NAME(prefetch)(next[key + i], value_dim);
+        for (int i = 0; i < STEP; i++) OVER(prefetch)(next[key + i], value_dim);
         for (int64_t d = 0; d < value_dim; d += W, packed += W) {
 #ifdef PAIRS
-            vu low = (vu)LOAD(values[key] + d), high = (vu)LOAD(values[key + 1] + d);
+            vu low = (vu)LOAD_K(values[key] + d), high = (vu)LOAD_K(values[key + 1] + d);
             store_f32(packed, (vf)(low >> 16 | high));
 #else
-            store_f32(packed, LOAD(values[key] + d));
+            store_f32(packed, LOAD_K(values[key] + d));
 #endif
         }
     }
 }
 
 // One row of scores to weights relative to the highest so far; returns what scales earlier ones.
-// Keys [begin, end) of columns [first, last) are visible.
-INLINE float NAME(soften)(const attention *args, float *scores, float *weights, int64_t first,
-                          int64_t last, int64_t begin, int64_t end, float *max, float *totals) {
+// Keys [begin, end) of columns [first, last) are visible. `scales`, of codes: [2][TILE], of keys and
+// of values. `step`: 2 for weights in bfloat16, else 1.
+INLINE float OVER(soften)(const attention *args, const float *scales, int step, float *scores,
+                          float *weights, int64_t first, int64_t last, int64_t begin, int64_t end,
+                          float *max, float *totals) {
+#ifdef CODES
+    for (int64_t c = first; c < last; c += W)
+        store_f32(scores + c, load_f32(scores + c) * load_f32(scales + c));
+#endif
     if (args->softcap > 0)
         for (int64_t c = first; c < last; c += W) {
             vf e = exp_(load_f32(scores + c) * (2 * args->scaling / args->softcap));
@@ -121,26 +142,30 @@ INLINE float NAME(soften)(const attention *args, float *scores, float *weights, 
     for (int64_t c = first; c < last; c += W) {
         vf p = EXP2(load_f32(scores + c) * unit - *max);
         sums += p;
-        STORE_WEIGHT((WEIGHT *)weights + c, p);
+#ifdef CODES
+        p *= load_f32(scales + TILE + c);
+#endif
+        if (step == 2) store_bf16((bf16 *)weights + c, p);
+        else store_f32(weights + c, p);
     }
     store_f32(totals, load_f32(totals) * scale + sums);
     return scale;
 }
 
 // `after` is what this thread will probably do next, or null: its first tile is fetched meanwhile.
-static void NAME(attend_item)(const attention *args, const item *work, const item *after,
-                              NAME(places) *places) {
+static void OVER(attend_item)(const attention *args, const item *work, const item *after,
+                              OVER(places) *places) {
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
-    const int64_t key_dim = args->key_dim, value_dim = args->value_dim, lanes = key_dim / STEP;
-    const int64_t padded_lanes = (lanes + W - 1) / W * W;
+    const int64_t key_dim = args->key_dim, value_dim = args->value_dim;
     const int64_t position = work->position;
     const int is_direct = rows <= DIRECT_ROWS && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
-    const int most = is_direct ? DIRECT_ROWS : MAX_ROWS;
+    const int most = is_direct ? DIRECT_ROWS : MAX_ROWS, step = is_direct ? DIRECT_STEP : STEP;
+    const int64_t lanes = key_dim / step, padded_lanes = (lanes + W - 1) / W * W;
 
-    float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / STEP) +
+    float scratch[rows * (lanes + value_dim + 1 + W) + TILE * (padded_lanes + value_dim / step) +
                   2 * DIRECT_ROWS * TILE] __attribute__((aligned(64)));
     float *keys = scratch, *values = keys + TILE * padded_lanes;
-    float *scores = values + TILE * value_dim / STEP, *weights = scores + DIRECT_ROWS * TILE;
+    float *scores = values + TILE * value_dim / step, *weights = scores + DIRECT_ROWS * TILE;
     float *out = weights + DIRECT_ROWS * TILE, *queries = out + rows * value_dim;
     float *maxima = queries + rows * lanes, *totals = maxima + rows;  // W parts of each
 
@@ -149,13 +174,9 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
         const T *query = (const T *)args->query +
                          (work->first_token + r / group) * args->query_token_stride +
                          head * args->query_head_stride;
-#ifdef PAIRS
-        memcpy(queries + r * lanes, query, key_dim * sizeof(T));
-#else
-        for (int64_t d = 0; d < key_dim; d += W)
-            store_f32(queries + r * lanes + d,
-                      is_direct ? LOAD_PART(query + d / PART * PART, d / W % 2) : LOAD(query + d));
-#endif
+        if (step == 2) memcpy(queries + r * lanes, query, key_dim * sizeof(T));
+        else for (int64_t d = 0; d < key_dim; d += W)
+            store_f32(queries + r * lanes + d, is_direct ? LOAD_QUERY(query, d) : LOAD(query + d));
         int has_sink = args->sinks && work->piece == 0;
         maxima[r] = has_sink ? args->sinks[head] * LOG2E : NOTHING_SEEN;
         store_f32(totals + r * W, (vf){has_sink});
@@ -164,11 +185,11 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
 
     int64_t tile = work->first_key / 16 * 16;
     if (places->next != work) {
-        const T **keys = places->keys[!places->now], **values = places->values[!places->now];
-        NAME(find_rows)(args, work, tile, work->tile, places->zeros, keys, values);
+        const K **keys = places->keys[!places->now], **values = places->values[!places->now];
+        OVER(find_rows)(args, work, tile, work->tile, places->zeros, keys, values);
         for (int64_t i = 0; i < work->tile; i++) {
-            NAME(prefetch)(keys[i], key_dim);
-            NAME(prefetch)(values[i], value_dim);
+            OVER(prefetch)(keys[i], key_dim);
+            OVER(prefetch)(values[i], value_dim);
         }
     }
     places->next = after;
@@ -177,21 +198,28 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
         int64_t end = smaller(work->end_key - tile, work->tile);
         int64_t last = (end + 15) / 16 * 16;
         places->now = !places->now;
-        const T **key_rows = places->keys[places->now], **next_keys = places->keys[!places->now];
-        const T **value_rows = places->values[places->now];
-        const T **next_values = places->values[!places->now];
+        const K **key_rows = places->keys[places->now], **next_keys = places->keys[!places->now];
+        const K **value_rows = places->values[places->now];
+        const K **next_values = places->values[!places->now];
         int is_last = tile + work->tile >= work->end_key && after;
         const item *next = is_last ? after : work;
-        NAME(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile,
+        OVER(find_rows)(args, next, is_last ? after->first_key / 16 * 16 : tile + work->tile,
                         next->tile > last ? next->tile : last, places->zeros, next_keys,
                         next_values);
         for (int64_t i = last; i < next->tile; i++) {  // no key here to be fetched beside
-            NAME(prefetch)(next_keys[i], key_dim);
-            NAME(prefetch)(next_values[i], value_dim);
+            OVER(prefetch)(next_keys[i], key_dim);
+            OVER(prefetch)(next_values[i], value_dim);
         }
+        float scales_of_keys[2][TILE] __attribute__((aligned(64)));
+#ifdef CODES
+        for (int64_t i = 0; i < last; i++) {
+            scales_of_keys[0][i] = scale_of(key_rows[i], key_dim);
+            scales_of_keys[1][i] = scale_of(value_rows[i], value_dim);
+        }
+#endif
         if (!is_direct) {
-            NAME(pack_keys)(key_rows, next_keys, last, key_dim, keys);
-            NAME(pack_values)(value_rows, next_values, last, value_dim, values);
+            OVER(pack_keys)(key_rows, next_keys, last, key_dim, keys);
+            OVER(pack_values)(value_rows, next_values, last, value_dim, values);
         }
 
         for (int64_t r = 0; r < rows; r += most) {
@@ -205,7 +233,7 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
             if (is_direct)
-                NAME(score_keys)(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
+                SCORE_KEYS(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
                            scores + from);
             else
                 MULTIPLY(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
@@ -215,13 +243,13 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
                 int64_t own = position + (r + i) / group + 1 - tile;  // end of what it sees
                 int64_t start = args->window && own - args->window > begin ? own - args->window
                                                                             : begin;
-                scales[i] = NAME(soften)(args, scores + i * TILE,
-                                         weights + i * (TILE / STEP), from, to, start,
+                scales[i] = OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE,
+                                         weights + i * (TILE / step), from, to, start,
                                          own < end ? own : end, &maxima[r + i],
                                          totals + (r + i) * W);
             }
             if (is_direct)
-                NAME(weigh_values)(mr, weights + from / STEP, value_rows + from, next_values + from,
+                WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
                              to - from, scales, out, value_dim);
             else
                 MULTIPLY(mr, weights + from / STEP, TILE / STEP,
@@ -230,7 +258,7 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
         }
     }
 
-#ifndef PAIRS
+#if !defined(PAIRS) && !defined(CODES)
     if (is_direct)
         for (int64_t d = 0; d < rows * value_dim; d += PART) ORDER_PARTS(out + d);
 #endif
@@ -249,6 +277,7 @@ static void NAME(attend_item)(const attention *args, const item *work, const ite
     }
 }
 
+#ifndef CODES
 // Put together the pieces of one context, first to last.
 static void NAME(combine)(const attention *args, const item *pieces, int64_t count) {
     const int64_t group = args->q_heads / args->kv_heads, rows = pieces->tokens * group;
@@ -271,9 +300,10 @@ static void NAME(combine)(const attention *args, const item *pieces, int64_t cou
         }
     }
 }
+#endif
 
-void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t query_head_stride,
-                           T *out, const T *key_cache, const T *value_cache,
+void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t query_head_stride,
+                           T *out, const void *key_cache, const void *value_cache,
                            const int32_t *block_table, int64_t table_width,
                            const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows,
                            int64_t q_heads, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
@@ -287,14 +317,14 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
     {
         const int64_t threads = omp_get_num_threads(), rest = work.count / threads / 32;
         const int64_t chunk = rest < 1 ? 1 : smaller(rest, 8);
-        T zeros[key_dim > value_dim ? key_dim : value_dim];
+        K zeros[ROW(key_dim > value_dim ? key_dim : value_dim)];
         memset(zeros, 0, sizeof zeros);
-        NAME(places) places;
+        OVER(places) places;
         places.now = 0, places.next = 0, places.zeros = zeros;
 #pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < work.count; i++) {
             int64_t after = (i + 1) % chunk ? i + 1 : i + 1 + (threads - 1) * chunk;
-            NAME(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0,
+            OVER(attend_item)(&args, work.items + i, after < work.count ? work.items + after : 0,
                               &places);
         }
 #pragma omp for schedule(dynamic)
@@ -306,7 +336,9 @@ void NAME(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
 }
 
 #undef STEP
-#undef WEIGHT
-#undef STORE_WEIGHT
 #undef EXP2
 #undef MULTIPLY
+#undef DIRECT_STEP
+#undef SCORE_KEYS
+#undef WEIGH_VALUES
+#undef LOAD_QUERY

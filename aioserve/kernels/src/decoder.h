@@ -12,7 +12,7 @@ typedef struct {
     void *key_cache, *value_cache;
     int64_t q_heads, kv_heads, head_dim, block_size;
     int64_t window;  // 0: none
-    int64_t is_gelu;
+    int64_t is_gelu, is_int8;  // the activation; the cache
     float input_eps, post_eps, head_eps, scaling;
     float softcap;  // 0: none
 } decoder_layer;
@@ -69,14 +69,14 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
         NAME(linear)(&layer->qkv, normed, wide, tokens);
         NAME(rope_store)(wide, layer->cos_sin, step->positions, step->slots, layer->key_cache,
                         layer->value_cache, tokens, layer->q_heads, layer->kv_heads,
-                        layer->head_dim, layer->head_dim, layer->block_size, layer->q_norm,
-                        layer->k_norm, layer->head_eps);
+                        layer->head_dim, layer->head_dim, layer->block_size, layer->is_int8,
+                        layer->q_norm, layer->k_norm, layer->head_eps);
         if (is_last && !step->num_sampling) return;
-        NAME(paged_attention)(wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache,
-                             layer->value_cache, step->block_table, step->table_width,
-                             step->query_start_loc, step->seq_lens, step->rows, layer->q_heads,
-                             layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
-                             layer->scaling, layer->window, layer->softcap, 0);
+        (layer->is_int8 ? NAME(paged_attention_int8) : NAME(paged_attention))(
+            wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
+            step->block_table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
+            layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
+            layer->scaling, layer->window, layer->softcap, 0);
         if (is_last) {  // nobody attends any more: only the tokens that sample matter from here on
             NAME(take_rows)(narrow, step->sampling, step->num_sampling, layer->output.in);
             NAME(take_rows)(residual, step->sampling, step->num_sampling, hidden);

@@ -8,7 +8,26 @@
 #include "direct.h"
 #endif
 #include "elementwise.h"
+#define K T
+#define LOAD_K LOAD
+#define ROW(n) (n)
+#define OVER(name) NAME(name)
 #include "attention.h"
+#undef K
+#undef LOAD_K
+#undef ROW
+#undef OVER
+#define CODES
+#define K uint8_t
+#define LOAD_K signed_bytes
+#define ROW CODE_ROW
+#define OVER(name) NAME(name##_int8)
+#include "attention.h"
+#undef CODES
+#undef K
+#undef LOAD_K
+#undef ROW
+#undef OVER
 #include "decoder.h"
 #undef T
 #undef LOAD

@@ -47,6 +47,27 @@ INLINE void NAME(store_finite)(T *slot, const T *x, int64_t n) {
     }
 }
 
+// The same as codes. A row whose numbers are all below 1e-30 is 0: their inverse may be infinite.
+INLINE void NAME(store_row_of_codes)(uint8_t *slot, const T *x, int64_t n) {
+    vf top = splat(0);
+    for (int64_t i = 0; i < n; i += W) {
+        vf v = LOAD(x + i);
+        top = maximum((vf)((v - v == 0.f) & (vi)v & 0x7fffffff), top);
+    }
+    float most = highest(top), scale = most < 1e-30f ? 0 : most / 127;
+    float per_number = most < 1e-30f ? 0 : 127 / most;
+    for (int64_t i = 0; i < n; i += W) {
+        vf v = LOAD(x + i);
+        store_codes(slot + i, (vf)((v - v == 0.f) & (vi)v) * per_number);
+    }
+    memcpy(slot + n, &scale, sizeof scale);
+}
+
+INLINE void NAME(store_row)(void *cache, int64_t slot, const T *x, int64_t n, int64_t is_int8) {
+    if (is_int8) NAME(store_row_of_codes)((uint8_t *)cache + slot * CODE_ROW(n), x, n);
+    else NAME(store_finite)((T *)cache + slot * n, x, n);
+}
+
 // W numbers of both halves of a head: optional norm, then rotation.
 INLINE void NAME(rotate_part)(T *x, const T *norm, float scale, const float *cos_sin,
                               int64_t half) {
@@ -78,9 +99,9 @@ INLINE void NAME(rotate)(T *x, const T *norm, float eps, const float *cos_sin, i
 }
 
 void NAME(rope_store)(T *qkv, const float *cos_sin, const int64_t *positions, const int64_t *slots,
-                      T *key_cache, T *value_cache, int64_t tokens, int64_t q_heads,
+                      void *key_cache, void *value_cache, int64_t tokens, int64_t q_heads,
                       int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t block_size,
-                      const T *q_norm, const T *k_norm, float eps) {
+                      int64_t is_int8, const T *q_norm, const T *k_norm, float eps) {
     int64_t width = (q_heads + kv_heads) * key_dim + kv_heads * value_dim;
 #pragma omp parallel for if (tokens * width >= PARALLEL_FROM)
     for (int64_t token = 0; token < tokens; token++) {
@@ -92,24 +113,25 @@ void NAME(rope_store)(T *qkv, const float *cos_sin, const int64_t *positions, co
         for (int64_t h = 0; h < kv_heads; h++, head += key_dim) {
             int64_t slot = (block * kv_heads + h) * block_size + offset;
             NAME(rotate)(head, k_norm, eps, rotation, key_dim);
-            NAME(store_finite)(key_cache + slot * key_dim, head, key_dim);
+            NAME(store_row)(key_cache, slot, head, key_dim, is_int8);
         }
         for (int64_t h = 0; h < kv_heads; h++, head += value_dim) {
             int64_t slot = (block * kv_heads + h) * block_size + offset;
-            NAME(store_finite)(value_cache + slot * value_dim, head, value_dim);
+            NAME(store_row)(value_cache, slot, head, value_dim, is_int8);
         }
     }
 }
 
 // `x` [tokens, heads, n] with any strides of its first two axes, into a cache.
 void NAME(store_kv)(const T *x, int64_t token_stride, int64_t head_stride, const int64_t *slots,
-                    T *cache, int64_t tokens, int64_t heads, int64_t n, int64_t block_size) {
+                    void *cache, int64_t tokens, int64_t heads, int64_t n, int64_t block_size,
+                    int64_t is_int8) {
 #pragma omp parallel for if (tokens * heads * n >= PARALLEL_FROM)
     for (int64_t token = 0; token < tokens; token++) {
         int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
         for (int64_t h = 0; h < heads; h++) {
             int64_t slot = (block * heads + h) * block_size + offset;
-            NAME(store_finite)(cache + slot * n, x + token * token_stride + h * head_stride, n);
+            NAME(store_row)(cache, slot, x + token * token_stride + h * head_stride, n, is_int8);
         }
     }
 }

@@ -1,6 +1,7 @@
 // The kernels for all element types; built once per instruction set (see setup.py), called
 // through ctypes (see ../library.py). Knows no Python, no torch, and no OpenMP runtime of its own.
 #include "blocks.h"
+#include "codes.h"
 #include "plan.h"
 #include "vector.h"
 #include "weight.h"
@@ -26,6 +27,14 @@ const int64_t whole_bits = WHOLE_BITS;
 
 // LOAD_PART(p, i), of 2 * W numbers: those that are fastest to widen, then the others. ORDER_PARTS
 // puts floats that lie so back in order. DEPTH: inputs that lie side by side in a packed weight.
+#define T uint8_t
+#define LOAD_PART(p, i) signed_bytes((p) + W * (i))
+#define NAME(name) JOIN(name, codes)
+#include "direct.h"
+#undef T
+#undef LOAD_PART
+#undef NAME
+
 #define T float
 #define LOAD load_f32
 #define LOAD_PART(p, i) load_f32((p) + W * (i))

@@ -3,13 +3,12 @@
 // into a buffer for many. Each output is one float32 sum over the inputs in their order, whatever
 // the number of rows: no result depends on other rows or on threads.
 
-#ifndef LINE
+#ifndef BLOCK
 #define BLOCK (W == 16 ? 128 : 256)  // inputs at a time: of a panel 8 to 32 KiB, widened 16 or 32
 #define FEW 36                       // rows, up to which weights are widened in registers
 #define PAIR_ROWS 3                  // up to which two panels share them: one alone has few sums
 #define MANY 192                     // rows at a time; a multiple of MAX_ROWS
 #define MANY_OUTPUTS (32 * W)        // at a time, for which the rows are widened once
-#define LINE 64                      // bytes that memory gives at a time
 #endif
 
 #define LOAD_WEIGHTS(p, i) (DEPTH == 2 ? LOAD_PART(p, i) : LOAD(p))

@@ -24,6 +24,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define LINE 64  // bytes that memory gives at a time
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf splat_bits(const float *p) {  // whatever the 32 bits mean

@@ -12,6 +12,7 @@ from torch import Tensor
 from aioserve.runner.low_rank import TokenAdapters
 
 IntArray = npt.NDArray[np.int64]
+SCALE_BYTES = 4  # of a float32, behind the codes of K or V
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,26 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """All attention layers in the order in which the model runs them."""
+    """All attention layers in the order in which the model runs them.
+
+    With `dtype` int8 a number takes a byte, and the numbers of a token and head a scale besides.
+    """
 
     layers: tuple[LayerSpec, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which K and V are kept
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers."""
         elements = sum(
-            layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim)
+            layer.num_kv_heads * (self.row(layer.key_head_dim) + self.row(layer.value_head_dim))
             for layer in self.layers
         )
         return elements * self.dtype.itemsize
+
+    def row(self, head_dim: int) -> int:
+        """Elements that K or V of a token and head take."""
+        return head_dim + (SCALE_BYTES if self.dtype is torch.int8 else 0)
 
 
 class AttentionOptions(NamedTuple):

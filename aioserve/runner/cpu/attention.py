@@ -5,6 +5,7 @@ items of at most `QUERY_BLOCK` tokens of one row; items of like shape form a gro
 its KV blocks once per layer and is two batched products. Knows nothing about requests or models.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aioserve.runner.attention.backend import (
+    SCALE_BYTES,
     AttentionOptions,
     IntArray,
     KVCacheSpec,
@@ -192,16 +194,38 @@ def _store(cache: Tensor, slots: Tensor, states: Tensor) -> None:
     Non-finite numbers become 0: a block is reused by other requests, and what is masked there is
     multiplied by 0, which only a finite number survives.
     """
-    head_dim = cache.shape[-1]
+    row = cache.shape[-1]
     states = torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
-    cache.view(-1, head_dim).index_copy_(0, slots, states.reshape(-1, head_dim))
+    if cache.dtype is torch.int8:
+        states = _encode(states.float())
+    cache.view(-1, row).index_copy_(0, slots, states.reshape(-1, row))
+
+
+def _encode(states: Tensor) -> Tensor:
+    """[..., D] in float32 -> [..., D + 4] int8: codes, and the bytes of the scale of all of them.
+
+    As the kernels do it, to the bit (`store_row_of_codes` in C).
+    """
+    most = states.abs().amax(dim=-1, keepdim=True)
+    most[most < 1e-30] = math.inf  # too small for an inverse: zeros
+    largest = torch.tensor(127.0)  # `127 / most` would be 127 * (1 / most), rounded twice
+    codes = torch.round(states * (largest / most)).to(torch.int8)
+    scales = torch.where(most.isinf(), 0.0, most / largest)
+    return torch.cat([codes, scales.view(torch.int8)], dim=-1)
+
+
+def _decode(rows: Tensor) -> Tensor:
+    """What `_encode` was given, rounded."""
+    codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
+    return codes.float() * scales.view(torch.float32)
 
 
 def _gather(cache: Tensor, kv_rows: Tensor) -> Tensor:
-    """[B, H, blocks] rows of one head's blocks -> [B * H, L, D]."""
-    _, _, block_size, head_dim = cache.shape
-    rows = F.embedding(kv_rows, cache.view(-1, block_size * head_dim))  # whole blocks: fast copies
-    return rows.view(kv_rows.shape[0] * kv_rows.shape[1], -1, head_dim)
+    """[B, H, blocks] rows of one head's blocks -> [B * H, L, D] in float32."""
+    _, _, block_size, row = cache.shape
+    rows = F.embedding(kv_rows, cache.view(-1, block_size * row))  # whole blocks: fast copies
+    rows = rows.view(kv_rows.shape[0] * kv_rows.shape[1], -1, row)
+    return _decode(rows) if cache.dtype is torch.int8 else rows.float()
 
 
 def _attend(
@@ -220,7 +244,7 @@ def _attend(
     query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
     # In float32, as fused attention computes: scores and weights rounded to two bytes had logits
     # three times as far from the reference's.
-    key, value = _gather(key_cache, kv_rows).float(), _gather(value_cache, kv_rows).float()
+    key, value = _gather(key_cache, kv_rows), _gather(value_cache, kv_rows)
 
     # [B * Q, Hq, D] -> [B * Hkv, queries_per_kv * Q, D]: all queries of a KV head in one product
     q = query[:, query_heads].index_select(0, group.queries)

@@ -23,11 +23,12 @@ class CompiledAttention(AttentionBackend):
     ) -> None:
         super().__init__(KVMemory(spec, num_kv_blocks, block_size))
         self._kernels = kernels
+        self._value_dims = [layer.value_head_dim for layer in spec.layers]
 
     @staticmethod
     def why_not(spec: KVCacheSpec) -> str | None:
         """What the kernels do not serve in `spec`; None if they serve it all."""
-        if spec.dtype not in Kernels.dtypes:
+        if spec.dtype not in Kernels.dtypes | {torch.int8}:
             return f"{spec.dtype} is not served"
         for layer in spec.layers:
             for dim in (layer.key_head_dim, layer.value_head_dim):
@@ -59,7 +60,7 @@ class CompiledAttention(AttentionBackend):
         The numbers of a head of `query` are contiguous, its tokens and heads need not be.
         """
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
-        out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+        out = query.new_empty(query.shape[0], query.shape[1], self._value_dims[layer])
         self._kernels.paged_attention(
             query,
             key_cache,

@@ -33,7 +33,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class KVMemory:
-    """K and V of every layer: tensors `[num_blocks, num_kv_heads, block_size, head_dim]` of zeros.
+    """K and V of every layer: tensors `[num_blocks, num_kv_heads, block_size, row]` of zeros, with
+    the `row` of `KVCacheSpec`.
 
     Block ids are handed out from 0 upwards, so the blocks in memory are the first ones: those that
     were ever in use, and `AHEAD_TOKENS` more. On Linux; elsewhere all are, from the start.
@@ -44,7 +45,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.num_committed_blocks = 0
         shapes = [
-            (num_blocks, layer.num_kv_heads, block_size, head_dim)
+            (num_blocks, layer.num_kv_heads, block_size, spec.row(head_dim))
             for layer in spec.layers
             for head_dim in (layer.key_head_dim, layer.value_head_dim)
         ]

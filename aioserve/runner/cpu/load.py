@@ -16,6 +16,7 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
@@ -53,10 +54,10 @@ def load_on_cpu(
         model = load_model_on_cpu(config.model, info)
         draft = None if draft_info is None else load_model_on_cpu(draft_info.config, draft_info)
         machine.give_back_freed_memory()
-        spec, block_size = model.kv_cache_spec, config.cache.block_size
+        spec, block_size = with_kv_dtype(model.kv_cache_spec, config), config.cache.block_size
         bytes_per_token = spec.bytes_per_token
         if draft is not None:
-            bytes_per_token += draft.kv_cache_spec.bytes_per_token
+            bytes_per_token += with_kv_dtype(draft.kv_cache_spec, config).bytes_per_token
         num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
@@ -82,12 +83,13 @@ def load_on_cpu(
     )
     num_tokens = num_blocks * block_size
     logger.info(
-        "%s: %s, %.1fM parameters; attention: %s; KV pool: %d blocks, %d tokens, up to %.0f MiB "
+        "%s: %s, %.1fM parameters; attention: %s%s; KV pool: %d blocks, %d tokens, up to %.0f MiB "
         "as it fills; %d threads%s",
         model.name,
-        str(spec.dtype).removeprefix("torch."),
+        str(model.kv_cache_spec.dtype).removeprefix("torch."),
         model.num_parameters / 1e6,
         backend.description,
+        ", int8 cache" if spec.dtype is torch.int8 else "",
         num_blocks,
         num_tokens,
         num_tokens * bytes_per_token / MIB,
@@ -132,7 +134,8 @@ def _make_model_drafter(
 ) -> Drafter:
     """`draft` is the model of `info`; its pool has as many blocks as that of the served one."""
     block_size = config.cache.block_size
-    backend = create_attention_backend(draft.kv_cache_spec, num_blocks, block_size)
+    spec = with_kv_dtype(draft.kv_cache_spec, config)
+    backend = create_attention_backend(spec, num_blocks, block_size)
     logger.info("drafts by %s, %.1fM parameters", draft.name, draft.num_parameters / 1e6)
     return DraftModel(
         draft,
@@ -169,13 +172,29 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(config, dtype="bfloat16" if is_fast else "float32")
 
 
+def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
+    """The type in which K and V are kept. Raises `ConfigError` if the model has none such."""
+    if config.cache.kv_cache_dtype == "auto":
+        return spec
+    for layer in spec.layers:
+        for dim in (layer.key_head_dim, layer.value_head_dim):
+            if dim % SCALE_BYTES:
+                raise ConfigError(
+                    "cache.kv_cache_dtype is int8, which needs heads of a multiple of "
+                    f"{SCALE_BYTES}, but the model has heads of {dim}: leave it out"
+                )
+    return KVCacheSpec(spec.layers, torch.int8)
+
+
 def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None) -> None:
     weights, per_token = 0, []
     for part in (info,) if draft is None else (info, draft):
         model = with_dtype(part.config)
         weights += num_weight_bytes(model, part, CpuPlace())
-        itemsize = named_dtype(model.dtype).itemsize
-        per_token.append(expected_bytes_per_token(part.hf_config, itemsize))
+        sizes = (named_dtype(model.dtype).itemsize, 0)
+        if config.cache.kv_cache_dtype == "int8":
+            sizes = (1, SCALE_BYTES)
+        per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
     check_memory(config, weights, all_known, info.max_model_len)

@@ -37,8 +37,10 @@ def check_memory(
         )
 
 
-def expected_bytes_per_token(hf_config: Any, itemsize: int) -> int | None:
-    """K and V of all layers as a configuration states them, if it uses the common fields."""
+def expected_bytes_per_token(hf_config: Any, itemsize: int, scale_bytes: int = 0) -> int | None:
+    """K and V of all layers as a configuration states them, if it uses the common fields; each head
+    has a scale besides.
+    """
     num_layers, num_heads, num_kv_heads, head_dim, hidden_size = (
         getattr(hf_config, name, None)
         for name in (
@@ -52,7 +54,8 @@ def expected_bytes_per_token(hf_config: Any, itemsize: int) -> int | None:
     if not (num_layers and num_heads and (head_dim or hidden_size)):
         return None
     head_dim = head_dim or hidden_size // num_heads
-    return int(2 * num_layers * (num_kv_heads or num_heads) * head_dim * itemsize)
+    row_bytes = head_dim * itemsize + scale_bytes
+    return int(2 * num_layers * (num_kv_heads or num_heads) * row_bytes)
 
 
 def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:

@@ -130,6 +130,7 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
         block_size=key_cache.shape[2],
         window=options.sliding_window or 0,
         is_gelu=layer.activation == "gelu_tanh",
+        is_int8=key_cache.dtype is torch.int8,
         input_eps=layer.input_norm.eps,
         post_eps=layer.post_norm.eps,
         head_eps=0.0 if query_norm is None else query_norm.eps,
