@@ -244,7 +244,27 @@ static void check_gates(type t) {
 }
 
 typedef void store_function(const void *, int64_t, int64_t, const int64_t *, void *, int64_t,
-                            int64_t, int64_t, int64_t);
+                            int64_t, int64_t, int64_t, int64_t);
+
+// A row of codes and their scale, as numbers.
+static void decode_row(const void *codes, int64_t n, double *out) {
+    float scale;
+    memcpy(&scale, (const char *)codes + n, sizeof scale);
+    for (int64_t d = 0; d < n; d++) out[d] = (double)((const int8_t *)codes)[d] * scale;
+}
+
+// Whether a row of codes is `x`, where that is finite, to half a step of its largest number.
+static int is_coded(type t, const void *codes, const void *x, int64_t at, int64_t n) {
+    double found[512], most = 0;
+    for (int64_t d = 0; d < n; d++)
+        if (isfinite(get(t, x, at + d))) most = fmax(most, fabs(get(t, x, at + d)));
+    decode_row(codes, n, found);
+    for (int64_t d = 0; d < n; d++) {
+        double v = get(t, x, at + d);
+        if (!(fabs(found[d] - (isfinite(v) ? v : 0)) <= most / 253.99)) return 0;
+    }
+    return 1;
+}
 
 // AVX512's own rounding to bfloat16 takes numbers below 1e-38 for 0.
 static int is_kept(type t, const void *cache, int64_t i, const void *x, int64_t j) {
@@ -265,7 +285,7 @@ static void check_store(type t) {
         int64_t *slots = shuffled(blocks * block_size);
         void *cache = allocate(blocks * heads * block_size * n * SIZES[t]);
         void *before = copy(cache, blocks * heads * block_size * n * SIZES[t]);
-        store_kv(x, stride, n, slots, cache, tokens, heads, n, block_size);
+        store_kv(x, stride, n, slots, cache, tokens, heads, n, block_size, 0);
         for (int64_t i = 0; i < blocks * block_size; i++)
             for (int64_t h = 0; h < heads; h++)
                 for (int64_t d = 0; d < n; d++) {
@@ -277,21 +297,41 @@ static void check_store(type t) {
                 }
         end();
     }
+    for (int64_t n = 16; n <= 80; n += 32) {
+        begin("store_kv_%s heads of %d as int8", SUFFIXES[t], (int)n);
+        const int64_t tokens = 31, stride = heads * n, row = n + 4;
+        void *x = random_numbers(t, tokens * stride, 1);
+        put(t, x, 0, NAN), put(t, x, stride + 1, INFINITY), put(t, x, stride + 2, -INFINITY);
+        for (int64_t d = 0; d < n; d++) put(t, x, 2 * stride + d, 0);
+        int64_t *slots = shuffled(blocks * block_size);
+        char *cache = allocate(blocks * heads * block_size * row);
+        char *before = copy(cache, blocks * heads * block_size * row);
+        store_kv(x, stride, n, slots, cache, tokens, heads, n, block_size, 1);
+        for (int64_t i = 0; i < blocks * block_size; i++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t block = slots[i] / block_size, offset = slots[i] % block_size;
+                int64_t at = ((block * heads + h) * block_size + offset) * row;
+                if (i < tokens ? !is_coded(t, cache + at, x, i * stride + h * n, n)
+                               : memcmp(cache + at, before + at, row) != 0)
+                    fail("token %d, head %d", (int)i, (int)h);
+            }
+        end();
+    }
     if (t == F32) return;
     begin("store_kv_%s of all numbers that there are", SUFFIXES[t]);
     uint16_t *x = allocate(65536 * 2), *cache = allocate(65536 * 2);
     int64_t *slots = allocate(4096 * 8);
     for (int i = 0; i < 65536; i++) x[i] = i;
     for (int i = 0; i < 4096; i++) slots[i] = i;
-    store_kv(x, 16, 16, slots, cache, 4096, 1, 16, 1);
+    store_kv(x, 16, 16, slots, cache, 4096, 1, 16, 1, 0);
     for (int i = 0; i < 65536; i++)
         if (!is_kept(t, cache, i, x, i)) fail("%04x became %04x", x[i], cache[i]);
     end();
 }
 
 typedef void rope_function(void *, const float *, const int64_t *, const int64_t *, void *, void *,
-                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void *,
-                           const void *, float);
+                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                           const void *, const void *, float);
 
 // One head as it should be after its norm, if any, and its turn.
 static void turn(type t, const void *x, int64_t at, const void *norm, const float *cos_sin,
@@ -339,7 +379,7 @@ static void check_rope(type t) {
             void *q_norm = has_norms ? random_numbers(t, dim, 1) : 0;
             void *k_norm = has_norms ? random_numbers(t, dim, 1) : 0;
             rope_store(qkv, cos_sin, position, slots, keys, values, tokens, heads, kv_heads, dim,
-                       value_dim, block_size, q_norm, k_norm, 1e-5f);
+                       value_dim, block_size, 0, q_norm, k_norm, 1e-5f);
             for (int64_t j = 0; j < tokens; j++) {
                 int64_t block = slots[j] / block_size, offset = slots[j] % block_size;
                 for (int64_t h = 0; h < heads + kv_heads; h++) {
@@ -378,8 +418,8 @@ typedef struct {
 } attention_case;
 
 // Of one token and head, which sees keys [first, end) of its row.
-static void attend(type t, const attention_case *c, const void *query, int64_t at, double scaling,
-                   const void *keys, const void *values, const int32_t *blocks, int64_t head,
+static void attend(type t, type kept, const attention_case *c, const void *query, int64_t at,
+                   double scaling, const void *keys, const void *values, const int32_t *blocks, int64_t head,
                    int64_t first, int64_t end, const float *sinks, double *out, double *scale) {
     int64_t kv_head = head / (c->heads / c->kv_heads);
     double *scores = malloc((end - first) * sizeof *scores), most = -INFINITY, total = 0;
@@ -388,7 +428,7 @@ static void attend(type t, const attention_case *c, const void *query, int64_t a
         slot += k % c->block_size;
         double score = 0;
         for (int64_t d = 0; d < c->key_dim; d++)
-            score += get(t, query, at + d) * get(t, keys, slot * c->key_dim + d);
+            score += get(t, query, at + d) * get(kept, keys, slot * c->key_dim + d);
         score *= scaling;
         if (c->softcap > 0) score = c->softcap * tanh(score / c->softcap);
         scores[k - first] = score;
@@ -401,15 +441,31 @@ static void attend(type t, const attention_case *c, const void *query, int64_t a
         int64_t slot = (blocks[k / c->block_size] * c->kv_heads + kv_head) * c->block_size;
         slot += k % c->block_size;
         for (int64_t d = 0; d < c->value_dim; d++) {
-            double v = scores[k - first] / total * get(t, values, slot * c->value_dim + d);
+            double v = scores[k - first] / total * get(kept, values, slot * c->value_dim + d);
             out[d] += v, scale[d] += fabs(v);
         }
     }
     free(scores);
 }
 
-static void check_attention(type t) {
-    attention_function *paged_attention = function("paged_attention", t);
+// `count` rows of random numbers as codes, and as the numbers that they stand for.
+static void *random_codes(int64_t count, int64_t n, float **numbers) {
+    char *codes = allocate(count * (n + 4));
+    *numbers = allocate(count * n * sizeof **numbers);
+    for (int64_t row = 0; row < count; row++, codes += n + 4) {
+        double decoded[512];
+        float scale = (0.5 + uniform()) / 40;
+        for (int64_t d = 0; d < n; d++) codes[d] = (int8_t)(below(255) - 127);
+        memcpy(codes + n, &scale, sizeof scale);
+        decode_row(codes, n, decoded);
+        for (int64_t d = 0; d < n; d++) (*numbers)[row * n + d] = decoded[d];
+    }
+    return codes - count * (n + 4);
+}
+
+static void check_attention(type t, int is_int8) {
+    attention_function *paged_attention =
+        function(is_int8 ? "paged_attention_int8" : "paged_attention", t);
     if (!paged_attention) return;
     const attention_case cases[] = {
         {6, 2, 64, 64, 16, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0},
@@ -421,8 +477,8 @@ static void check_attention(type t) {
     enum { ROWS = sizeof rows / sizeof *rows };
     for (unsigned i = 0; i < sizeof cases / sizeof *cases; i++) {
         const attention_case *c = cases + i;
-        begin("paged_attention_%s %d heads for %d of %d, %d; blocks of %d%s%s%s", SUFFIXES[t],
-              (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
+        begin("paged_attention_%s%s %d heads for %d of %d, %d; blocks of %d%s%s%s",
+              is_int8 ? "int8_" : "", SUFFIXES[t], (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
               (int)c->block_size, c->window ? ", window" : "", c->softcap > 0 ? ", soft cap" : "",
               c->has_sinks ? ", sinks" : "");
         int64_t tokens = 0, width = 0, starts[ROWS + 1], lengths[ROWS];
@@ -436,14 +492,22 @@ static void check_attention(type t) {
         int32_t *table = allocate(blocks * sizeof *table);
         for (int64_t b = 0; b < blocks; b++) table[b] = order[b];
         int64_t slots = blocks * c->kv_heads * c->block_size;
-        void *keys = random_numbers(t, slots * c->key_dim, 1);
-        void *values = random_numbers(t, slots * c->value_dim, 1);
+        float *numbers[2];  // of codes
+        void *keys = is_int8 ? random_codes(slots, c->key_dim, numbers)
+                             : random_numbers(t, slots * c->key_dim, 1);
+        void *values = is_int8 ? random_codes(slots, c->value_dim, numbers + 1)
+                               : random_numbers(t, slots * c->value_dim, 1);
         // what no row may read: others may be writing there
         for (int r = 0; r < ROWS; r++)
             for (int64_t k = lengths[r]; k < width * c->block_size; k++)
                 for (int64_t h = 0; h < c->kv_heads; h++) {
                     int64_t slot = table[r * width + k / c->block_size] * c->kv_heads + h;
                     slot = slot * c->block_size + k % c->block_size;
+                    if (is_int8) {  // NaN, as a scale
+                        memset((char *)keys + slot * (c->key_dim + 4) + c->key_dim, 0xff, 4);
+                        memset((char *)values + slot * (c->value_dim + 4) + c->value_dim, 0xff, 4);
+                        continue;
+                    }
                     for (int64_t d = 0; d < c->key_dim; d++) put(t, keys, slot * c->key_dim + d, NAN);
                     for (int64_t d = 0; d < c->value_dim; d++)
                         put(t, values, slot * c->value_dim + d, NAN);
@@ -462,8 +526,9 @@ static void check_attention(type t) {
                     double expected[512], scale[512];
                     int64_t last = lengths[r] - rows[r][0] + token + 1;
                     int64_t first = c->window && last > c->window ? last - c->window : 0;
-                    attend(t, c, query, (starts[r] + token) * stride + h * c->key_dim, scaling, keys,
-                           values, table + r * width, h, first, last, c->has_sinks ? sinks : 0,
+                    attend(t, is_int8 ? F32 : t, c, query,
+                           (starts[r] + token) * stride + h * c->key_dim, scaling,
+                           is_int8 ? numbers[0] : keys, is_int8 ? numbers[1] : values, table + r * width, h, first, last, c->has_sinks ? sinks : 0,
                            expected, scale);
                     for (int64_t d = 0; d < c->value_dim; d++) {
                         int64_t at = ((starts[r] + token) * c->heads + h) * c->value_dim + d;
@@ -648,7 +713,7 @@ typedef struct {
     const void *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin;
     void *key_cache, *value_cache;
-    int64_t q_heads, kv_heads, head_dim, block_size, window, is_gelu;
+    int64_t q_heads, kv_heads, head_dim, block_size, window, is_gelu, is_int8;
     float input_eps, post_eps, head_eps, scaling, softcap;
 } decoder_layer;
 
@@ -735,7 +800,7 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
                     double out[512], scale[512];
                     int64_t last = step->seq_lens[row] - (step->query_start_loc[row + 1] - token) + 1;
                     int64_t first = c.window && last > c.window ? last - c.window : 0;
-                    attend(t, &c, wide, token * width + h * dim, layer->scaling, keys[i], values[i],
+                    attend(t, t, &c, wide, token * width + h * dim, layer->scaling, keys[i], values[i],
                            step->block_table + row * step->table_width, h, first, last, 0, out,
                            scale);
                     for (int64_t d = 0; d < dim; d++)
@@ -880,7 +945,8 @@ int main(int count, char **arguments) {
         check_gates(t);
         check_store(t);
         check_rope(t);
-        check_attention(t);
+        check_attention(t, 0);
+        check_attention(t, 1);
         check_linear(t);
         check_blocks(t);
         check_decode(t);

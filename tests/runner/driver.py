@@ -19,9 +19,12 @@ BLOCK_SIZE = 8
 
 
 def make_config(path: Path, **model: Any) -> EngineConfig:
+    kv_cache_dtype = model.pop("kv_cache_dtype", "auto")
     return EngineConfig(
         model=ModelConfig(**{"model": str(path), "dtype": DTYPE, **model}),
-        cache=CacheConfig(num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        cache=CacheConfig(
+            num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
+        ),
         scheduler=SchedulerConfig(max_num_seqs=8),
         runner=RunnerConfig(threads=1),  # two would mostly wait for each other on tiny tensors
     )

@@ -48,13 +48,15 @@ INLINE void NAME(store_finite)(T *slot, const T *x, int64_t n) {
 }
 
 // The same as codes. A row whose numbers are all below 1e-30 is 0: their inverse may be infinite.
+// Nor may 127 * scale be.
 INLINE void NAME(store_row_of_codes)(uint8_t *slot, const T *x, int64_t n) {
     vf top = splat(0);
     for (int64_t i = 0; i < n; i += W) {
         vf v = LOAD(x + i);
         top = maximum((vf)((v - v == 0.f) & (vi)v & 0x7fffffff), top);
     }
-    float most = highest(top), scale = most < 1e-30f ? 0 : most / 127;
+    float most = highest(top) < 3.39e38f ? highest(top) : 3.39e38f;
+    float scale = most < 1e-30f ? 0 : most / 127;
     float per_number = most < 1e-30f ? 0 : 127 / most;
     for (int64_t i = 0; i < n; i += W) {
         vf v = LOAD(x + i);

@@ -206,7 +206,7 @@ def _encode(states: Tensor) -> Tensor:
 
     As the kernels do it, to the bit (`store_row_of_codes` in C).
     """
-    most = states.abs().amax(dim=-1, keepdim=True)
+    most = states.abs().amax(dim=-1, keepdim=True).clamp(max=3.39e38)  # 127 * scale is finite
     most[most < 1e-30] = math.inf  # too small for an inverse: zeros
     largest = torch.tensor(127.0)  # `127 / most` would be 127 * (1 / most), rounded twice
     codes = torch.round(states * (largest / most)).to(torch.int8)
