@@ -129,6 +129,13 @@ async def measure(
     return Speed(len(batch) * num_tokens / seconds, cpu_seconds)
 
 
+def drafted(engine: AsyncEngine) -> tuple[int, int]:
+    """Tokens that were guessed so far, and of these the right ones."""
+    stats = engine.get_stats()
+    assert stats is not None
+    return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
@@ -146,7 +153,7 @@ async def main() -> None:
     for engine in (off, on):
         await measure(engine, [next(texts)], 20, temperature)
     for streams in options.streams:
-        rounds = []
+        rounds, before = [], drafted(on)
         for number in range(options.rounds):
             batch = [next(texts) for _ in range(streams)]
             order = [("off", off), ("ngram", on)][:: -1 if number % 2 else 1]
@@ -161,19 +168,22 @@ async def main() -> None:
         found["ratio"] = statistics.median(ratios)
         cpu = [r["ngram"].cpu_seconds / r["off"].cpu_seconds for r in rounds]
         found["cpu_ratio"] = statistics.median(cpu)
+        num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
+        num_tokens = options.rounds * streams * options.tokens
+        found["wrong_share"] = (num_drafts - num_right) / num_tokens
         result[streams] = {name: round(value, 3) for name, value in found.items()}
         print(
             f"{streams:3} streams: {found['off']:7.1f} tokens/s without, {found['ngram']:7.1f} "
             f"with n-grams, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
             f"times ({' '.join(f'{ratio:.2f}' for ratio in ratios)};"
-            f" {' '.join(f'{ratio:.2f}' for ratio in cpu)})",
+            f" {' '.join(f'{ratio:.2f}' for ratio in cpu)}); of {num_drafts} guessed tokens "
+            f"{num_right} were right, of {num_tokens} in all",
             flush=True,
         )
-    stats = on.get_stats()
-    print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens were right")
+    num_drafts, num_right = drafted(on)
     for engine in (off, on):
         await engine.__aexit__(None, None, None)
-    accepted = round(stats.num_accepted_tokens / max(stats.num_draft_tokens, 1), 2)
+    accepted = round(num_right / max(num_drafts, 1), 2)
     print(json.dumps({"streams": result, "accepted": accepted}))
 
 
