@@ -262,11 +262,13 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
         Meta(description="simulated step time: per encoder token (profile's)"),
     ] = None
     simulated_draft_tokens: Annotated[
-        int, Meta(ge=0, description="simulated draft tokens proposed after each token")
+        int,
+        Meta(
+            ge=0,
+            description="most simulated draft tokens per request and step; how many are right is "
+            "the workload's (draft_acceptance)",
+        ),
     ] = 0
-    simulated_draft_acceptance: Annotated[
-        float, Meta(ge=0, le=1, description="share of the simulated draft tokens that are right")
-    ] = 0.7
     simulated_output_tokens: Annotated[
         PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
     ] = 64
@@ -524,12 +526,6 @@ _RULES = (
             or config.speculation.draft_model is not None
         ),
         "there is no speculation.draft_model",
-    ),
-    _Rule(
-        "runner",
-        ("simulated_draft_acceptance",),
-        lambda config: config.runner.simulated_draft_tokens > 0,
-        "runner.simulated_draft_tokens is 0",
     ),
 )
 

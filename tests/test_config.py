@@ -124,7 +124,6 @@ WITHOUT_EFFECT = [
     ({"quantization_group_size": 64}, "model.quantization_group_size is 64, .*no model.quantiz"),
     ({"runner": "simulated", "kv_cache_gib": 1.0}, "cache.kv_cache_gib is 1.0, .*simulated"),
     ({"runner": "simulated", "kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype"),
-    ({"runner": "simulated", "simulated_draft_acceptance": 0.5}, "simulated_draft_tokens is 0"),
     ({"profile": "embedded-cpu"}, "runner.profile is 'embedded-cpu', .*runner.runner is model"),
     ({"step_base_ms": 4.0}, "runner.step_base_ms is 4.0, .*runner.runner is model"),
     ({"simulated_output_tokens": 9}, "runner.simulated_output_tokens"),
@@ -157,7 +156,7 @@ async def test_a_setting_without_effect_is_refused_before_anything_is_loaded(
     [
         {"runner": "simulated", "threads": None, "dtype": "auto"},  # said, but it is the default
         {"runner": "simulated", "profile": "example", "step_base_ms": 1.0, "num_kv_blocks": 9},
-        {"runner": "simulated", "simulated_draft_tokens": 2, "simulated_draft_acceptance": 0.5},
+        {"runner": "simulated", "simulated_draft_tokens": 2},
         {"shadow_policy": "fcfs", "shadow_max_share": 0.5},
         {"threads": 1, "dtype": "float32", "fused": False, "kv_cache_gib": 1.0},
         {"quantization": "int4", "quantization_group_size": 128},

@@ -5,7 +5,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 """
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -15,6 +15,7 @@ from aioserve.config import EngineConfig, SimulatorConfig
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
+from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.scheduler.features import step_features
@@ -27,7 +28,10 @@ OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
 # on memory visible without being the rule.
 DEFAULT_POOL_SHARE = 0.25
 NEVER = 2**62  # as a position
+_MASK = 2**64 - 1
 HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
+# Chance that a draft token is right if the one before it was, of requests that do not say: a guess.
+DRAFT_ACCEPTANCE = 0.7
 # Without steps for so long, threads sleep and caches are cold. A guess.
 IDLE_SECONDS = 0.001
 
@@ -120,6 +124,9 @@ class SimulatedRunner(RunnerInterface):
         """
         #: Hears of every step, what will come out of it, and from when to when it takes.
         self.on_step: OnStep | None = None
+        #: By request id, in place of `DRAFT_ACCEPTANCE`.
+        self.draft_acceptance: Mapping[str, float] = {}
+        self._draft_length = DraftLength(config.runner.simulated_draft_tokens)
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time_model(config.runner)
@@ -185,20 +192,31 @@ class SimulatedRunner(RunnerInterface):
         cached = scheduler_output.scheduled_cached_reqs
         if self._is_plain and scheduler_output.total_num_scheduled_tokens == len(cached.req_ids):
             output = ModelRunnerOutput(cached.req_ids, self._decode(cached))
+            seconds = self._seconds(scheduler_output, num_encoder)
         else:
             computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            seconds = self._seconds(scheduler_output, num_encoder)
+            if self._config.simulated_draft_tokens and seconds:
+                num_rows = len(scheduler_output.num_scheduled_tokens)
+                num_tokens = scheduler_output.total_num_scheduled_tokens
+                self._draft_length.stepped(num_rows, num_tokens, seconds)
             output = self._run(scheduler_output, computed)
-        seconds = 0.0
-        if output.req_ids:
-            seconds = self._step_time.seconds(step_features(scheduler_output), num_encoder)
         return seconds, output
+
+    def _seconds(self, scheduler_output: SchedulerOutput, num_encoder: int) -> float:
+        """None for a step that runs nobody."""
+        if not scheduler_output.num_scheduled_tokens:
+            return 0.0
+        return self._step_time.seconds(step_features(scheduler_output), num_encoder)
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """Forget who left, add who came; of these, the number of computed tokens."""
         for request_id in scheduler_output.finished_req_ids:
             self._rows.pop(request_id, None)
+            self._draft_length.forget(request_id)
         for request_id in scheduler_output.preempted_req_ids:
             self._rows.pop(request_id, None)
+            self._draft_length.forget(request_id)
         config = self._config
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
@@ -258,13 +276,15 @@ class SimulatedRunner(RunnerInterface):
                 token_ids = [self._sample(row)]
             else:
                 token_ids = self._verify(row, drafts_of_row)
+                num_right = len(token_ids) - 1
+                self._draft_length.verified(request_id, len(drafts_of_row), num_right)
             sampled.append(token_ids)
             if row.num_logprobs is not None:
                 logprobs[request_id] = _certain(token_ids, row.num_logprobs)
             if row.prompt is not None:
                 of_prompts[request_id], row.prompt = row.prompt, None
             if self._config.simulated_draft_tokens:
-                drafts[request_id] = self._draft(row)
+                drafts[request_id] = self._draft(request_id, row)
         req_ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
 
@@ -302,13 +322,14 @@ class SimulatedRunner(RunnerInterface):
                 break
         return token_ids
 
-    def _draft(self, row: _Row) -> list[int]:
-        """Guesses of which the configured share is right, the same ones every time."""
+    def _draft(self, request_id: str, row: _Row) -> list[int]:
+        """As many guesses as pay, of which a share is right; the same ones every time."""
         num_tokens, drafts = row.num_tokens, []
-        for _ in range(self._config.simulated_draft_tokens):
-            draw = crc32(b"%d,%d" % (row.hash, row.num_tokens)) / 2**32
+        chance = self.draft_acceptance.get(request_id, DRAFT_ACCEPTANCE)
+        for _ in range(self._draft_length.limit(request_id)):
+            draw = _draw(row.hash, row.num_tokens)
             token_id = self._sample(row)
-            is_right = draw < self._config.simulated_draft_acceptance
+            is_right = draw < chance
             drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)
         row.num_tokens = num_tokens
         return drafts
@@ -323,6 +344,16 @@ class SimulatedRunner(RunnerInterface):
         while token_id in self._special_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
+
+
+def _draw(seed: int, place: int) -> float:
+    """From 0 to 1, evenly, and independent of the places beside: a CRC would not be, it is linear.
+    The mixing of splitmix64 (Steele, Lea and Flood, 2014).
+    """
+    x = (seed << 32 | place) * 0x9E3779B97F4A7C15 & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return (x ^ x >> 31) / 2**64
 
 
 def _certain(token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:

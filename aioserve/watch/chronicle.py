@@ -48,6 +48,8 @@ class Life:
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # at its first admission
         self.num_computed = 0
+        self.num_tried_drafts = 0  # up to the first wrong one of each step
+        self.num_right_drafts = 0
         self.end: float | None = None
         self.finish_reason: str | None = None  # None: not ended by then
         self.was_cut = False  # the server shut down; its client would have stayed
@@ -89,6 +91,7 @@ class Chronicle:
         self.switches: list[Switch] = []  # without the refused ones
         self.num_refused = 0
         self.num_steps = 0  # planned
+        self.longest_draft = 0  # tokens
         self.now = 0.0
         self._keep_prompts = keep_prompts
         self._header = header
@@ -189,19 +192,22 @@ class Chronicle:
         if not self._in_flight:
             return None
         planned, lives, features = self._in_flight.popleft()
-        drafted = {self.name(name) for name, _ in planned.drafts}
+        drafted = {self.name(name): len(token_ids) for name, token_ids in planned.drafts}
+        self.longest_draft = max(self.longest_draft, *drafted.values(), 0)
         for life, token_ids in zip(lives, updated.sampled_token_ids, strict=True):
             is_dropped = life.spec.sampling_params.max_tokens == 0  # it was asked about its prompt
             if life.end is None and token_ids and not is_dropped:
-                self._append(life, token_ids, life.request_id in drafted)
+                self._append(life, token_ids, drafted.get(life.request_id, 0))
         for name, reason in updated.ended:
             self._end([name], FinishReason(reason))
         return self._step(planned, features)
 
-    def _append(self, life: Life, token_ids: list[int], had_drafts: bool) -> None:
+    def _append(self, life: Life, token_ids: list[int], num_drafts: int) -> None:
         life.tokens.extend(token_ids)
         life.token_times.extend([self.now] * len(token_ids))
-        if had_drafts:  # all but the newest are computed; the wrong ones do not count
+        if num_drafts:  # all but the newest are computed; the wrong ones do not count
+            life.num_right_drafts += len(token_ids) - 1
+            life.num_tried_drafts += min(len(token_ids), num_drafts)
             life.num_computed = life.num_prompt_tokens + len(life.tokens) - 1
         if life.phases[-1][1] == "prefill":
             life.enter("decode", self.now)

@@ -9,6 +9,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import EncoderInput, Request, RequestSpec
+from aioserve.runner import simulated
 
 
 def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[int]], float]:
@@ -37,11 +38,10 @@ def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[in
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])
-def test_draft_tokens_change_no_token(acceptance: float) -> None:
+def test_draft_tokens_change_no_token(acceptance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, seconds = generate(6, 1)
-    tokens, drafted_seconds = generate(
-        6, 1, simulated_draft_tokens=3, simulated_draft_acceptance=acceptance
-    )
+    monkeypatch.setattr(simulated, "DRAFT_ACCEPTANCE", acceptance)
+    tokens, drafted_seconds = generate(6, 1, simulated_draft_tokens=3)
     assert tokens == plain
     if acceptance == 1.0:
         assert drafted_seconds < seconds / 2  # four tokens a step, at the price of four

@@ -113,7 +113,8 @@ def summarize(runs: list[RunMeasures]) -> dict[str, Any]:
         values = np.concatenate([getattr(run, name) for run in runs])
         statistics[name] = tidy_statistics(values)
     statistics["gap"] = tidy_statistics(np.concatenate([run.gaps for run in runs]).astype(float))
-    totals = {name: [run.totals[name] for run in runs] for name in runs[0].totals}
+    names = [name for name in runs[0].totals if all(name in run.totals for run in runs)]
+    totals = {name: [run.totals[name] for run in runs] for name in names}
     reasons = sorted({reason for run in runs for reason in run.finish_reasons})
     return {
         "durations": statistics,
@@ -142,6 +143,7 @@ def differences(
             [run.totals[name] for run in first], [run.totals[name] for run in second]
         )
         for name in first[0].totals
+        if all(name in run.totals for run in (*first, *second))  # not all have drafts
     }
     # It has one value per request, so blocks of one seed are enough for an interval.
     found["totals"]["good_share"] = compare_requests(good[0], good[1], sampling)["mean"]

@@ -130,6 +130,10 @@ def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[st
     )
     scheduled = outcome.num_scheduled_tokens
     num_finished = sum(result.is_finished for _, result in pairs)
+    drafts: dict[str, float] = {}
+    if outcome.num_draft_tokens:
+        drafts["draft_tokens"] = outcome.num_draft_tokens
+        drafts["right_draft_share"] = outcome.num_right_drafts / outcome.num_draft_tokens
     return {
         "seconds": outcome.end,
         "output_tokens_per_second": num_output / seconds,
@@ -143,4 +147,5 @@ def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[st
         "preemptions": outcome.num_preemptions,
         "unfinished": len(pairs) - num_finished,
         "steps": len(outcome.steps.start),
+        **drafts,
     }

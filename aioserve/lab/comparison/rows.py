@@ -45,6 +45,8 @@ ROWS = [
     Row("fairness by weight", "totals", "fairness_by_weight", "", 1, 3, 1),
     Row("prefix hits, %", "totals", "prefix_hit_share", "points", 100, 1, 1),
     Row("wasted tokens, %", "totals", "wasted_share", "points", 100, 2, -1),
+    Row("draft tokens", "totals", "draft_tokens", "", 1, 0, 0),
+    Row("right drafts, %", "totals", "right_draft_share", "points", 100, 1, 1),
     Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
     Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
 ]
@@ -72,6 +74,8 @@ MEANINGS = {
         "Computed again after a preemption, for requests that never finished, or as wrong drafts: "
         "as a share of all that was computed."
     ),
+    "draft tokens": "Guessed tokens that were computed to be verified.",
+    "right drafts": "The share of them that was right, and so was kept.",
     "preemptions": "How often a running request had to give its memory back.",
     "unfinished requests": "Ended before their last token: timed out, refused, failed.",
     "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",

@@ -73,6 +73,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
                 priority=life.spec.priority,
                 user=life.spec.user,
                 timeout=_timeout(life),
+                draft_acceptance=_draft_acceptance(life),
             )
             for life, chain in lives
         ),
@@ -82,9 +83,11 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
 
 
 def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
-    """Step times as fitted to the log, and the memory of the server that wrote it."""
+    """Step times as fitted to the log, the memory of the server that wrote it, and its drafts."""
     header, step_time = traffic.header, traffic.step_time
+    longest_draft = traffic.chronicle.longest_draft
     return [
+        *([("runner.simulated_draft_tokens", longest_draft)] if longest_draft else []),
         ("model.max_model_len", header.max_model_len),
         ("cache.num_kv_blocks", header.num_kv_blocks),
         ("cache.block_size", header.block_size),
@@ -124,6 +127,12 @@ def _pieces(
     if rest := life.num_prompt_tokens - len(chain) * BLOCK:
         pieces.append(Piece(text_name("rest", seed, str(life.arrival), life.request_id), rest))
     return tuple(pieces)
+
+
+def _draft_acceptance(life: Life) -> float | None:
+    """The share of right guesses among those whose predecessors were right."""
+    tried = life.num_tried_drafts
+    return life.num_right_drafts / tried if tried else None
 
 
 def _timeout(life: Life) -> float | None:

@@ -83,6 +83,8 @@ class RunOutcome:
         self.states = States()
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
+        self.num_draft_tokens = 0  # that were verified
+        self.num_right_drafts = 0
         self.end = 0.0
 
 
@@ -162,6 +164,8 @@ class RunObserver:
         steps.num_prefill_tokens.append(num_tokens - num_decodes)
         steps.num_decodes.append(num_decodes)
         self._outcome.num_scheduled_tokens += num_tokens
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._note_drafts(scheduler_output.scheduled_spec_decode_tokens, output)
         if self._notes_tokens:
             self._note_tokens(scheduler_output, output, end)
 
@@ -172,6 +176,12 @@ class RunObserver:
             # What a step in flight sampled after a deadline has reached nobody.
             while request.token_times and request.token_times[-1] > request.end:
                 request.token_times.pop()
+
+    def _note_drafts(self, drafts: dict[str, list[int]], output: ModelRunnerOutput) -> None:
+        for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if request_id in drafts and token_ids:  # the last is one that nobody guessed
+                self._outcome.num_draft_tokens += len(drafts[request_id])
+                self._outcome.num_right_drafts += len(token_ids) - 1
 
     def _note_tokens(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, end: float

@@ -97,6 +97,7 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualClockEventLoop)
     runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
+    runner.draft_acceptance = workload.draft_acceptance
     async with AsyncEngine(config, runner=runner) as engine:
         clients = _EngineClients(engine, workload, progress, is_live=False)
         runner.on_step = clients.observer.note

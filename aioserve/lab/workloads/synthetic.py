@@ -23,6 +23,7 @@ from aioserve.yaml_file import read_struct
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Chance = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +155,7 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     weight: Positive | None = None  # of each user: what it is due beside others
     priority: int = 0
     timeout: Positive | None = None  # seconds
+    draft_acceptance: Chance | None = None  # of a guessed token, if the one before it was right
     prefixes: Prefixes | None = None
     session: Session | None = None
 
@@ -291,6 +293,7 @@ class _Maker:
                     timeout=kind.timeout,
                     follows=place + turn - 1 if turn else follows,
                     kind=kind.name,
+                    draft_acceptance=kind.draft_acceptance,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))

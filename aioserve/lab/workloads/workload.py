@@ -45,6 +45,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     timeout: float | None = None
     follows: int = -1
     kind: str = ""  # the class of clients, if the workload has classes
+    draft_acceptance: float | None = None  # chance of a guess of its next token; None: not known
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,6 +83,12 @@ class Workload(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         """Prompts and replies of all requests."""
         return sum(request.num_tokens for request in self.requests)
+
+    @property
+    def draft_acceptance(self) -> dict[str, float]:
+        """Of the requests that say it, by the names that a run gives them: their places."""
+        found = ((str(i), r.draft_acceptance) for i, r in enumerate(self.requests))
+        return {name: chance for name, chance in found if chance is not None}
 
     @property
     def longest(self) -> int:

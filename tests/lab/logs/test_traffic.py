@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import main as command
+from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.lab.logs.traffic import Traffic, make_settings, make_workload, read_traffic
-from aioserve.lab.workloads.workload import build_prompt
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, build_prompt
 from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
@@ -55,6 +57,23 @@ def test_the_machine_of_the_log_is_simulated(traffic: Traffic) -> None:
     settings = dict(make_settings(traffic))
     assert settings["cache.num_kv_blocks"] == traffic.header.num_kv_blocks
     assert settings["runner.step_base_ms"] == pytest.approx(4.0, rel=0.05)
+
+
+def test_drafts_of_a_log_are_as_good_in_the_workload(tmp_path: Path) -> None:
+    requests = [
+        WorkloadRequest(float(i), (Piece(i, 40),), 100, draft_acceptance=0.9 if i % 2 else 0.2)
+        for i in range(20)
+    ]
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated", simulated_draft_tokens=2),
+        scheduler=SchedulerConfig(decision_log=str(tmp_path / "log")),
+    )
+    simulate(config, Workload("test", tuple(requests)))
+    traffic = read_traffic(DecisionLog(tmp_path / "log"))
+    assert dict(make_settings(traffic))["runner.simulated_draft_tokens"] == 2
+    found = [r.draft_acceptance for r in make_workload(traffic, "log").requests]
+    for share, request in zip(found, requests, strict=True):
+        assert share == pytest.approx(request.draft_acceptance, abs=0.25)
 
 
 def test_compare_takes_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

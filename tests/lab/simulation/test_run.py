@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
@@ -179,3 +180,30 @@ def test_a_clock_that_jumps_changes_nothing_but_the_cost(
             )
         )
     assert times[0] == times[1]
+
+
+def drafting(num_tokens: int) -> EngineConfig:
+    runner = msgspec.structs.replace(EXACT, simulated_draft_tokens=num_tokens)
+    return msgspec.structs.replace(config("chunked_prefill"), runner=runner)
+
+
+def test_each_class_has_drafts_as_good_as_the_workload_says() -> None:
+    requests = [
+        request(i, 40, 100, text=i, draft_acceptance=(0.1, 0.9, None)[i % 3]) for i in range(60)
+    ]
+    outcome = simulate(drafting(3), workload(*requests))
+    assert all(len(r.token_times) == 100 for r in outcome.requests)
+    poor, good, unknown = (sum(r.end - r.arrival for r in outcome.requests[k::3]) for k in range(3))
+    assert good < unknown < poor
+
+
+def test_the_share_of_right_drafts_is_that_which_was_asked_for() -> None:
+    for chance in (0.0, 0.6, 1.0):
+        requests = [request(i, 40, 100, text=i, draft_acceptance=chance) for i in range(60)]
+        outcome = simulate(drafting(1), workload(*requests))
+        share = outcome.num_right_drafts / outcome.num_draft_tokens
+        deviation = (chance * (1 - chance) / outcome.num_draft_tokens) ** 0.5
+        assert abs(share - chance) <= 4 * deviation
+        assert outcome.num_draft_tokens > 500
+    plain = simulate(config("chunked_prefill"), workload(*requests))
+    assert plain.num_draft_tokens == 0
