@@ -632,9 +632,10 @@ static block_part random_part(int64_t panel, int64_t in, block_part part, float 
             }
             if (o >= part.out) continue;
             for (int64_t i = 0; i < part.group; i++) {
-                uint32_t codes;  // of `held` inputs; the odd ones in the high half
+                uint32_t codes;  // of `held` inputs; bytes have those of inputs 0, 2, 1 and 3
                 memcpy(&codes, own + scale_bytes + (i / held * panel + place) * 4, 4);
-                const int from = 16 * (i % 2) + part.bits * (i % held / 2);
+                const int byte = i % 4 / 2 + i % 2 * 2;
+                const int from = 8 * byte + (part.bits == 4 ? i % 8 / 4 * 4 : 0);
                 const int code = codes >> from & ((1 << part.bits) - 1);
                 plain[o * in + g * part.group + i] =
                     (code - part.zero) * scales[0] + (part.has_offset ? scales[1] : 0);

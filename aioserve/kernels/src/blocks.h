@@ -71,9 +71,10 @@ INLINE const uint8_t *read_scales(const block_part *part, const uint8_t *panel, 
     return at + (super ? 1 : 2) * PANEL * kinds;
 }
 
-// Where the code of input `i` begins in the 32 bits that hold it.
+// Where the code of input `i` begins in the 32 bits that hold it: see weight.h.
 INLINE int code_place(int bits, int i) {
-    return bits == 4 ? 16 * (i % 2) + 4 * (i / 2) : 16 * (i % 2) + 8 * (i / 2);
+    const int byte = i % 4 / 2 + i % 2 * 2;
+    return 8 * byte + (bits == 4 ? i / 4 * 4 : 0);
 }
 
 INLINE void unpack_as(int bits, const block_part *part, const uint8_t *panel, int64_t start,

@@ -5,7 +5,7 @@
 #include "plan.h"
 #include "vector.h"
 #include "weight.h"
-#include "whole.h"
+#include "whole_product.h"
 
 // Without it, products cost twice as much, and other libraries use what this one may not.
 #if defined(__FMA__) || defined(__aarch64__)

@@ -3,6 +3,7 @@
 // A panel has 4 tiles side by side, each of 32 inputs (16 lines of pairs) and 16 outputs. Rows that
 // are no multiple of 16 end with a tile that overlaps the one before: the same sums made twice.
 #pragma once
+#include "tiles.h"
 
 #define TILE_ROWS 32            // two tiles: one of weights is loaded for both
 #define BLOCK_NUMBERS (1 << 19)
@@ -10,16 +11,7 @@
 #define PANEL_LINE (4 * PANEL)  // bytes of a pair of inputs in a panel
 #define STEP_LINES (TILE_IN / 2 * PANEL_LINE / LINE)  // to be fetched in a step
 
-// gcc's own instructions on tiles do not say that they read memory.
-#define IS_WRITTEN(p) __asm__ volatile("" ::"r"(p) : "memory")
-
 // Sums are tiles 0 to 3, rows 4 (and 5), weights (5,) 6 and 7.
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config;
-
 INLINE void begin_panels(int64_t rows) {
     tile_config config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
@@ -170,7 +162,6 @@ static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_
                       count, next, shares);
     }
 }
-#undef IS_WRITTEN
 #undef FETCH
 #undef FOUR
 #undef TWO_BY_TWO

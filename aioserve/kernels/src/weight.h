@@ -6,11 +6,11 @@
 // one scale for `group` inputs of an output; offsets are stored, or 0.
 //
 // A panel lies together. For each group: a float16 scale per output, as many offsets if they are
-// stored, then the codes, 32 bits of an output after 32 bits of the next. They hold the codes of 8
-// inputs, of which the even ones lie in the low half, from its low bits on; or those of 4, in bytes,
-// the first and the second in the low bytes of the two halves. So a mask and a shift give pairs of
-// 16 bits. With `per_super`, a scale or offset of a group is a signed byte, times a float16 number
-// that so many groups share and that lies before them.
+// stored, then the codes, 32 bits of an output after 32 bits of the next. Those are 4 bytes, for the
+// inputs 0, 2, 1 and 3: so a mask gives 16 bits for each of two neighbours. Of 8 bits each is a code;
+// of 4 bits the low halves are those of 4 inputs, the high ones those of the next 4. With
+// `per_super`, a scale or offset of a group is a signed byte, times a float16 number that so many
+// groups share and that lies before them.
 typedef struct {
     const uint8_t *panels;  // padded with zeros
     int64_t out, bits;

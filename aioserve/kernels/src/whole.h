@@ -18,26 +18,30 @@
 #define WHOLE_BITS 16
 #endif
 
+// 32 inputs of a row: the sums are those of their values, of all and of both halves.
+typedef struct {
+    float scale, sum, halves[2];  // the scale is NaN where a number is not finite
+} share;
+
 // Rows of x as `scale * value`.
 typedef struct {
     int16_t *values;  // [rows][stride]
-    float *scales;    // [rows][in / SHARED], NaN for what is not finite
-    int32_t *sums;    // [rows][in / 16], of values
+    share *shares;    // [rows][in / SHARED]
     int64_t in, stride;
 } whole_rows;
 
 static whole_rows allocate_whole(int64_t rows, int64_t in) {
     whole_rows x = {.in = in, .stride = in + 32};
-    const int64_t bytes = x.stride * 2 + in / SHARED * 4 + in / 16 * 4;
+    const int64_t bytes = x.stride * 2 + in / SHARED * sizeof(share);
     x.values = aligned_alloc(64, ceil_div(rows * bytes, 64) * 64);
-    x.scales = (float *)(x.values + rows * x.stride);
-    x.sums = (int32_t *)(x.scales + rows * (in / SHARED));
+    x.shares = (share *)(x.values + rows * x.stride);
     return x;
 }
 
-// Inputs 2q and 2q + 1 of what 32 bits hold, in 16 bits each.
-INLINE vi pairs_of(int bits, vi codes, int q) {
-    return bits == 16 ? codes : codes >> bits * q & ((1 << bits) - 1) * 0x10001;
+// What 32 bits hold of the inputs 2p and 2p + 1, in 16 bits each.
+INLINE vi pair_of(int bits, vi codes, int p) {
+    if (bits == 16) return codes;
+    return codes >> code_place(bits, 2 * p) & ((1 << bits) - 1) * 0x10001;
 }
 
 // `numbers` [SHARED] of a row. The scale is a power of two: a number of few bits stays what it is,
@@ -54,20 +58,29 @@ INLINE void round_to_whole(const whole_rows *x, int64_t row, int64_t start, cons
     const int32_t exponent = most >> 23 > 40 ? most >> 23 : 40;
     const int32_t bits[2] = {(exponent - WHOLE_BITS + 2) << 23,
                              (254 + WHOLE_BITS - 2 - exponent) << 23};
-    float scale, inverse;
-    memcpy(&scale, bits, 4), memcpy(&inverse, bits + 1, 4);
-    x->scales[row * (x->in / SHARED) + start / SHARED] = exponent < 255 ? scale : scale * NAN;
-    int16_t *to = x->values + row * x->stride + start;
-    for (int half = 0; half < SHARED; half += 16) {
+    share to;
+    float inverse;
+    memcpy(&to.scale, bits, 4), memcpy(&inverse, bits + 1, 4);
+    if (exponent == 255) to.scale = NAN;
+    int16_t *values = x->values + row * x->stride + start;
+    for (int half = 0; half < 2; half++) {
         vi sums = {0};
-        for (int k = half; k < half + 16; k += W) {
+        for (int k = 16 * half; k < 16 * half + 16; k += W) {
             const vi v = to_ints(load_f32(numbers + k) * inverse);
             const vh low = narrow((vu)v);
-            memcpy(to + k, &low, sizeof low);
+            memcpy(values + k, &low, sizeof low);
             sums += v;
         }
-        x->sums[(row * x->in + start + half) / 16] = (int32_t)sum(to_floats(sums));
+        to.halves[half] = sum(to_floats(sums));
     }
+    to.sum = to.halves[0] + to.halves[1];
+    x->shares[(row * x->in + start) / SHARED] = to;
+}
+
+// sums += what products of `q` with codes of a group are worth, by its scales and offsets.
+INLINE vf add_share(vf sums, vi q, vf scale, vf offset, float total, float shared) {
+    const vf own = multiply_add(offset, splat(total), to_floats(q) * scale);
+    return multiply_add(own, splat(shared), sums);
 }
 
 // A panel for many rows: for each group its scales and offsets as floats, then the codes in 16 bits.
@@ -87,7 +100,7 @@ INLINE void unpack_codes_as(int bits, const place *at, int64_t in, uint8_t *to) 
                 const vi both = (vi)load_f32((const float *)codes + j);
 #pragma GCC unroll 4
                 for (int q = 0; q < 16 / bits; q++)
-                    store_f32((float *)to + (k / 2 + q) * PANEL + j, (vf)pairs_of(bits, both, q));
+                    store_f32((float *)to + (k / 2 + q) * PANEL + j, (vf)pair_of(bits, both, q));
             }
         to += 2 * part->group * PANEL;
     }
@@ -132,7 +145,7 @@ INLINE void whole_tile(int rows, int bits, const whole_rows *x, int64_t first, c
                 for (int q = 0; q < 16 / bits; q++)
 #pragma GCC unroll 4
                     for (int j = 0; j < MAX_VECTORS; j++) {
-                        const vi right = pairs_of(bits, both[j], q);
+                        const vi right = pair_of(bits, both[j], q);
 #pragma GCC unroll 8
                         for (int r = 0; r < rows; r++)
                             own[r][j] = dot_pairs(
@@ -140,17 +153,15 @@ INLINE void whole_tile(int rows, int bits, const whole_rows *x, int64_t first, c
                                 (vi)splat_bits((const float *)(from + r * x->stride + k + 2 * q)));
                     }
             }
-            const int32_t *totals = x->sums + first * 2 * shares + (start >> 4);
-            const float *shared = x->scales + first * shares + (start >> 5);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++, totals += 2 * shares, shared += shares) {
-                const vf total = splat((float)(totals[0] + (size == 16 ? 0 : totals[1])));
+            for (int r = 0; r < rows; r++) {
+                const share *of = x->shares + (first + r) * shares + (start >> 5);
+                const float total = size == 16 ? of->halves[start >> 4 & 1] : of->sum;
 #pragma GCC unroll 4
                 for (int j = 0; j < MAX_VECTORS; j++) {
-                    const vf q = to_floats(own[r][j]) * load_f32(scales + j * W);
-                    const vf sum = multiply_add(load_f32(scales + PANEL + j * W), total, q);
                     float *const to = sums + r * PANEL + j * W;
-                    store_f32(to, multiply_add(sum, splat(*shared), load_f32(to)));
+                    store_f32(to, add_share(load_f32(to), own[r][j], load_f32(scales + j * W),
+                                            load_f32(scales + PANEL + j * W), total, of->scale));
                 }
             }
         }

@@ -15,8 +15,7 @@ from aioserve.model_source.quantized import Codes, QuantizedWeight
 
 _PIECE = 1 << 14  # weights packed at a time: few enough that torch calls no second thread
 _SIGN = 128  # added to codes of 8 bits with a sign
-# Which inputs' codes follow each other in 32 bits, from the low ones on: see kernels/src/weight.h.
-_ORDERS = {4: ([0, 4, 1, 5], [2, 6, 3, 7]), 8: ([0, 2, 1, 3],)}
+_ORDER = [0, 2, 1, 3]  # of inputs whose codes lie in 32 bits: see kernels/src/weight.h
 
 
 class BlockLinear:
@@ -108,11 +107,11 @@ def _pack_panels(codes: Codes, panel: int) -> Tensor:
     values = codes.values.view(torch.uint8)
     if codes.bits == 8:
         values = values + _SIGN  # and the carry is lost
-    values = values.view(num_outputs, -1, 32 // codes.bits)
-    low, *high = (values[..., order] for order in _ORDERS[codes.bits])
-    held = by_panel(low | high[0] << 4 if high else low)
+    values = values.view(num_outputs, -1, 4)[..., _ORDER]
+    if codes.bits == 4:
+        values = values[:, ::2] | values[:, 1::2] << 4
     offsets = () if codes.offsets is None else (by_panel(codes.offsets),)
-    groups = (by_panel(codes.scales), *offsets, held.reshape(num_panels, num_groups, -1))
+    groups = (by_panel(codes.scales), *offsets, by_panel(values).view(num_panels, num_groups, -1))
     packed = torch.cat(groups, dim=2)
     if codes.supers is not None:
         offsets = () if codes.super_offsets is None else (by_panel(codes.super_offsets),)
