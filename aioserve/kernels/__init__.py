@@ -20,7 +20,13 @@ from aioserve.kernels.library import (
     open_library,
     usable_variants,
 )
-from aioserve.kernels.structs import DecoderStruct, PackedWeight, PanelShape, StepStruct
+from aioserve.kernels.structs import (
+    AdapterStruct,
+    DecoderStruct,
+    PackedWeight,
+    PanelShape,
+    StepStruct,
+)
 
 __all__ = [
     "Kernels",
@@ -72,6 +78,9 @@ class Kernels:
         self._linear = by_dtype("linear", _P, _P, _P, _I)
         self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
+        self._add_low_rank = by_dtype("add_low_rank", _P, _I, _I, _P, _P, _P, _I)
+        #: Numbers of a vector: how `add_low_rank` wants the first factors.
+        self.lanes = _I.in_dll(library, "lanes").value
         #: How `linear` and `decode` want weights; those in blocks are as many outputs wide.
         self.panel_shapes = {
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
@@ -183,6 +192,22 @@ class Kernels:
     def embed(self, table: PackedWeight, ids: Tensor, out: Tensor) -> None:
         """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks."""
         self._embed[out.dtype](ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel())
+
+    def add_low_rank(
+        self, adapter: AdapterStruct, x: Tensor | None, ids: Tensor | None, out: Tensor
+    ) -> None:
+        """`out` [T, outputs] += what the first product of `adapter` makes of its rows of `x`
+        [T, inputs]; or its table, of `ids` int64 [T].
+        """
+        self._add_low_rank[out.dtype](
+            ctypes.byref(adapter),
+            1,
+            0,
+            None if x is None else x.data_ptr(),
+            None if ids is None else ids.data_ptr(),
+            out.data_ptr(),
+            out.shape[1],
+        )
 
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor

@@ -38,6 +38,33 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class LowRankPiece(ctypes.Structure):
+    """`low_rank_piece` in C."""
+
+    _fields_ = (
+        ("b", _P),
+        *((name, _I) for name in ("first", "rank", "column", "outputs")),
+    )
+
+
+class LowRankStruct(ctypes.Structure):
+    """`low_rank` in C."""
+
+    _fields_ = (
+        *(("a", _P), ("inputs", _I), ("ranks", _I)),
+        *(("pieces", LowRankPiece * 3), ("num_pieces", _I)),
+    )
+
+
+class AdapterStruct(ctypes.Structure):
+    """`adapter_rows` in C."""
+
+    _fields_ = (
+        *((name, ctypes.POINTER(LowRankStruct)) for name in ("products", "table")),
+        *(("rows", _P), ("count", _I)),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`decoder_layer` in C."""
 
@@ -72,6 +99,8 @@ class StepStruct(ctypes.Structure):
         *((name, _P) for name in ("input_ids", "positions", "slots")),
         *((name, _P) for name in ("query_start_loc", "seq_lens", "sampling", "block_table")),
         *((name, _I) for name in ("tokens", "rows", "table_width", "num_sampling")),
+        *((name, ctypes.POINTER(AdapterStruct)) for name in ("adapters", "sampling_adapters")),
+        *((name, _I) for name in ("num_adapters", "num_sampling_adapters")),
     )
 
 

@@ -6,6 +6,7 @@ nothing about requests, files or layers.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -72,7 +73,8 @@ class TorchTable(LowRankTable):
         out[rows] = (out[rows] + wide).to(out.dtype)
 
 
-class Adapter(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Adapter:
     """One adapter, laid out for its model."""
 
     products: dict[Place, LowRankProduct]

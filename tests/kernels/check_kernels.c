@@ -608,6 +608,92 @@ static void check_linear(type t) {
         }
 }
 
+typedef struct {
+    const void *a;
+    int64_t in, ranks;
+    struct {
+        const void *b;
+        int64_t first, rank, column, out;
+    } pieces[3];
+    int64_t num_pieces;
+} low_rank;
+
+typedef struct {
+    const low_rank *products, *table;
+    const int64_t *rows;
+    int64_t count;
+} adapter_rows;
+
+// `matrix` [n][k] as [n / size][k][size], zeros at the end.
+static void *panels_of(type t, const void *matrix, int64_t n, int64_t k, int64_t size) {
+    void *packed = allocate((n + size) / size * size * k * SIZES[t]);
+    memset(packed, 0, (n + size) / size * size * k * SIZES[t]);
+    for (int64_t i = 0; i < n * k; i++)
+        memcpy((char *)packed + (i / k / size * size * k + i % k * size + i / k % size) * SIZES[t],
+               (const char *)matrix + i * SIZES[t], SIZES[t]);
+    return packed;
+}
+
+static void check_low_rank(type t) {
+    void (*add)(const adapter_rows *, int64_t, int64_t, const void *, const int64_t *, void *,
+                int64_t) = function("add_low_rank", t);
+    const int64_t *panel = function("panel", t), *lanes = dlsym(library, "lanes");
+    if (!add || !panel || !lanes) return;
+    enum { IN = 272, OUT = 150, ROWS = 40, RANK = 17 };
+    for (int is_table = 0; is_table < 2; is_table++) {
+        begin("add_low_rank_%s%s", SUFFIXES[t], is_table ? ", an embedding" : "");
+        void *x = random_numbers(t, ROWS * IN, 1), *y = random_numbers(t, ROWS * OUT, 1);
+        void *before = copy(y, ROWS * OUT * SIZES[t]);
+        int64_t *ids = shuffled(ROWS), rows[2][ROWS], counts[2] = {0, 0};
+        low_rank products[2][2] = {0};
+        void *as[2], *bs[2];
+        for (int g = 0; g < 2; g++) {  // a group of many rows, and one of a few
+            const int64_t ranks = (RANK + *lanes - 1) / *lanes * *lanes;
+            const int64_t wide = is_table ? ROWS : IN;
+            as[g] = random_numbers(t, RANK * wide, 0.2), bs[g] = random_numbers(t, OUT * RANK, 0.2);
+            void *a = panels_of(t, as[g], RANK, IN, *lanes);
+            if (is_table) {  // [tokens][ranks]
+                memset(a = allocate(ROWS * ranks * SIZES[t]), 0, ROWS * ranks * SIZES[t]);
+                for (int64_t i = 0; i < RANK * ROWS; i++)
+                    memcpy((char *)a + (i % ROWS * ranks + i / ROWS) * SIZES[t],
+                           (char *)as[g] + i * SIZES[t], SIZES[t]);
+            }
+            products[g][1] = (low_rank){a, IN, ranks, .num_pieces = 1};
+            products[g][1].pieces[0].b = panels_of(t, bs[g], OUT - 1, RANK, panel[0]);
+            products[g][1].pieces[0].rank = RANK, products[g][1].pieces[0].out = OUT - 1;
+            products[g][1].pieces[0].column = 1;
+        }
+        for (int64_t r = 0; r < ROWS; r++)
+            if (r % 8) rows[r % 8 > 5][counts[r % 8 > 5]++] = r;
+        adapter_rows groups[2];
+        for (int g = 0; g < 2; g++)
+            groups[g] = (adapter_rows){products[g], products[g] + 1, rows[g], counts[g]};
+        if (!is_table) add(groups, 2, 0, x, 0, y, OUT);  // a place where nothing is added
+        add(groups, 2, 1, is_table ? 0 : x, ids, y, OUT);
+        for (int64_t r = 0; r < ROWS; r++) {
+            const int g = r % 8 > 5;
+            double narrow[RANK], sizes[RANK];
+            for (int64_t k = 0; k < RANK; k++) {
+                narrow[k] = is_table ? get(t, as[g], k * ROWS + ids[r]) : 0;
+                sizes[k] = fabs(narrow[k]);
+                for (int64_t i = 0; i < (is_table ? 0 : IN); i++) {
+                    double term = get(t, x, r * IN + i) * get(t, as[g], k * IN + i);
+                    narrow[k] += term, sizes[k] += fabs(term);
+                }
+            }
+            for (int64_t o = 0; o < OUT; o++) {
+                double v = get(t, before, r * OUT + o), scale = fabs(v);
+                for (int64_t k = 0; k < (r % 8 && o ? RANK : 0); k++) {
+                    double b = get(t, bs[g], (o - 1) * RANK + k);
+                    v += narrow[k] * b, scale += sizes[k] * fabs(b);
+                }
+                compare(t, "out", r * OUT + o, get(t, y, r * OUT + o), v, scale, 1);
+            }
+        }
+        end();
+    }
+}
+
 // A random part of a weight in blocks; its numbers go to `plain` [out][in].
 static block_part random_part(int64_t panel, int64_t in, block_part part, float *plain) {
     const int64_t kinds = 1 + part.has_offset, panels = (part.out + panel - 1) / panel;
@@ -732,6 +818,8 @@ typedef struct {
     const int64_t *input_ids, *positions, *slots, *query_start_loc, *seq_lens, *sampling;
     const int32_t *block_table;
     int64_t tokens, rows, table_width, num_sampling;
+    const void *adapters, *sampling_adapters;
+    int64_t num_adapters, num_sampling_adapters;
 } decoder_step;
 
 typedef void decode_function(const decoder *, const decoder_step *, void *, void *);
@@ -898,7 +986,7 @@ static void check_decode(type t) {
         }
         starts[ROWS] = tokens;
         decoder_step step = {ids, positions, slots, starts, lengths, sampling, table, TOKENS, ROWS,
-                             WIDTH, sizeof sampling / sizeof *sampling};
+                             WIDTH, sizeof sampling / sizeof *sampling, 0, 0, 0, 0};
         void *residual = allocate(TOKENS * HIDDEN * SIZES[t]), *expected;
         for (int j = 0; j < TOKENS; j++)
             memcpy((char *)residual + j * HIDDEN * SIZES[t],
@@ -949,6 +1037,7 @@ int main(int count, char **arguments) {
         check_attention(t, 0);
         check_attention(t, 1);
         check_linear(t);
+        check_low_rank(t);
         check_blocks(t);
         check_decode(t);
     }

@@ -14,17 +14,21 @@ from safetensors.torch import load_file, save_file
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import read_adapter
 from aioserve.pooling_params import PoolingParams
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.loader import named_dtype
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
 from tests.greedy import GreedyReference
 from tests.slow import mostly_slow
-from tests.variants import DTYPE
+from tests.variants import DTYPE, VARIANTS
 
 EVERYTHING = (*ALL_LINEAR, "embed_tokens", "lm_head")
 PROMPTS = [[5, 6, 7, 8, 9], [100, 3], [401], [5, 6, 7, 8, 9]]
 NUM_TOKENS = 12
+needs_kernels = pytest.mark.skipif(VARIANTS == ["off"], reason="the kernels were not built")
 
 
 class AdaptedDriver(Driver):
@@ -174,6 +178,31 @@ def test_prompts_are_told_and_pooled_by_their_adapter(
             assert entry.logprob == pytest.approx(float(logits[place, prompt[place + 1]]), abs=1e-3)
         vector = driver.sequences[f"{name}-pooled"].vector
         np.testing.assert_allclose(vector, reference.states(prompt)[-1].numpy(), atol=1e-3)
+
+
+@needs_kernels
+def test_one_compiled_call_gives_what_the_loop_gives_to_the_bit(
+    make_driver: Callable[..., Driver],
+    adapted: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, num_compared = WholeDecoder.forward, 0
+
+    def compare(self: WholeDecoder, inputs: ModelInputs, attention: LayerAttention) -> torch.Tensor:
+        nonlocal num_compared
+        loop = FusedDecoder.forward(self, inputs, attention)
+        with monkeypatch.context() as without:
+            without.delattr(FusedDecoder, "forward")  # nor is it asked to help
+            found = compiled(self, inputs, attention)
+        assert torch.equal(found, loop)
+        num_compared += inputs.adapters is not None
+        return found
+
+    adapters = {name: path for name, (path, _) in adapted("qwen3").items()}
+    driver = AdaptedDriver(make_driver("qwen3", dtype="bfloat16"), adapters)
+    monkeypatch.setattr(WholeDecoder, "forward", compare)
+    generate_all(driver, NAMES)
+    assert num_compared >= NUM_TOKENS
 
 
 def test_rows_keep_an_adapter_that_is_unloaded(

@@ -34,6 +34,8 @@ typedef struct {
     const int64_t *sampling;                       // [num_sampling], tokens whose logits are wanted
     const int32_t *block_table;                    // [rows, table_width]
     int64_t tokens, rows, table_width, num_sampling;
+    const adapter_rows *adapters, *sampling_adapters;  // of the tokens; of those of `sampling`
+    int64_t num_adapters, num_sampling_adapters;
 } decoder_step;
 
 #endif
@@ -53,6 +55,13 @@ static void NAME(take_rows)(T *x, const int64_t *indices, int64_t count, int64_t
         if (indices[i] != i) memcpy(x + i * n, x + indices[i] * n, n * sizeof(T));
 }
 
+// A product, and what adapters add to it.
+static void NAME(adapted)(const linear *layer, const adapter_rows *adapters, int64_t num_adapters,
+                          int64_t place, const T *x, T *y, int64_t rows) {
+    NAME(linear)(layer, x, y, rows);
+    if (num_adapters) NAME(add_low_rank)(adapters, num_adapters, place, x, 0, y, layer->out);
+}
+
 // Logits [num_sampling, vocabulary]. `scratch`: tokens * (2 * hidden + 2 * wide) numbers.
 void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T *logits) {
     int64_t tokens = step->tokens, hidden = model->hidden;
@@ -63,10 +72,13 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
         memcpy(residual + t * hidden, (const T *)model->embedding + step->input_ids[t] * hidden,
                hidden * sizeof(T));
     const decoder_layer *layer = model->layers;
+    const adapter_rows *adapters = step->adapters;
+    int64_t num = step->num_adapters, place = 0;
+    if (num) NAME(add_low_rank)(adapters, num, 0, 0, step->input_ids, residual, hidden);
     NAME(rms_norm)(residual, layer->input_norm, layer->input_eps, normed, tokens, hidden);
     for (int64_t i = 0; i < model->num_layers; i++, layer++) {
         int is_last = i + 1 == model->num_layers;
-        NAME(linear)(&layer->qkv, normed, wide, tokens);
+        NAME(adapted)(&layer->qkv, adapters, num, place++, normed, wide, tokens);
         NAME(rope_store)(wide, layer->cos_sin, step->positions, step->slots, layer->key_cache,
                         layer->value_cache, tokens, layer->q_heads, layer->kv_heads,
                         layer->head_dim, layer->head_dim, layer->block_size, layer->is_int8,
@@ -81,18 +93,19 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
             NAME(take_rows)(narrow, step->sampling, step->num_sampling, layer->output.in);
             NAME(take_rows)(residual, step->sampling, step->num_sampling, hidden);
             tokens = step->num_sampling;
+            adapters = step->sampling_adapters, num = step->num_sampling_adapters;
         }
-        NAME(linear)(&layer->output, narrow, normed, tokens);
+        NAME(adapted)(&layer->output, adapters, num, place++, narrow, normed, tokens);
         NAME(add_rms_norm)(normed, residual, layer->post_norm, layer->post_eps, normed, tokens,
                           hidden);
-        NAME(linear)(&layer->gate_up, normed, wide, tokens);
+        NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
         if (layer->is_gelu)
             NAME(gelu_tanh_and_mul)(wide, narrow, tokens, model->intermediate);
         else
             NAME(silu_and_mul)(wide, narrow, tokens, model->intermediate);
-        NAME(linear)(&layer->down, narrow, normed, tokens);
+        NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
         NAME(add_rms_norm)(normed, residual, is_last ? model->norm : layer[1].input_norm,
                           is_last ? model->eps : layer[1].input_eps, normed, tokens, hidden);
     }
-    NAME(linear)(&model->head, normed, logits, tokens);
+    NAME(adapted)(&model->head, adapters, num, place, normed, logits, tokens);
 }

@@ -28,6 +28,7 @@
 #undef LOAD_K
 #undef ROW
 #undef OVER
+#include "low_rank.h"
 #include "decoder.h"
 #undef T
 #undef LOAD

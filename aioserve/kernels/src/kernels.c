@@ -15,6 +15,7 @@ const int64_t has_multiply_add = 0;
 #endif
 
 const int64_t whole_bits = WHOLE_BITS;
+const int64_t lanes = W;
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)

@@ -16,6 +16,7 @@ from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.linear import pack_linear
+from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
@@ -29,6 +30,7 @@ from aioserve.runner.fused.ops import (
     TorchOps,
 )
 from aioserve.runner.fused.place import Place
+from aioserve.runner.low_rank import LowRankProduct, LowRankTable, Piece
 
 _MULTIPLE = 16  # numbers in a row
 
@@ -60,6 +62,14 @@ class CompiledOps(PackedOps):
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None
+
+    def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:
+        if CompiledProduct.serves(pieces):
+            return CompiledProduct(self._kernels, pieces)
+        return super().low_rank_product(pieces)
+
+    def low_rank_table(self, piece: Piece) -> LowRankTable:
+        return CompiledTable(self._kernels, piece)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`

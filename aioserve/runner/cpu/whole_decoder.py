@@ -6,18 +6,28 @@ GIL, which the event loop holds whenever it has work. Knows which addresses go w
 
 import ctypes
 import itertools
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from aioserve.kernels import load_kernels
-from aioserve.kernels.structs import DecoderStruct, LayerStruct, PackedWeight, StepStruct
+from aioserve.kernels.structs import (
+    AdapterStruct,
+    DecoderStruct,
+    LayerStruct,
+    PackedWeight,
+    StepStruct,
+)
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
-from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
+from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
+from aioserve.runner.low_rank import Adapter, TokenAdapters, taken
 
 
 class WholeDecoder(FusedDecoder):
@@ -37,6 +47,8 @@ class WholeDecoder(FusedDecoder):
         self._kernels = load_kernels()
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
         self._scratch = torch.empty(0, dtype=embedding.dtype)
+        # Gone with their adapters.
+        self._compiled_adapters = WeakKeyDictionary[Adapter, CompiledAdapter]()
 
     @staticmethod
     def serves(layers: list[DecoderLayer], head: Linear) -> bool:
@@ -50,8 +62,10 @@ class WholeDecoder(FusedDecoder):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
-        if inputs.adapters is not None:
+        tokens = inputs.adapters
+        if tokens is not None and not all(CompiledAdapter.serves(a) for a, _ in tokens.groups):
             return super().forward(inputs, attention)
+        sampling = taken(tokens, inputs.logits_rows)
         if self._attention is not attention:
             self._fill_in(attention)
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
@@ -71,9 +85,26 @@ class WholeDecoder(FusedDecoder):
             len(attention.seq_lens),
             attention.block_table.shape[1],
             num_sampling,
+            *self._adapters(tokens, sampling),
         )
         self._kernels.decode(self._struct, step, self._scratch, logits)
         return logits
+
+    def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
+        """The groups of each, then their numbers."""
+        structs = [
+            [self._compiled(adapter).of(own) for adapter, own in (one.groups if one else ())]
+            for one in rows
+        ]
+        arrays = [(AdapterStruct * len(own))(*own) for own in structs]
+        return (*arrays, *map(len, arrays))
+
+    def _compiled(self, adapter: Adapter) -> CompiledAdapter:
+        found = self._compiled_adapters.get(adapter)
+        if found is None:
+            places = [(i, name) for i in range(len(self.layers)) for name in get_args(LayerProduct)]
+            found = self._compiled_adapters[adapter] = CompiledAdapter(adapter, [*places, HEAD])
+        return found
 
     def _fill_in(self, attention: CompiledAttention) -> None:
         """The structs, with the caches of this attention."""
