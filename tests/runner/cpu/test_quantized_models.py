@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from driver import Driver, make_config
@@ -213,6 +214,20 @@ def test_quantization_is_refused_where_nothing_multiplies_so(
     assert "needs the compiled kernels" in refusal(llama)
     monkeypatch.undo()
     load_kernels.cache_clear()
+
+
+def test_a_type_that_no_kernel_knows_is_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of IQ4_NL has as many bytes as one of Q4_0, and so a file of those can have some."""
+    file = write(tmp_path, "llama", lambda name: "Q4_0")
+    data, name = bytearray(file.read_bytes()), b"blk.0.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # after its two dimensions
+    assert data[at] == gguf.GGMLQuantizationType.Q4_0
+    data[at] = gguf.GGMLQuantizationType.IQ4_NL
+    file.write_bytes(data)
+    check(file, "float32", caplog, "Q4_0, multiplied as they are stored")
+    assert "0 MB of IQ4_NL are unpacked to float32" in caplog.text
 
 
 def test_a_model_that_is_not_fused_gets_its_weights_unpacked(
