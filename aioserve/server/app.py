@@ -62,7 +62,9 @@ def build_app(engine: AsyncEngine) -> web.Application:
     app.on_response_prepare.append(add_request_id)
     routes = (*ROUTES, *ADMIN_ROUTES) if server.enable_admin else ROUTES
     app[DOCUMENT] = OpenAPIDocument(
-        routes, engine.config.model.served_name, ignores_unknown=server.ignore_unknown_fields
+        routes,
+        lambda: (engine.config.model.served_name, *engine.adapters.paths),
+        ignores_unknown=server.ignore_unknown_fields,
     )
     for route in routes:
         if route.method == "GET":

@@ -58,20 +58,25 @@ class Route(NamedTuple):
 
 
 class OpenAPIDocument:
-    """The document of one application, made when it is first asked for."""
+    """The document of one application, made when it is first asked for, and when models change."""
 
-    def __init__(self, routes: Sequence[Route], model: str, *, ignores_unknown: bool) -> None:
-        """`ignores_unknown`: whether the setting of that name is on. `model`: the served name."""
+    def __init__(
+        self, routes: Sequence[Route], models: Callable[[], Sequence[str]], *, ignores_unknown: bool
+    ) -> None:
+        """`ignores_unknown`: whether the setting of that name is on. `models`: the names that are
+        served, asked each time.
+        """
         self._routes = routes
-        self._model = model
+        self._models = models
         self._ignores_unknown = ignores_unknown
-        self._encoded: bytes | None = None
+        self._encoded: tuple[list[str], bytes] | None = None  # of which names
 
     def encoded(self) -> bytes:
         """As JSON."""
-        if self._encoded is None:
-            self._encoded = msgspec.json.encode(self.build())
-        return self._encoded
+        models = list(self._models())
+        if self._encoded is None or self._encoded[0] != models:
+            self._encoded = models, msgspec.json.encode(self.build())
+        return self._encoded[1]
 
     def build(self) -> Schema:
         """As plain objects."""
@@ -114,7 +119,7 @@ class OpenAPIDocument:
                 if called == "max_tokens" and "prompt_logprobs" in properties:
                     _allow_zero(schema)
             if issubclass(struct, ModelRequest):
-                properties["model"] = {"enum": [self._model, None], "default": None}
+                properties["model"] = {"enum": [*self._models(), None], "default": None}
             for name in decoder.hints:
                 properties.setdefault(name, {"description": "A label or hint: changes nothing."})
             for name, field in decoder.unserved.items():

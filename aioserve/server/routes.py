@@ -31,7 +31,7 @@ from aioserve.server.responses import routes as response
 
 _ENDED = (EngineDeadError,)
 _NOT_NOW = (EngineOverloadedError, EngineDeadError)
-_GENERATION = (*_NOT_NOW, RequestIdInUseError)
+_GENERATION = (*_NOT_NOW, RequestIdInUseError, RequestTimeoutError)
 _Done = Literal["[DONE]"]
 
 ROUTES = (
@@ -62,7 +62,7 @@ ROUTES = (
         "A vector of each input.",
         embeddings.EmbeddingList,
         body=embeddings.decoder,
-        raises=(*_GENERATION, RequestTimeoutError),
+        raises=_GENERATION,
     ),
     Route(
         "POST",

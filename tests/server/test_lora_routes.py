@@ -128,6 +128,9 @@ async def test_adapters_come_and_go_by_vllms_routes(base: Path, paths: dict[str,
             "Success: LoRA adapter 'new' added successfully.",
         )
         tokens = await client.tokens("new")
+        document = (await client.get("/openapi.json"))[1]
+        body = document["components"]["schemas"]["CompletionRequest"]["properties"]
+        assert body["model"]["enum"] == ["base", "a", "new", None]
         assert tokens != await client.tokens("a")
         for body, status, code, why in (
             (load, 400, None, "is in use"),
