@@ -35,6 +35,8 @@ REWRITE = "Write this code again, with `self` renamed to `this`:\n```\n{}\n```"
 CHAT = (
     *("Tell me about {}.", "Why do people like {}?", "Write a letter to a friend about {}."),
     *("What would you ask an expert on {}?", "Invent a story in which {} matters."),
+    *("Describe {} to a child.", "What changed with {} in a hundred years?"),
+    *("Plan an evening around {}.", "Who should not care for {}, and why?"),
 )
 SUBJECTS = (
     *("bees", "old maps", "night trains", "sourdough", "chess", "volcanoes", "umbrellas", "jazz"),

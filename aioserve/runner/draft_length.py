@@ -16,6 +16,9 @@ FIRST_CHANCE, FIRST_TRIED = 0.5, 2.0
 MEMORY = 0.8  # weight of a verification against the one after it
 # Weight of a step, or of a verification of any request's, against the next: half after 34.
 STEP_MEMORY = 0.98
+# Variance of the sizes of steps, to their mean square, from which on a line through them means
+# something: below, a few tokens more or less have been seen, and what else differs decides. A guess.
+LEAST_SPREAD = 1e-3
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
 # One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
 # batch of 16 it costs less than a hundredth.
@@ -25,22 +28,25 @@ TRIAL_INTERVAL = 64
 class _Record:
     """How often the drafts of a request were right, of late."""
 
-    __slots__ = ("right", "tried")
+    __slots__ = ("belief", "right", "tried")
 
     def __init__(self) -> None:
         self.right = self.tried = 0.0
+        self.belief = FIRST_TRIED  # weight of what was believed before; it fades as well
 
     def chance(self, first: float) -> float:
         """`first`: of one that was never tried."""
-        return (self.right + first * FIRST_TRIED) / (self.tried + FIRST_TRIED)
+        return (self.right + first * self.belief) / (self.tried + self.belief)
 
     def note(self, num_drafts: int, num_right: int, memory: float = MEMORY) -> None:
         self.right = memory * self.right + num_right
         self.tried = memory * self.tried + min(num_right + 1, num_drafts)
+        self.belief *= memory
 
     def forget_some(self) -> None:
         self.right *= FORGETTING
         self.tried *= FORGETTING
+        self.belief += (1 - FORGETTING) * (FIRST_TRIED - self.belief)
 
 
 class _StepCost:
@@ -50,6 +56,7 @@ class _StepCost:
     """
 
     def __init__(self) -> None:
+        self._known: tuple[float, float] | None = None
         # Sums of 1, tokens, tokens ** 2, seconds and tokens * seconds, each over seconds ** 2.
         self._sums = [0.0] * 5
 
@@ -69,23 +76,27 @@ class _StepCost:
         return base + slope * num_tokens
 
     def share(self, num_tokens: int) -> float:
-        """What one of so many tokens costs of their step, times their number: 0 as long as steps of
-        different sizes were not seen, 1 if a step costs nothing besides its tokens.
+        """What one of so many tokens costs of their step, times their number: 1 if a step costs
+        nothing besides its tokens, or as long as steps of different sizes were not seen. If drafts
+        were free until then, they could fill every step to its limit, and none would ever be seen.
         """
         if (line := self._line()) is None:
-            return 0.0
+            return 1.0
         base, slope = line
         of_tokens = slope * num_tokens
         return of_tokens / (of_tokens + base) if of_tokens else 0.0
 
     def _line(self) -> tuple[float, float] | None:
-        """Base and slope, neither below 0; None as long as all steps are of one size."""
+        """Base and slope, neither below 0, as they were when steps last differed in size; None if
+        they never did.
+        """
         weight, tokens, squares, seconds, products = self._sums
         spread = weight * squares - tokens**2
-        if spread <= 1e-9 * weight * squares:
-            return None
+        if spread <= LEAST_SPREAD * weight * squares:
+            return self._known
         slope = (weight * products - tokens * seconds) / spread
-        return max((seconds - slope * tokens) / weight, 0.0), max(slope, 0.0)
+        self._known = max((seconds - slope * tokens) / weight, 0.0), max(slope, 0.0)
+        return self._known
 
 
 class DraftLength:

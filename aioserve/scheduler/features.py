@@ -31,6 +31,15 @@ class StepFeatures(NamedTuple):
             num_prefill_tokens, num_decodes, num_context_tokens, num_query_context, len(prefills)
         )
 
+    def with_drafts(self, num_rows: int, num_drafts: int) -> "StepFeatures":
+        """With so many rows more that verify drafts: decodes, and a prompt's work per draft, but no
+        prompt that begins or goes on.
+        """
+        return self._replace(
+            num_prefill_tokens=self.num_prefill_tokens + num_drafts,
+            num_decodes=self.num_decodes + num_rows,
+        )
+
 
 def count_tokens(output: SchedulerOutput) -> tuple[int, int, int]:
     """Prefill tokens, decodes and context tokens of a planned step: what is quick to count."""
@@ -52,5 +61,11 @@ def step_features(output: SchedulerOutput) -> StepFeatures:
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     for data in output.scheduled_new_reqs:
         computed[data.request_id] = data.num_computed_tokens
-    prefills = [(n, computed[r] + n) for r, n in output.num_scheduled_tokens.items() if n > 1]
-    return StepFeatures.of(num_decodes, num_context, prefills)
+    drafts = output.scheduled_spec_decode_tokens
+    prefills = [
+        (n, computed[r] + n)
+        for r, n in output.num_scheduled_tokens.items()
+        if n > 1 and r not in drafts
+    ]
+    found = StepFeatures.of(num_decodes, num_context, prefills)
+    return found.with_drafts(len(drafts), sum(map(len, drafts.values())))

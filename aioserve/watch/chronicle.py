@@ -178,13 +178,16 @@ class Chronicle:
     def _advance(self, planned: Planned, lives: list[Life]) -> StepFeatures:
         """Computed counts rise when a step is planned; its features are of that moment."""
         num_tokens = planned.num_tokens or [1] * len(lives)
+        drafts = {self.name(name): len(token_ids) for name, token_ids in planned.drafts}
         prefills, num_context = [], 0
         for life, count in zip(lives, num_tokens, strict=True):
             life.num_computed += count
             num_context += life.num_computed
-            if count > 1:
+            if count > 1 and life.request_id not in drafts:
                 prefills.append((count, life.num_computed))
-        return StepFeatures.of(len(lives) - len(prefills), num_context, prefills)
+        num_decodes = len(lives) - len(prefills) - len(drafts)
+        features = StepFeatures.of(num_decodes, num_context, prefills)
+        return features.with_drafts(len(drafts), sum(drafts.values()))
 
     def _update(self, updated: Updated) -> StepLife | None:
         while self._in_flight and self._in_flight[0][0].step_id < updated.step_id:

@@ -57,11 +57,27 @@ def test_a_request_of_the_same_name_begins_anew() -> None:
 
 
 def test_steps_of_one_size_say_nothing_of_the_price() -> None:
+    """Free drafts would fill each step to its limit: no other size would ever be seen."""
     length = DraftLength(8)
-    for _ in range(40):
-        length.stepped(16, 16, 0.01)
-    assert length.price == 0.0
-    assert length.limit("new") == 8
+    for number in range(40):
+        length.stepped(64, 512 - 4 * (number == 7), 0.01 + 1e-4 * number)
+    assert length.price == 1.0
+    assert length.limit("new") == 0
+    length = learned(16, 0.02, 0.002)
+    known = length.price
+    for _ in range(2000):
+        length.stepped(16, 16, 0.02 + 16 * 0.002)
+    assert length.price == pytest.approx(known, rel=0.01)
+
+
+def test_who_was_never_right_is_not_believed_to_be() -> None:
+    length = learned(1, 0.02, 0.0004)  # a price of 0.02
+    num_sent = 0
+    for _ in range(400):
+        if limit := length.limit("wrong"):
+            length.verified("wrong", limit, 0)
+            num_sent += limit
+    assert num_sent < 400
 
 
 def model_learned(num_rows: int, draft_seconds: float) -> ModelDraftLength:
