@@ -17,7 +17,7 @@ MEMORY = 0.8  # weight of a verification against the one after it
 # Weight of a step, or of a verification of any request's, against the next: half after 34.
 STEP_MEMORY = 0.98
 # Variance of the sizes of steps, to their mean square, from which on a line through them means
-# something: below, a few tokens more or less have been seen, and what else differs decides. A guess.
+# something: below, what else differs between them decides. A guess.
 LEAST_SPREAD = 1e-3
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
 # One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
