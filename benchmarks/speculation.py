@@ -3,6 +3,7 @@
     python benchmarks/speculation.py [--task rewrite] [--streams 1 4 16] [--rounds 3]
     python benchmarks/speculation.py --task chat
     python benchmarks/speculation.py --task lookup    # no model: microseconds and bytes per token
+    python benchmarks/speculation.py --task wrong     # simulated, all guesses wrong
 
 `rewrite` asks for a piece of this repository's code again, with one name changed: what a coding
 assistant does. Greedy. `chat` asks a short question and samples at temperature 1: little stands in
@@ -16,6 +17,7 @@ is JSON.
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -26,7 +28,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import ModelConfig, SpeculationConfig
+from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig, SpeculationConfig
+from aioserve.lab.simulation.run import simulate
+from aioserve.lab.workloads.synthetic import (
+    ClientClass,
+    ClosedLoop,
+    Constant,
+    WorkloadSpec,
+    generate,
+)
 from aioserve.runner.ngram import NgramText
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +99,25 @@ def time_lookups(num_tokens: int = 4096) -> None:
     print(f"{'memory':22} {tracemalloc.get_traced_memory()[0] / num_tokens:6.0f} bytes a token")
 
 
+def simulate_wrong() -> None:
+    """The speed with guesses for everybody in every step, all of them wrong, to that without."""
+    for profile, clients in itertools.product(("example", "embedded-cpu"), (1, 4, 16, 64)):
+        kind = ClientClass(
+            name="c", prompt=Constant(value=60), output=Constant(value=200), draft_acceptance=0.0
+        )
+        spec = WorkloadSpec(
+            classes=[kind], arrivals=ClosedLoop(clients=clients), num_requests=12 * clients
+        )
+        seconds = []
+        for num_drafts in (0, 8):
+            runner = RunnerConfig(
+                runner="simulated", profile=profile, simulated_draft_tokens=num_drafts
+            )
+            config = EngineConfig(runner=runner, scheduler=SchedulerConfig(max_num_seqs=64))
+            seconds.append(simulate(config, generate(spec)).end)
+        print(f"{profile:14} {clients:3} requests at a time: {seconds[0] / seconds[1]:.3f} times")
+
+
 def questions(task: str) -> list[str]:
     """Of one task, each once."""
     if task == "rewrite":
@@ -141,13 +170,16 @@ def drafted(engine: AsyncEngine) -> tuple[int, int]:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--task", choices=("rewrite", "chat", "lookup"), default="rewrite")
+    parser.add_argument("--task", choices=("rewrite", "chat", "lookup", "wrong"), default="rewrite")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
     if options.task == "lookup":
         time_lookups()
+        return
+    if options.task == "wrong":  # runs loops of its own
+        await asyncio.to_thread(simulate_wrong)
         return
     off, on = await start(options.model, "none"), await start(options.model, "ngram")
     texts, result = iter(questions(options.task)), {}
