@@ -62,8 +62,8 @@ class ThreadedRunner(RunnerInterface):
         return None if self._executor is None else self._executor.num_compute_threads
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
-        executor = self._executor
-        assert executor is not None, "load() first"
+        if (executor := self._executor) is None:
+            raise RunnerDeadError("the model runner is closed")
         adapter = await asyncio.to_thread(executor.adapters.put, files)
         await self._submit(lambda: executor.adapters.load(adapter_id, adapter))
 
