@@ -1,7 +1,7 @@
-"""What speculation is worth: tokens per second with n-grams against without, on two tasks.
+"""What speculation is worth: tokens per second with it against without, on two tasks.
 
     python benchmarks/speculation.py [--task rewrite] [--streams 1 4 16] [--rounds 3]
-    python benchmarks/speculation.py --task chat
+    python benchmarks/speculation.py --task chat [--draft-model SMALL]   # else by n-grams
     python benchmarks/speculation.py --task lookup    # no model: microseconds and bytes per token
     python benchmarks/speculation.py --task wrong     # simulated, all guesses wrong
 
@@ -25,7 +25,7 @@ import time
 import timeit
 import tracemalloc
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig, SpeculationConfig
@@ -125,12 +125,9 @@ def questions(task: str) -> list[str]:
     return [question.format(subject) for question in CHAT for subject in SUBJECTS]
 
 
-async def start(model: str, method: Literal["none", "ngram"]) -> AsyncEngine:
+async def start(model: str, speculation: SpeculationConfig) -> AsyncEngine:
     engine = AsyncEngine(
-        EngineConfig(
-            model=ModelConfig(model=model, max_model_len=2048),
-            speculation=SpeculationConfig(speculative_method=method),
-        )
+        EngineConfig(model=ModelConfig(model=model, max_model_len=2048), speculation=speculation)
     )
     await engine.__aenter__()
     return engine
@@ -174,6 +171,7 @@ async def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--draft-model")
     options = parser.parse_args()
     if options.task == "lookup":
         time_lookups()
@@ -181,7 +179,14 @@ async def main() -> None:
     if options.task == "wrong":  # runs loops of its own
         await asyncio.to_thread(simulate_wrong)
         return
-    off, on = await start(options.model, "none"), await start(options.model, "ngram")
+    speculation = SpeculationConfig(
+        speculative_method="draft" if options.draft_model else "ngram",
+        draft_model=options.draft_model,
+    )
+    off, on = (
+        await start(options.model, SpeculationConfig()),
+        await start(options.model, speculation),
+    )
     texts, result = iter(questions(options.task)), {}
     temperature = 1.0 if options.task == "chat" else 0.0
     for engine in (off, on):
@@ -190,25 +195,25 @@ async def main() -> None:
         rounds, before = [], drafted(on)
         for number in range(options.rounds):
             batch = [next(texts) for _ in range(streams)]
-            order = [("off", off), ("ngram", on)][:: -1 if number % 2 else 1]
+            order = [("off", off), ("on", on)][:: -1 if number % 2 else 1]
             rounds.append(
                 {n: await measure(e, batch, options.tokens, temperature) for n, e in order}
             )
         found = {
             name: statistics.median(r[name].tokens_per_second for r in rounds)
-            for name in ("off", "ngram")
+            for name in ("off", "on")
         }
-        ratios = [r["ngram"].tokens_per_second / r["off"].tokens_per_second for r in rounds]
+        ratios = [r["on"].tokens_per_second / r["off"].tokens_per_second for r in rounds]
         found["ratio"] = statistics.median(ratios)
-        cpu = [r["ngram"].cpu_seconds / r["off"].cpu_seconds for r in rounds]
+        cpu = [r["on"].cpu_seconds / r["off"].cpu_seconds for r in rounds]
         found["cpu_ratio"] = statistics.median(cpu)
         num_drafts, num_right = (now - then for now, then in zip(drafted(on), before, strict=True))
         num_tokens = options.rounds * streams * options.tokens
         found["wrong_share"] = (num_drafts - num_right) / num_tokens
         result[streams] = {name: round(value, 3) for name, value in found.items()}
         print(
-            f"{streams:3} streams: {found['off']:7.1f} tokens/s without, {found['ngram']:7.1f} "
-            f"with n-grams, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
+            f"{streams:3} streams: {found['off']:7.1f} tokens/s without, {found['on']:7.1f} "
+            f"with, {found['ratio']:.2f} times; processor time {found['cpu_ratio']:.2f} "
             f"times ({' '.join(f'{ratio:.2f}' for ratio in ratios)};"
             f" {' '.join(f'{ratio:.2f}' for ratio in cpu)}); of {num_drafts} guessed tokens "
             f"{num_right} were right, of {num_tokens} in all",
