@@ -286,7 +286,10 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
     ] = "none"
     draft_model: Annotated[
         str | None,
-        Meta(description="a smaller model with the same vocabulary, named as --model is"),
+        Meta(
+            description="a smaller model with the same vocabulary, named as --model is; or the "
+            "directory of an EAGLE-3 head"
+        ),
     ] = None
     num_speculative_tokens: Annotated[
         PositiveInt, Meta(description="most draft tokens per request and step; fewer if they fail")

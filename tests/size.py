@@ -18,7 +18,7 @@ LIMITS = {
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_800,
     "aioserve/model_source": 2_180,
-    "aioserve/runner": 9_400,
+    "aioserve/runner": 9_800,
     "aioserve/scheduler": 2_300,
     "aioserve/server": 7_450,
     "aioserve/testing": 2_950,

@@ -101,6 +101,7 @@ class StepStruct(ctypes.Structure):
         *((name, _I) for name in ("tokens", "rows", "table_width", "num_sampling")),
         *((name, ctypes.POINTER(AdapterStruct)) for name in ("adapters", "sampling_adapters")),
         *((name, _I) for name in ("num_adapters", "num_sampling_adapters")),
+        *(("tap_layers", _P), ("taps", _P), ("num_taps", _I)),
     )
 
 

@@ -8,7 +8,10 @@ from.
 """
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 # What is believed of a request before the first of its drafts is verified: a chance, as if it had
 # been seen in so many. Guesses.
@@ -23,6 +26,7 @@ FORGETTING = 0.98  # and while its drafts are not sent: they may have become bet
 # One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
 # batch of 16 it costs less than a hundredth.
 TRIAL_INTERVAL = 64
+TRIAL_SHARE = 0.01  # of the time of steps, for trials of a model that pays for nobody
 
 
 class _Record:
@@ -158,6 +162,7 @@ class ModelDraftLength(DraftLength):
     def __init__(self, max_tokens: int) -> None:
         super().__init__(max_tokens)
         self._draft_cost = _StepCost()
+        self._seconds_since_trial = 0.0  # of steps
         self._all = _Record()
 
     def drafted(self, num_tokens: int, seconds: float) -> None:
@@ -167,22 +172,25 @@ class ModelDraftLength(DraftLength):
     def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A pass of the drafting model makes one guess for each row."""
         super().stepped(num_rows, num_tokens, seconds)
+        self._seconds_since_trial += seconds
         self.price += self._draft_cost.seconds(num_rows) / self._cost.seconds(num_rows)
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
         super().verified(request, num_drafts, num_right)
         self._all.note(num_drafts, num_right, STEP_MEMORY)
 
-    def limits(self, requests: Iterable[Hashable]) -> dict[Hashable, int]:
+    def limits(self, num_unread: Mapping[K, int]) -> dict[K, int]:
         """The limits of those for whom drafts pay. If they pay for nobody, now and then one token
-        for the first of `requests`.
+        for the one of whose tokens the model has to read fewest first.
         """
-        requests = list(requests)
-        limits = {request: limit for request in requests if (limit := self._paying(request))}
-        if limits or not requests:
+        limits = {request: limit for request in num_unread if (limit := self._paying(request))}
+        if limits or not num_unread:
             return limits
-        self._num_withheld += 1
-        return {} if self._num_withheld % TRIAL_INTERVAL else {requests[0]: 1}
+        request = min(num_unread, key=num_unread.__getitem__)
+        if self._draft_cost.seconds(num_unread[request]) > TRIAL_SHARE * self._seconds_since_trial:
+            return {}
+        self._seconds_since_trial = 0.0
+        return {request: 1}
 
     def _first_chance(self) -> float:
         return self._all.chance(FIRST_CHANCE)

@@ -6,6 +6,8 @@ Two implementations: `loader.AnyModel` (modules of `transformers` as they are) a
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +15,13 @@ from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.low_rank import TokenAdapters
+
+
+class Taps(NamedTuple):
+    """What whoever builds on a model's inner states is given of it."""
+
+    embedding: Callable[[Tensor], Tensor]  # token ids [T] -> [T, hidden]
+    states: Callable[[], Tensor]  # [layers, T, hidden], what entered these in the last pass
 
 
 class ServedModel(ABC):
@@ -39,3 +48,8 @@ class ServedModel(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""
+
+    def tap(self, layers: Sequence[int]) -> Taps | None:
+        """Keep what enters `layers` from now on; None if that cannot be had."""
+        del layers
+        return None

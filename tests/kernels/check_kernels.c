@@ -820,6 +820,9 @@ typedef struct {
     int64_t tokens, rows, table_width, num_sampling;
     const void *adapters, *sampling_adapters;
     int64_t num_adapters, num_sampling_adapters;
+    const int64_t *tap_layers;
+    void *taps;
+    int64_t num_taps;
 } decoder_step;
 
 typedef void decode_function(const decoder *, const decoder_step *, void *, void *);

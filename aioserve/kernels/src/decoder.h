@@ -36,6 +36,9 @@ typedef struct {
     int64_t tokens, rows, table_width, num_sampling;
     const adapter_rows *adapters, *sampling_adapters;  // of the tokens; of those of `sampling`
     int64_t num_adapters, num_sampling_adapters;
+    const int64_t *tap_layers;  // [num_taps], layers whose input is wanted
+    void *taps;                 // [num_taps, tokens, hidden]
+    int64_t num_taps;
 } decoder_step;
 
 #endif
@@ -78,6 +81,10 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
     NAME(rms_norm)(residual, layer->input_norm, layer->input_eps, normed, tokens, hidden);
     for (int64_t i = 0; i < model->num_layers; i++, layer++) {
         int is_last = i + 1 == model->num_layers;
+        for (int64_t k = 0; k < step->num_taps; k++)
+            if (step->tap_layers[k] == i)
+                memcpy((T *)step->taps + k * tokens * hidden, residual,
+                       tokens * hidden * sizeof(T));
         NAME(adapted)(&layer->qkv, adapters, num, place++, normed, wide, tokens);
         NAME(rope_store)(wide, layer->cos_sin, step->positions, step->slots, layer->key_cache,
                         layer->value_cache, tokens, layer->q_heads, layer->kv_heads,

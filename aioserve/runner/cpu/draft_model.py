@@ -6,13 +6,15 @@ with the same random numbers. Knows rows and blocks; knows nothing about what be
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.backend import IntArray, ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.sampler import sample
 from aioserve.runner.draft_length import ModelDraftLength
@@ -22,14 +24,14 @@ from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData
 
 
-class DraftModel(Drafter):
+class ModelDrafter(Drafter):
     """Follows the texts of rows for which drafts pay, and catches up where they did not."""
 
     length: ModelDraftLength
+    num_skipped = 0  # tokens of each text that are not read
 
     def __init__(
         self,
-        model: ServedModel,
         backend: AttentionBackend,
         length: ModelDraftLength,
         *,
@@ -38,11 +40,10 @@ class DraftModel(Drafter):
         max_model_len: int,
         max_step_tokens: int,
     ) -> None:
-        """`backend` has as many blocks as that of the served model. `max_model_len`: positions that
-        `model` has; nothing is guessed beyond. `max_step_tokens`: of texts that it reads at a time.
+        """`backend` has as many blocks as that of the served model. `max_model_len`: nothing is
+        guessed beyond. `max_step_tokens`: of texts that are read at a time.
         """
         self.length = length
-        self._model = model
         self._backend = backend
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -86,9 +87,9 @@ class DraftModel(Drafter):
         computed = np.minimum(inputs.seq_lens, texts.num_tokens(inputs.rows))
         known = dict(zip(inputs.rows.tolist(), computed.tolist(), strict=True))
         known |= zip(rows, texts.num_tokens(rows).tolist(), strict=True)
-        by_lag = sorted((*rows, *others), key=lambda row: known[row] - int(self._num_read[row]))
-        limits = self.length.limits(by_lag)
-        followed = [row for row in by_lag if row in limits]
+        num_unread = {row: known[row] - int(self._num_read[row]) for row in (*rows, *others)}
+        limits = self.length.limits(num_unread)
+        followed = sorted(limits, key=num_unread.__getitem__)
         if not followed:
             return {}
         room = np.minimum(texts.num_slots(followed), self._max_model_len)
@@ -98,16 +99,17 @@ class DraftModel(Drafter):
         asking = set(rows)
         for row, num_slots in zip(followed, room.tolist(), strict=True):
             end = min(known[row], num_slots)
-            begin = self._num_read[row] = self._skip_filled(row, end, texts)
+            begin = self._num_read[row] = max(self._skip_filled(row, end, texts), self.num_skipped)
             if row in asking and begin == end:  # no guess without a look at the last token
                 begin -= 1
             end = min(end, begin + budget)
-            if begin == end:
+            if begin >= end:
                 continue
             budget -= end - begin
             spans.append(_Span(row, begin, end))
             self._num_read[row] = end
-            self._is_filled[texts.blocks(row)[: end // self._block_size]] = True
+            num_filled = (end - self.num_skipped) // self._block_size
+            self._is_filled[texts.blocks(row)[:num_filled]] = True
             if row in asking and end == known[row]:
                 longest[row] = min(limits[row], num_slots - end + 1)  # the last needs no room
         return self._guess(spans, longest, texts) if spans else {}
@@ -151,21 +153,53 @@ class DraftModel(Drafter):
         """
         began = time.perf_counter()
         rows, begins, ends = (np.array(column) for column in zip(*spans, strict=True))
-        packed = texts.pack(rows, begins, ends)
         sampling = np.flatnonzero([row in asking for row in rows.tolist()])
-        logits_indices = packed.query_start_loc[1:][sampling] - 1
-        packed = replace(packed, sampling=sampling, logits_indices=logits_indices)
-        self._backend.memory.commit(int(packed.slot_mapping.max()) // self._block_size + 1)
-        self._backend.prepare(packed)
-        logits = self._model.forward(ModelInputs.of(packed), self._backend)
+        logits = self._compute(rows, begins, ends, sampling, texts)
+        num_tokens = int((ends - begins).sum())
         rows, ends = rows[sampling], ends[sampling]
         token_ids: list[int] = []
         if len(rows):
             columns = texts.sampling_of(rows, ends)
             columns = replace(columns, num_logprobs=np.full(len(rows), NO_LOGPROBS))
             token_ids = sample(logits, columns, texts.grammar_rows.masks(rows)).token_ids.tolist()
-        self.length.drafted(len(packed.positions), time.perf_counter() - began)
+        self.length.drafted(num_tokens, time.perf_counter() - began)
         return list(zip(rows.tolist(), ends.tolist(), token_ids, strict=True))
+
+    @abstractmethod
+    def _compute(
+        self, rows: IntArray, begins: IntArray, ends: IntArray, sampling: IntArray, texts: Texts
+    ) -> Tensor:
+        """Logits after the last tokens of the `rows` at the places `sampling`, for tokens from
+        `begins` to `ends` of R rows.
+        """
+
+    def _prepare(self, packed: StepInputs) -> None:
+        self._backend.memory.commit(int(packed.slot_mapping.max()) // self._block_size + 1)
+        self._backend.prepare(packed)
+
+
+class DraftModel(ModelDrafter):
+    """A whole model of its own."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: AttentionBackend,
+        length: ModelDraftLength,
+        **limits: int,
+    ) -> None:
+        """`limits`: as `ModelDrafter` takes them."""
+        super().__init__(backend, length, **limits)
+        self._model = model
+
+    def _compute(
+        self, rows: IntArray, begins: IntArray, ends: IntArray, sampling: IntArray, texts: Texts
+    ) -> Tensor:
+        packed = texts.pack(rows, begins, ends)
+        logits_indices = packed.query_start_loc[1:][sampling] - 1
+        packed = replace(packed, sampling=sampling, logits_indices=logits_indices)
+        self._prepare(packed)
+        return self._model.forward(ModelInputs.of(packed), self._backend)
 
 
 class _Span(NamedTuple):

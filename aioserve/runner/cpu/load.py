@@ -6,7 +6,9 @@ a step is done is known elsewhere.
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 import torch
@@ -21,6 +23,8 @@ from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.draft_model import DraftModel
+from aioserve.runner.cpu.eagle import NUM_TAPS, EagleHead, is_eagle, read_eagle, tapped_layers
+from aioserve.runner.cpu.eagle_drafter import EagleDrafter
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.memory import (
@@ -52,20 +56,20 @@ def load_on_cpu(
         draft_info = find_draft(config, info)
         _check_memory(config, info, draft_info)
         model = load_model_on_cpu(config.model, info)
-        draft = None if draft_info is None else load_model_on_cpu(draft_info.config, draft_info)
+        draft = None if draft_info is None else _load_draft(config, draft_info, model, info)
         machine.give_back_freed_memory()
         spec, block_size = with_kv_dtype(model.kv_cache_spec, config), config.cache.block_size
         bytes_per_token = spec.bytes_per_token
         if draft is not None:
-            bytes_per_token += with_kv_dtype(draft.kv_cache_spec, config).bytes_per_token
+            bytes_per_token += draft.bytes_per_token
         num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
         drafter: Drafter | None
-        if draft is None or draft_info is None:
+        if draft is None:
             drafter = ngram_drafter(config.speculation)
         else:
-            drafter = _make_model_drafter(config, draft, draft_info, num_blocks)
+            drafter = draft.make_drafter(config, num_blocks)
         undo.pop_all()
     executor = StepExecutor(
         model,
@@ -114,6 +118,8 @@ def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
     length = min(own_length, info.max_model_len)
     draft = ModelInfo(msgspec.structs.replace(settings, max_model_len=length))
     why_not = None
+    if is_eagle(draft.source.known_config):
+        return draft  # which has no tokenizer; what else must fit is seen when it is read
     if draft.vocab_size != info.vocab_size:
         why_not = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
     elif not config.model.skip_tokenizer_init:
@@ -129,23 +135,61 @@ def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
     return draft
 
 
-def _make_model_drafter(
-    config: EngineConfig, draft: ServedModel, info: ModelInfo, num_blocks: int
-) -> Drafter:
-    """`draft` is the model of `info`; its pool has as many blocks as that of the served one."""
-    block_size = config.cache.block_size
-    spec = with_kv_dtype(draft.kv_cache_spec, config)
-    backend = create_attention_backend(spec, num_blocks, block_size)
-    logger.info("drafts by %s, %.1fM parameters", draft.name, draft.num_parameters / 1e6)
-    return DraftModel(
-        draft,
-        backend,
-        ModelDraftLength(config.speculation.num_speculative_tokens),
-        block_size=block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=info.max_model_len,
-        max_step_tokens=config.scheduler.step_budget(info.max_model_len),
-    )
+class _Draft:
+    """What makes guesses, and is loaded; its pool of blocks is not made yet."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        spec: KVCacheSpec,
+        more_bytes_per_token: int,
+        make: Callable[..., Drafter],
+    ) -> None:
+        self._info, self._spec, self._make = info, spec, make
+        self.bytes_per_token = spec.bytes_per_token + more_bytes_per_token
+
+    def make_drafter(self, config: EngineConfig, num_blocks: int) -> Drafter:
+        """With as many blocks as the served model has."""
+        return self._make(
+            create_attention_backend(self._spec, num_blocks, config.cache.block_size),
+            ModelDraftLength(config.speculation.num_speculative_tokens),
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=self._info.max_model_len,
+            max_step_tokens=config.scheduler.step_budget(self._info.max_model_len),
+        )
+
+
+def _load_draft(
+    config: EngineConfig, info: ModelInfo, target: ServedModel, target_info: ModelInfo
+) -> _Draft:
+    """The model of `info`, or the head for `target`. Raises `ConfigError`."""
+    stated = info.source.known_config
+    if not is_eagle(stated):
+        model = load_model_on_cpu(info.config, info)
+        logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
+        spec = with_kv_dtype(model.kv_cache_spec, config)
+        return _Draft(info, spec, 0, partial(DraftModel, model))
+    num_layers = len(target.attention_calls)
+    layers = tapped_layers(stated, num_layers)
+    if len(layers) != NUM_TAPS or not all(0 <= layer < num_layers for layer in layers):
+        raise ConfigError(
+            f"the EAGLE-3 head {info.source.path} looks at layers {layers}: three of the "
+            f"{num_layers} of {target.name} are needed"
+        )
+    weights = read_eagle(info.source.path, target_info.hidden_size, target_info.vocab_size)
+    taps = target.tap(layers)
+    if taps is None:
+        raise ConfigError(
+            f"{target.name} does not tell of its layers, which an EAGLE-3 head needs: only fused "
+            "models do (model.fused)"
+        )
+    dtype = target.kv_cache_spec.dtype
+    head = EagleHead(*weights, taps.embedding, dtype, target_info.vocab_size)
+    logger.info("drafts by an EAGLE-3 head, %.1fM parameters", head.num_parameters / 1e6)
+    state_bytes = NUM_TAPS * head.target_size * dtype.itemsize
+    spec = with_kv_dtype(head.kv_cache_spec, config)
+    return _Draft(info, spec, state_bytes, partial(EagleDrafter, head, taps))
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:
@@ -195,6 +239,8 @@ def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None
         if config.cache.kv_cache_dtype == "int8":
             sizes = (1, SCALE_BYTES)
         per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
+        if is_eagle(part.source.known_config):
+            per_token.append(NUM_TAPS * info.hidden_size * named_dtype(model.dtype).itemsize)
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
     check_memory(config, weights, all_known, info.max_model_len)

@@ -73,6 +73,10 @@ class WholeDecoder(FusedDecoder):
         if self._scratch.numel() < size:
             self._scratch = self._scratch.new_empty(size)
         logits = self._scratch.new_empty(num_sampling, self.embedding.shape[0])
+        num_taps = len(self.tap_layers)
+        if num_taps:
+            self.tapped = self.tapped.new_empty(num_taps, num_tokens, self.embedding.shape[1])
+        tap_layers = (ctypes.c_int64 * num_taps)(*self.tap_layers)
         step = StepStruct(
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
@@ -86,6 +90,9 @@ class WholeDecoder(FusedDecoder):
             attention.block_table.shape[1],
             num_sampling,
             *self._adapters(tokens, sampling),
+            ctypes.addressof(tap_layers),
+            self.tapped.data_ptr(),
+            num_taps,
         )
         self._kernels.decode(self._struct, step, self._scratch, logits)
         return logits

@@ -5,6 +5,7 @@
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import ServedModel, Taps
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class FusedModel(ServedModel):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.forward(inputs, attention)
+
+    def tap(self, layers: Sequence[int]) -> Taps:
+        self.decoder.tap_layers = tuple(layers)
+        return Taps(self.decoder.embedding, lambda: self.decoder.tapped)
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.hidden(inputs, attention)

@@ -96,6 +96,8 @@ class FusedDecoder:
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
         self._head = head
         self.ops = ops
+        self.tap_layers: tuple[int, ...] = ()  # as `ServedModel.tap`
+        self.tapped = torch.empty(0, dtype=embedding.dtype)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.forward`."""
@@ -110,7 +112,10 @@ class FusedDecoder:
         if inputs.adapters is not None:
             inputs.adapters.embed(inputs.input_ids, x)
         state = self.layers[0].start(x, ops, inputs.adapters)
+        taps: dict[int, Tensor] = {}
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            if layer.attention.index in self.tap_layers:
+                taps[layer.attention.index] = state.residual.clone()
             attended = layer.attend(state, ops)
             if layer is last and num_sampling < len(x):
                 # nobody attends any more: only the tokens that sample matter from here on
@@ -119,9 +124,9 @@ class FusedDecoder:
                 attended = attended[inputs.logits_rows]
                 state = state.take(inputs.logits_rows)
             layer.feed_forward(attended, state, next_norm, ops)
-        else:
-            return state.normed
-        return x[:0]
+        if taps:
+            self.tapped = torch.stack([taps[index] for index in self.tap_layers])
+        return state.normed if num_sampling else x[:0]
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """As `ServedModel.logits`."""

@@ -1,0 +1,198 @@
+"""EAGLE-3 heads: one decoder layer that continues from what a larger model thought of its tokens.
+
+A checkpoint `LlamaForCausalLMEagle3`: `fc` makes one state of what entered three layers of the
+larger model; `midlayer` sees it beside the next token; `lm_head` knows some of the vocabulary,
+which `d2t` translates. Knows weights and attention; knows nothing about requests.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from aioserve.errors import ConfigError
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    KVCacheSpec,
+    LayerAttention,
+    LayerSpec,
+)
+from aioserve.runner.cpu.linear import pack_linear
+from aioserve.runner.logits_edits import BAD
+
+NUM_TAPS = 3
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_LINEARS = ("self_attn.o_proj", "mlp.down_proj")
+_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+
+class EagleHead:
+    """Weights of one type, laid out for this machine."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        vocab_size: int,
+    ) -> None:
+        """`weights`: as `read_eagle` returns them. `embedding`: of the larger model, for a
+        checkpoint without one of its own.
+        """
+        w = {name: tensor.to(dtype) for name, tensor in weights.items() if name != "d2t"}
+        table = w.get("embed_tokens.weight")
+        self._embedding = embedding if table is None else lambda ids: F.embedding(ids, table)
+        self._num_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._head_dim = w["layer.self_attn.q_proj.weight"].shape[0] // self._num_heads
+        self._eps = float(config.rms_norm_eps)
+        self._norms = {name: w[f"layer.{name}.weight"] for name in _NORMS} | {
+            "norm": w["norm.weight"]
+        }
+        qkv = [w[f"layer.self_attn.{name}_proj.weight"] for name in "qkv"]
+        gate_up = [w[f"layer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        self._qkv, self._gate_up = (pack_linear(torch.cat(part), None) for part in (qkv, gate_up))
+        self._output, self._down = (pack_linear(w[f"layer.{n}.weight"], None) for n in _LINEARS)
+        self._fc, self._head = (pack_linear(w[f"{n}.weight"], None) for n in ("fc", "lm_head"))
+        self._rope = LlamaRotaryEmbedding(config)
+        self._options = AttentionOptions(scaling=self._head_dim**-0.5)
+        self._is_residual_normed = bool(getattr(config, "norm_before_residual", False))
+        self._vocab_size = vocab_size
+        self.target_size = w["fc.weight"].shape[1] // NUM_TAPS  # of the larger model's states
+        offsets = weights.get("d2t")
+        self._token_ids = (
+            None if offsets is None else torch.arange(len(offsets)) + offsets.to(torch.int64)
+        )
+        layer = LayerSpec(self._num_kv_heads, self._head_dim, self._head_dim)
+        self.kv_cache_spec = KVCacheSpec((layer,), dtype)
+        self.num_parameters = sum(tensor.numel() for tensor in w.values())
+
+    def combine(self, states: Tensor) -> Tensor:
+        """One state [T, hidden] of the three [T, 3 * hidden] of the larger model."""
+        return self._fc(states)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention
+    ) -> Tensor:
+        """The states [T, hidden] that continue `states` [T, hidden] with `token_ids` [T], each the
+        one after its state's own. `attention` is that of the step, on the cache of this head.
+        """
+        seen, residual = self._norm("hidden_norm", states), states
+        if self._is_residual_normed:
+            residual = seen
+        embedded = self._norm("input_layernorm", self._embedding(token_ids))
+        qkv = self._qkv(torch.cat((embedded, seen), dim=-1))
+        heads = qkv.view(len(token_ids), -1, self._head_dim)
+        query, key, value = torch.split(
+            heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
+        )
+        cos, sin = self._rope(heads, positions[None])
+        query, key = apply_rotary_pos_emb(query, key, cos[0], sin[0])
+        attended = attention.forward(0, query, key, value.contiguous(), self._options)
+        x = residual + self._output(attended.reshape(len(token_ids), -1))
+        gate, up = self._gate_up(self._norm("post_attention_layernorm", x)).chunk(2, dim=-1)
+        return x + self._down(F.silu(gate) * up)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [N, V] of any of those states; of tokens that it does not know, very low ones."""
+        known = self._head(self._norm("norm", states))
+        if self._token_ids is None:
+            return known
+        logits = known.new_full((len(known), self._vocab_size), BAD)
+        logits[:, self._token_ids] = known
+        return logits
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """As Llama does: in float32, rounded, times the weight."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        return self._norms[name] * wide.to(x.dtype)
+
+
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head."""
+    return any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
+
+
+def tapped_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers of the larger model, which has so many, whose input the head wants."""
+    stated = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    stated = stated or config.get("eagle_aux_hidden_state_layer_ids")
+    return tuple(stated or (2, num_layers // 2, num_layers - 3))
+
+
+def read_eagle(
+    path: Path, hidden_size: int, vocab_size: int
+) -> tuple[LlamaConfig, dict[str, Tensor]]:
+    """Configuration and weights of a head for a model of these sizes, under the names `fc`, `norm`,
+    `lm_head`, `embed_tokens`, `d2t` and `layer.*`. Raises `ConfigError` for what cannot be served.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    stated = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = LlamaConfig(**stated)
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"the EAGLE-3 head {path} cannot be served: {why}")
+
+    if config.num_hidden_layers != 1:
+        raise refuse(f"it has {config.num_hidden_layers} layers, only one is known")
+    if config.vocab_size != vocab_size:
+        raise refuse(f"it is for {config.vocab_size:,} tokens, the model has {vocab_size:,}")
+    if getattr(config, "attention_bias", False) or config.hidden_act != "silu":
+        raise refuse("attention_bias, and activations other than silu, are not known")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise refuse("there are no *.safetensors in it")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            loaded = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise refuse(f"{file.name}: {error}") from error
+        for name, tensor in loaded.items():
+            name = name.removeprefix("model.").replace("midlayer.", "layer.")
+            weights[name.replace("layers.0.", "layer.")] = tensor
+    weights.pop("t2d", None)
+    hidden, inner, heads, kv_heads = (int(getattr(config, name)) for name in _SIZES)
+    dim = config.head_dim or hidden // heads
+    known = int(stated.get("draft_vocab_size") or vocab_size)
+    if (table := weights.get("embed_tokens.weight")) is None and hidden != hidden_size:
+        raise refuse(f"it has no embedding, and states of {hidden}, not {hidden_size}")
+    shapes = {
+        "fc.weight": (hidden, NUM_TAPS * hidden_size),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (known, hidden),
+        "layer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
+        "layer.self_attn.k_proj.weight": (kv_heads * dim, 2 * hidden),
+        "layer.self_attn.v_proj.weight": (kv_heads * dim, 2 * hidden),
+        "layer.self_attn.o_proj.weight": (hidden, heads * dim),
+        "layer.mlp.gate_proj.weight": (inner, hidden),
+        "layer.mlp.up_proj.weight": (inner, hidden),
+        "layer.mlp.down_proj.weight": (hidden, inner),
+        **{f"layer.{name}.weight": (hidden,) for name in _NORMS},
+    }
+    if table is not None:
+        shapes["embed_tokens.weight"] = (vocab_size, hidden)
+    if known != vocab_size or "d2t" in weights:
+        shapes["d2t"] = (known,)
+    for name, shape in shapes.items():
+        found = weights.get(name)
+        if found is None or tuple(found.shape) != shape:
+            has = "is missing" if found is None else f"is {list(found.shape)}, not {list(shape)}"
+            raise refuse(f"{name} {has}")
+    if strangers := sorted(weights.keys() - shapes.keys()):
+        raise refuse(f"{strangers[0]} is not known")
+    if "d2t" in weights:
+        targets = torch.arange(known) + weights["d2t"].to(torch.int64)
+        if targets.min() < 0 or targets.max() >= vocab_size:
+            raise refuse("d2t leaves the vocabulary")
+    return config, weights

@@ -1,0 +1,245 @@
+"""EAGLE-3 heads with random weights: what they guess is what a plain reference guesses, and what is
+said does not change.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import aioserve
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from aioserve.errors import ConfigError
+from aioserve.runner.cpu.eagle_drafter import EagleDrafter
+from aioserve.runner.draft_length import ModelDraftLength
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+TARGET, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 192, 192, 96, 4, 2, 32
+VOCAB, KNOWN = 2048, 700
+LAYERS = (1, 3, 4)
+EPS, THETA = 1e-5, 10_000.0
+
+
+def make_head(path: Path, **changes: Any) -> Path:
+    """A checkpoint as they are published; `changes` are fields of its config.json."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    weights = {
+        "fc.weight": weight(HIDDEN, 3 * TARGET),
+        "norm.weight": 1 + 0.1 * weight(HIDDEN),
+        "lm_head.weight": 3 * weight(KNOWN, HIDDEN),
+        "midlayer.self_attn.q_proj.weight": 2 * weight(HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": 2 * weight(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": weight(HIDDEN, HEADS * DIM),
+        "midlayer.mlp.gate_proj.weight": weight(INNER, HIDDEN),
+        "midlayer.mlp.up_proj.weight": weight(INNER, HIDDEN),
+        "midlayer.mlp.down_proj.weight": weight(HIDDEN, INNER),
+        "midlayer.input_layernorm.weight": 1 + weight(HIDDEN),
+        "midlayer.hidden_norm.weight": 1 + weight(HIDDEN),
+        "midlayer.post_attention_layernorm.weight": 1 + weight(HIDDEN),
+        "d2t": torch.arange(KNOWN) * 2,  # token n of the head is token 3 n
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool),
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": KNOWN - 20,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS},
+        **changes,
+    }
+    known = int(config["draft_vocab_size"])
+    for name in ("lm_head.weight", "d2t"):
+        weights[name] = weights[name][:known].clone()
+    path.mkdir()
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+class Reference:
+    """The same head in plain torch, over whole texts, and its model by `transformers`."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.weights = load_file(path / "model.safetensors")
+        self.model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """The most likely of the FEW tokens after `text`, one after another."""
+        hidden = self.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[layer][0] for layer in LAYERS], dim=-1)
+        states, text = states @ self.weights["fc.weight"].T, list(text)
+        for _ in range(count):
+            out = self._layer(torch.tensor(text[1:]), states)
+            logits = self._norm(out[-1], "norm") @ self.weights["lm_head.weight"].T
+            best = max((token_id // 3 for token_id in FEW), key=logits.tolist().__getitem__)
+            text.append(best + int(self.weights["d2t"][best]))
+            states = torch.cat((states, out[-1:]))
+        return text[-count:]
+
+    def _layer(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        def linear(x: Tensor, name: str) -> Tensor:
+            return x @ self.weights[f"midlayer.{name}_proj.weight"].T
+
+        embedded = self.model.get_input_embeddings()(token_ids)
+        x = torch.cat(
+            (
+                self._norm(embedded, "midlayer.input_layernorm"),
+                self._norm(states, "midlayer.hidden_norm"),
+            ),
+            dim=-1,
+        )
+        query, key, value = (
+            linear(x, f"self_attn.{name}").view(len(x), -1, DIM).transpose(0, 1) for name in "qkv"
+        )
+        attended = F.scaled_dot_product_attention(
+            _turn(query), _turn(key), value, is_causal=True, enable_gqa=True
+        )
+        x = states + linear(attended.transpose(0, 1).reshape(len(x), -1), "self_attn.o")
+        y = self._norm(x, "midlayer.post_attention_layernorm")
+        return x + linear(F.silu(linear(y, "mlp.gate")) * linear(y, "mlp.up"), "mlp.down")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return x * self.weights[f"{name}.weight"]
+
+
+def _turn(x: Tensor) -> Tensor:
+    """Rotary positions 0, 1, ... of `x` [heads, T, DIM]."""
+    rates = THETA ** (-torch.arange(0, DIM, 2) / DIM)
+    angles = torch.arange(x.shape[1])[:, None] * rates
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+@pytest.fixture(autouse=True)
+def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays depends on how busy the machine is."""
+
+    def stepped(self: ModelDraftLength, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.price = 1e-6
+
+    monkeypatch.setattr(ModelDraftLength, "stepped", stepped)
+
+
+FEW = (300, 303, 306, 309)  # of so few, a head that knows nothing is often right
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0, "allowed_token_ids": list(FEW)},
+    {"temperature": 0, "allowed_token_ids": list(FEW), "prompt_logprobs": 1},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "stop": ["\n"]},
+]
+
+
+async def say(head: Path | None) -> list[list[int]]:
+    """Four at a time in a pool that is too small for them, and two that find a cached prefix."""
+    speculation = SpeculationConfig()
+    if head is not None:
+        speculation = SpeculationConfig(
+            speculative_method="draft", draft_model=str(head), num_speculative_tokens=3
+        )
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=100, dtype="float32"),
+        cache=CacheConfig(block_size=4, num_kv_blocks=26),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16),
+        speculation=speculation,
+    )
+    async with AsyncEngine(config) as engine:
+
+        async def one(number: int, way: dict[str, Any]) -> list[int]:
+            params = SamplingParams(**{"max_tokens": 30, "seed": 5} | way)
+            prompt = f"KING: My lord, what says the {['queen', 'crown', 'sun'][number % 3]}"
+            found: list[int] = []
+            async for output in engine.generate(prompt, params):
+                found += output.token_ids
+            return found
+
+        said = await asyncio.gather(*(one(number, way) for number, way in enumerate(WAYS)))
+        said += await asyncio.gather(*(one(number, WAYS[number]) for number in (0, 2)))
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_preemptions
+        assert stats.num_prefix_hit_tokens
+        assert (stats.num_accepted_tokens > 10) == (head is not None)
+        return said
+
+
+async def test_a_head_guesses_what_a_plain_reference_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After preemptions, on cached prefixes, and behind guesses that were wrong; and every text is
+    what it is without the head.
+    """
+    head = make_head(tmp_path / "head")
+    reference = Reference(head)
+    guesses, num_compared = EagleDrafter.guesses, 0
+
+    def checked(self: EagleDrafter, *arguments: Any) -> dict[int, list[int]]:
+        nonlocal num_compared
+        found = guesses(self, *arguments)
+        texts = arguments[-1]
+        for row, own in found.items():
+            (known,) = texts.num_tokens([row])
+            one, begin, end = (torch.tensor([n]).numpy() for n in (row, 0, int(known)))
+            if texts.sampling_of(one, end).temperature[0] == 0:
+                text = texts.pack(one, begin, end).input_ids.tolist()
+                assert own == reference.guess(text, len(own))
+                num_compared += 1
+        return found
+
+    monkeypatch.setattr(EagleDrafter, "guesses", checked)
+    assert await say(head) == await say(None)
+    assert num_compared > 40
+
+
+async def refusal(path: Path, **model: Any) -> str:
+    config = EngineConfig(
+        model=ModelConfig(**model),
+        speculation=SpeculationConfig(speculative_method="draft", draft_model=str(path)),
+    )
+    with pytest.raises(ConfigError) as caught:
+        async with AsyncEngine(config):
+            pass
+    return str(caught.value)
+
+
+async def test_a_head_that_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
+    deep = make_head(tmp_path / "deep", num_hidden_layers=2)
+    assert "it has 2 layers, only one is known" in await refusal(deep)
+    other = make_head(tmp_path / "other", vocab_size=4096)
+    assert "it is for 4,096 tokens, the model has 2,048" in await refusal(other)
+    wide = make_head(tmp_path / "wide", intermediate_size=128)
+    assert "mlp.gate_proj.weight is [96, 192], not [128, 192]" in await refusal(wide)
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}
+    high = make_head(tmp_path / "high", eagle_config=layers)
+    assert "looks at layers (1, 3, 9): three of the 6" in await refusal(high)
+    right = make_head(tmp_path / "right")
+    assert "only fused models do (model.fused)" in await refusal(right, fused=False)
