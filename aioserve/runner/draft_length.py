@@ -26,6 +26,8 @@ FORGETTING = 0.98  # and while its drafts are not sent: they may have become bet
 # One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
 # batch of 16 it costs less than a hundredth.
 TRIAL_INTERVAL = 64
+# In so many steps the first guesses of a request must repay the reading of its text. A guess.
+REPAID_IN = 128
 TRIAL_SHARE = 0.01  # of the time of steps, for trials of a model that pays for nobody
 
 
@@ -163,6 +165,7 @@ class ModelDraftLength(DraftLength):
         super().__init__(max_tokens)
         self._draft_cost = _StepCost()
         self._seconds_since_trial = 0.0  # of steps
+        self._row_seconds = math.inf  # of a step, for one of its rows
         self._all = _Record()
 
     def drafted(self, num_tokens: int, seconds: float) -> None:
@@ -173,6 +176,7 @@ class ModelDraftLength(DraftLength):
         """A pass of the drafting model makes one guess for each row."""
         super().stepped(num_rows, num_tokens, seconds)
         self._seconds_since_trial += seconds
+        self._row_seconds = self._cost.seconds(num_rows) / num_rows
         self.price += self._draft_cost.seconds(num_rows) / self._cost.seconds(num_rows)
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
@@ -183,7 +187,11 @@ class ModelDraftLength(DraftLength):
         """The limits of those for whom drafts pay. If they pay for nobody, now and then one token
         for the one of whose tokens the model has to read fewest first.
         """
-        limits = {request: limit for request in num_unread if (limit := self._paying(request))}
+        limits = {
+            request: limit
+            for request, unread in num_unread.items()
+            if (limit := self._paying(request)) and self._repays(request, unread)
+        }
         if limits or not num_unread:
             return limits
         request = min(num_unread, key=num_unread.__getitem__)
@@ -191,6 +199,13 @@ class ModelDraftLength(DraftLength):
             return {}
         self._seconds_since_trial = 0.0
         return {request: 1}
+
+    def _repays(self, request: Hashable, num_unread: int) -> bool:
+        """Whether guesses for it are worth reading its text first."""
+        if num_unread <= self.max_tokens + 1:  # what was said since the last guess
+            return True
+        gain = self._record(request).chance(self._first_chance()) - self.price
+        return gain * self._row_seconds * REPAID_IN >= self._draft_cost.seconds(num_unread)
 
     def _first_chance(self) -> float:
         return self._all.chance(FIRST_CHANCE)
