@@ -988,18 +988,24 @@ static void check_decode(type t) {
             }
         }
         starts[ROWS] = tokens;
+        const int64_t first[] = {0};
+        void *embedded = allocate(TOKENS * HIDDEN * SIZES[t]);
+        void *tapped = allocate(TOKENS * HIDDEN * SIZES[t]);
         decoder_step step = {ids, positions, slots, starts, lengths, sampling, table, TOKENS, ROWS,
-                             WIDTH, sizeof sampling / sizeof *sampling, 0, 0, 0, 0};
+                             WIDTH, sizeof sampling / sizeof *sampling, 0, 0, 0, 0, first, tapped,
+                             1};
         void *residual = allocate(TOKENS * HIDDEN * SIZES[t]), *expected;
         for (int j = 0; j < TOKENS; j++)
             memcpy((char *)residual + j * HIDDEN * SIZES[t],
                    (const char *)model.embedding + ids[j] * HIDDEN * SIZES[t], HIDDEN * SIZES[t]);
+        memcpy(embedded, residual, TOKENS * HIDDEN * SIZES[t]);
         pass(t, &model, plain, &step, residual, keys, values);
         expected = allocate(TOKENS * VOCABULARY * SIZES[t]);
         multiply(t, head, 0, HIDDEN, VOCABULARY, residual, expected, TOKENS);
         void *scratch = allocate(TOKENS * 2 * (HIDDEN + model.wide) * SIZES[t]);
         void *logits = allocate(TOKENS * VOCABULARY * SIZES[t]);
         decode(&model, &step, scratch, logits);
+        if (memcmp(tapped, embedded, TOKENS * HIDDEN * SIZES[t])) fail("the tap differs");
         double error = 0, size = 0;
         for (int64_t j = 0; j < step.num_sampling * VOCABULARY; j++) {
             double right = get(t, expected, sampling[j / VOCABULARY] * VOCABULARY + j % VOCABULARY);
