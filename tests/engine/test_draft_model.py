@@ -29,6 +29,7 @@ from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.input_batch import InputBatch
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
+from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load two models each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -65,11 +66,11 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> SpeculationConfig:
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[RequestOutput]]:
-    return asyncio.run(generate(NONE, num_kv_blocks=80))[0]
+    return asyncio.run(generate(NONE))[0]
 
 
 @pytest.mark.parametrize(
-    "policy", ["chunked_prefill", pytest.param("mlfq", marks=pytest.mark.slow)]
+    "policy", mostly_slow(["chunked_prefill", "mlfq"], but=["chunked_prefill"])
 )
 async def test_a_good_draft_model_changes_no_token(
     policy: str, plain: list[list[RequestOutput]]
@@ -77,9 +78,7 @@ async def test_a_good_draft_model_changes_no_token(
     """Where both models are the same, all but near ties are right: what one has read, the other has
     too, after preemptions, from cached prefixes, and where a grammar forbids.
     """
-    guessed, stats = await generate(
-        ITSELF, num_kv_blocks=80, policy=policy, max_num_batched_tokens=24
-    )
+    guessed, stats = await generate(ITSELF, policy=policy, max_num_batched_tokens=24)
     check_equal(guessed, plain)
     assert stats.num_preemptions
     assert stats.num_draft_tokens > 600
@@ -133,7 +132,7 @@ async def test_a_draft_model_has_read_what_it_says(
     monkeypatch.setattr(draft_model, "sample", sample_badly)
     monkeypatch.setattr(ModelDraftLength, "limits", limits)
     monkeypatch.setattr(DraftModel, "guesses", checked)
-    guessed, stats = await generate(ITSELF, num_kv_blocks=80)
+    guessed, stats = await generate(ITSELF)
     check_equal(guessed, plain)
     assert stats.num_preemptions
     assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -143,7 +142,7 @@ async def test_a_draft_model_has_read_what_it_says(
 async def test_a_bad_draft_model_changes_no_token(
     stranger: SpeculationConfig, plain: list[list[RequestOutput]]
 ) -> None:
-    guessed, stats = await generate(stranger, num_kv_blocks=80)
+    guessed, stats = await generate(stranger)
     check_equal(guessed, plain)
     assert stats.num_accepted_tokens < 0.5 * stats.num_draft_tokens
 

@@ -44,14 +44,13 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def generate(
     speculation: SpeculationConfig,
-    num_kv_blocks: int = 66,
     make_runner: Callable[[EngineConfig], RunnerInterface] | None = None,
     **scheduler: Any,
 ) -> tuple[list[list[RequestOutput]], SchedulerStats]:
-    """What comes of the `WAYS`, one list of samples each. The blocks are less than they want."""
+    """What comes of the `WAYS`, one list of samples each."""
     config = EngineConfig(
         model=ModelConfig(max_model_len=256, dtype="float32"),
-        cache=CacheConfig(block_size=4, num_kv_blocks=num_kv_blocks),
+        cache=CacheConfig(block_size=4, num_kv_blocks=66),
         scheduler=SchedulerConfig(max_num_seqs=12, **scheduler),
         speculation=speculation,
     )
