@@ -4,7 +4,7 @@
 
 All serve the same model; docs/benchmarks.md says how to start them. Servers take turns within each
 round, with the same new texts. Values are medians of the rounds; ratios are to the first server.
-The last line is JSON.
+Each run's tokens per second go to standard error as they come. The last line is JSON.
 """
 
 import argparse
@@ -125,6 +125,8 @@ def main() -> int:
             for name, url in peers.items():
                 found = run(url, shape, seed + 2 * round_, args.max_seconds, warm_up=not round_)
                 documents[name].append(found)
+                rate = COLUMNS[0][1](found)  # a load may take minutes: say that it goes on
+                print(f"{load}, round {round_ + 1}: {name} {rate:.1f}", file=sys.stderr, flush=True)
         heads = "".join(f"{label:>13}" for label, _ in COLUMNS)
         print(f"{load}: {shape.words}\n  {'':24}{heads}{'ratio':>9}{'spread':>9}")
         first = None

@@ -1,0 +1,66 @@
+"""Products with weights of a few bits, beside the same weights unpacked to bfloat16.
+
+    python benchmarks/blocks.py                        # all variants that this CPU runs
+    python benchmarks/blocks.py amx_bf16 --repeats 30
+
+Six layers' matrices of SmolLM2-135M, one thread. Processor time, the least of the repeats, in which
+the three kinds take turns: so others on the machine change a ratio little. The last line is JSON.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+
+from aioserve.kernels import Kernels, usable_variants
+from aioserve.model_source.quantized import quantize
+from aioserve.runner.cpu.blocks import BlockLinear
+from aioserve.runner.cpu.panels import PanelLinear
+
+SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # (outputs, inputs) of a layer
+LAYERS = 6
+ROWS = (1, 4, 16, 64, 256)
+KINDS = ("Q4_0", "Q8_0")
+DTYPE = torch.bfloat16
+
+
+def measure(variant: str, repeats: int) -> dict[int, dict[str, float]]:
+    """By rows: the time of each kind to that of bfloat16, and milliseconds of that."""
+    kernels = Kernels(variant)
+    weights = [torch.randn(shape) / 8 for shape in SHAPES * LAYERS]
+    kinds: dict[str, list[BlockLinear] | list[PanelLinear]] = {
+        kind: [BlockLinear(kernels, [quantize(weight, kind)], None, DTYPE) for weight in weights]
+        for kind in KINDS
+    }
+    kinds["bfloat16"] = [PanelLinear(kernels, weight.to(DTYPE), None) for weight in weights]
+    found = {}
+    for rows in ROWS:
+        inputs = [torch.randn(rows, weight.shape[1]).to(DTYPE) for weight in weights]
+        least = dict.fromkeys(kinds, float("inf"))
+        for _ in range(repeats):
+            for kind, products in kinds.items():
+                began = time.thread_time()
+                for product, x in zip(products, inputs, strict=True):
+                    product(x)
+                least[kind] = min(least[kind], time.thread_time() - began)
+        whole = least.pop("bfloat16")
+        found[rows] = {kind: seconds / whole for kind, seconds in least.items()}
+        found[rows]["bfloat16, ms"] = 1e3 * whole
+        values = "".join(f"{value:12.2f}" for value in found[rows].values())
+        print(f"{variant:12}{rows:6}{values}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("variants", nargs="*", default=usable_variants(), help="of the kernels")
+    parser.add_argument("--repeats", type=int, default=12)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'':12}{'rows':>6}" + "".join(f"{kind:>12}" for kind in (*KINDS, "bfloat16, ms")))
+    print(json.dumps({name: measure(name, args.repeats) for name in args.variants}))
+
+
+if __name__ == "__main__":
+    main()
