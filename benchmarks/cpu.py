@@ -26,8 +26,9 @@ from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.load import with_dtype
-from aioserve.runner.loader import named_dtype
+from aioserve.runner.loader import named_dtype, num_weight_bytes
 
 PARTS = ("floors", "steps", "breakdown", "engine")
 FLOOR_ROWS = (1, 4, 16, 64, 512, 2048)
@@ -40,7 +41,12 @@ PURPOSES = [*dict.fromkeys(purpose for purpose, _ in RULES), PYTHON]
 Row = dict[str, Any]
 
 
-def show_floors(floors: Floors) -> list[Row]:
+def show_floors(floors: Floors, block_bytes: int) -> list[Row]:
+    if block_bytes:
+        print(
+            f"weights in blocks: a step reads {block_bytes / 1e6:.0f} MB of them, at least "
+            f"{1e3 * block_bytes / floors.bandwidth:.2f} ms; the floors are of unpacked ones"
+        )
     print(
         f"read {floors.bandwidth / 1e9:.1f} GB/s, large products {floors.rate / 1e9:.0f} GFLOP/s, "
         f"KV {floors.shapes.kv_bytes_per_token / 1024:.1f} KiB a token"
@@ -143,7 +149,10 @@ def main() -> None:
         floors = Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2)
         result |= {"bandwidth_gb_s": floors.bandwidth / 1e9, "gflop_s": floors.rate / 1e9}
     if "floors" in args.only and floors:
-        result["floors"] = show_floors(floors)
+        config = with_dtype(ModelConfig(model=str(path), dtype=args.dtype))
+        is_in_blocks = CpuPlace().multiplies_blocks and info.source.packs_embedding
+        block_bytes = num_weight_bytes(config, info, CpuPlace()) if is_in_blocks else 0
+        result |= {"floors": show_floors(floors, block_bytes), "block_bytes": block_bytes}
     if {"steps", "breakdown"} & set(args.only):
         fitting = _fitting(cases, info, shapes.kv_bytes_per_token)
         pool = max(case.num_kv_tokens for case in fitting)
