@@ -23,7 +23,7 @@ LIMITS = {
     "aioserve/server": 7_450,
     "aioserve/testing": 2_950,
     "aioserve/watch": 1_700,
-    "benchmarks": 3_330,
+    "benchmarks": 3_400,
     "policies": 650,
     "tests": 30_250,
 }
