@@ -23,8 +23,8 @@ STEP_MEMORY = 0.98
 # something: below, what else differs between them decides. A guess.
 LEAST_SPREAD = 1e-3
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
-# One in so many that do not seem to pay is sent whole: what is never tried is never learned. In a
-# batch of 16 it costs less than a hundredth.
+# The first token of one in so many that do not seem to pay is sent: what is never tried is never
+# learned.
 TRIAL_INTERVAL = 64
 # In so many steps the first guesses of a request must repay the reading of its text. A guess.
 REPAID_IN = 128
@@ -131,7 +131,7 @@ class DraftLength:
         if limit := self._paying(request):
             return limit
         self._num_withheld += 1
-        return 0 if self._num_withheld % TRIAL_INTERVAL else self.max_tokens
+        return 0 if self._num_withheld % TRIAL_INTERVAL else 1
 
     def forget(self, request: Hashable) -> None:
         """It is gone, or somebody else bears its name from now on."""

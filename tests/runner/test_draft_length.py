@@ -39,11 +39,11 @@ def test_no_draft_pays_where_a_token_costs_its_whole_share() -> None:
     assert length.limit("right") == 0
 
 
-def test_what_is_withheld_is_tried_now_and_then() -> None:
+def test_of_what_is_withheld_a_token_is_tried_now_and_then() -> None:
     length = learned(16, 0.02, 0.02)
     assert length.price > 0.9
     limits = [length.limit("new") for _ in range(4 * TRIAL_INTERVAL)]
-    assert [limit for limit in limits if limit] == [8] * 4
+    assert [limit for limit in limits if limit] == [1] * 4
 
 
 def test_a_request_of_the_same_name_begins_anew() -> None:
