@@ -22,7 +22,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     FLAGS["avx512"] = [*FLAGS["avx2"], *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")]
     FLAGS["avx512_bf16"] = [*FLAGS["avx512"], "-mavx512bf16", "-mavx512vnni"]
-    FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16", "-mamx-int8")]
+    FLAGS["amx_bf16"] = [*FLAGS["avx512_bf16"], *("-mamx-tile", "-mamx-bf16")]
 
 
 # A release must have all kernels; anybody else gets those that can be compiled.

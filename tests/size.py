@@ -14,7 +14,7 @@ LIMITS = {
     "aioserve": 2_500,
     "aioserve/engine": 3_420,
     "aioserve/grammars": 650,
-    "aioserve/kernels": 3_560,
+    "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 550,
     "aioserve/lab": 5_800,
     "aioserve/model_source": 2_180,

@@ -86,8 +86,8 @@ class Kernels:
             dtype: PanelShape(*(_I * 2).in_dll(library, f"panel_{suffix}"))
             for dtype, suffix in _SUFFIXES.items()
         }
-        #: Bits of the whole numbers that rows of two-byte types become for weights in blocks.
-        self.whole_bits = _I.in_dll(library, "whole_bits").value
+        #: Rows in bfloat16 from which on weights in blocks become bfloat16 in their products.
+        self.rounded_from = _I.in_dll(library, "rounded_from").value
         #: Whether products of two-byte numbers are faster than those of float32 by other means.
         self.is_fast = bool(_I.in_dll(library, "has_multiply_add").value)
 

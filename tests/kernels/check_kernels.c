@@ -731,21 +731,22 @@ static block_part random_part(int64_t panel, int64_t in, block_part part, float 
     return part;
 }
 
-// Rows as products with weights in blocks take them: whole numbers with a scale for 32 inputs.
-static double *whole_rows(type t, const void *x, int64_t count) {
-    const int64_t *bits = dlsym(library, "whole_bits");
+// Rows as products with weights in blocks take them: whole numbers with a scale for 32 inputs, unless
+// they are kept.
+static double *whole_rows(type t, const void *x, int64_t count, int are_kept) {
     double *rows = allocate(count * sizeof *rows);
     for (int64_t i = 0; i < count; i += 32) {
         double top = 0;
         for (int64_t k = i; k < i + 32; k++) top = fmax(top, fabs(rows[k] = get(t, x, k)));
-        if (t == F32 || top == 0) continue;
-        const double step = ldexp(1, ilogb(top) + 2 - (int)*bits);
+        if (t == F32 || are_kept || top == 0) continue;
+        const double step = ldexp(1, ilogb(top) - 14);
         for (int64_t k = i; k < i + 32; k++) rows[k] = nearbyint(rows[k] / step) * step;
     }
     return rows;
 }
 
 static void check_blocks(type t) {
+    const int64_t *rounded_from = dlsym(library, "rounded_from");
     linear_function *product = function("linear", t);
     const int64_t *panel = function("panel", t);
     void (*embed)(const linear *, const int64_t *, void *, int64_t) = function("embed", t);
@@ -770,7 +771,8 @@ static void check_blocks(type t) {
             }
             void *x = random_numbers(t, rows[i] * in, 1);
             put(t, x, 3, 40), put(t, x, in - 5, 1e-3);
-            const double *whole = whole_rows(t, x, rows[i] * in);
+            const int is_rounded = t == BF16 && rows[i] >= *rounded_from;
+            const double *whole = whole_rows(t, x, rows[i] * in, is_rounded);
             void *bias = random_numbers(t, out + panel[0], 1);
             char *y = allocate((rows[i] * out + 64) * SIZES[t]), *row = allocate(in * SIZES[t]);
             linear layer = {0, bias, in, out, parts, 2};
@@ -778,7 +780,10 @@ static void check_blocks(type t) {
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);
                 for (int64_t k = 0; k < in; k++) {
-                    const double term = whole[j / out * in + k] * plain[j % out * in + k];
+                    double weight = plain[j % out * in + k];
+                    uint16_t rounded;
+                    if (is_rounded) put(BF16, &rounded, 0, weight), weight = get(BF16, &rounded, 0);
+                    const double term = whole[j / out * in + k] * weight;
                     v += term, scale += fabs(term);
                 }
                 compare(t, "out", j, get(t, y, j), v, scale, 1);

@@ -5,7 +5,7 @@
 #include "plan.h"
 #include "vector.h"
 #include "weight.h"
-#include "whole_product.h"
+#include "whole.h"
 
 // Without it, products cost twice as much, and other libraries use what this one may not.
 #if defined(__FMA__) || defined(__aarch64__)
@@ -14,7 +14,7 @@ const int64_t has_multiply_add = 1;
 const int64_t has_multiply_add = 0;
 #endif
 
-const int64_t whole_bits = WHOLE_BITS;
+const int64_t rounded_from = ROUNDED_FROM;
 const int64_t lanes = W;
 
 #define JOIN_(a, b) a##_##b

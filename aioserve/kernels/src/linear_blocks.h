@@ -15,7 +15,7 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t r
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const T *const bias = layer->bias;
     const product all = begin_product(layer, rows);
-    const int64_t sum_bytes = (all.at_once + 15) / 16 * 16 * PANEL * sizeof(float);
+    const int64_t sum_bytes = all.at_once * PANEL * sizeof(float);
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         float *sums = aligned_alloc(64, ceil_div(sum_bytes + all.room_bytes, 64) * 64);
@@ -28,9 +28,7 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t r
                     store_f32(numbers + i, LOAD(x + row * in + k + i));
                 round_to_whole(&all.x, row, k, numbers);
             }
-            end_row(&all, row);
         }
-        begin_thread(&all);
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic, 64 / PANEL) nowait
         for (int64_t panel = 0; panel < panels; panel++) {
@@ -38,14 +36,13 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t r
             if (all.is_unpacked) unpack_codes(&at, in, room);
             for (int64_t first = 0; first < rows; first += all.at_once) {
                 const int64_t count = smaller(all.at_once, rows - first);
-                multiply_rows(&all, first, count, &at, room, sums);
+                multiply_whole(count, &all.x, first, &at, all.is_unpacked ? room : 0, sums);
                 for (int64_t r = 0; r < count; r++)
                     NAME(store_sums)(sums + r * PANEL, bias ? bias + at.column : 0,
                                      y + (first + r) * out + at.column, at.count);
             }
         }
-        end_thread(&all);
         free(sums);
     }
-    end_product(&all);
+    free(all.x.values);
 }

@@ -16,36 +16,43 @@ const int64_t panel_bf16[2] = {PANEL, 2};
 #define AHEAD 96  // inputs of a panel, fetched before they are needed: 12 KiB. Measured: 64 to 128
 #ifdef __AMX_BF16__
 #include "panel_tiles.h"
+#include "block_pairs.h"
 #else
 #include "panel_pairs.h"
+#define unpack_pairs(at, in, to) (void)(to)
 #endif
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
-    if (layer->num_parts) {
+    if (layer->num_parts && rows < ROUNDED_FROM) {
         linear_blocks_bf16(layer, x, y, rows);
         return;
     }
-    const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
+    const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
     at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
     const int64_t blocks = ceil_div(rows, at_once), items = blocks * panels;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t threads = omp_get_num_threads();
+        bf16 *const room = layer->num_parts ? aligned_alloc(64, 2 * PANEL * in) : 0;
         begin_panels(rows / blocks);
         // dynamic: on a busy machine a thread may be away for milliseconds
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < items; item++) {
-            const int64_t index = item % panels, block = item / panels, column = index * PANEL;
+            const int64_t index = item % panels, block = item / panels;
             const int64_t row = block * rows / blocks, end = (block + 1) * rows / blocks;
-            const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + column : 0;
-            const bf16 *panel = (const bf16 *)layer->weight + column * in;
+            const place at = find_panel(layer, index);
+            const bf16 *bias = layer->bias ? (const bf16 *)layer->bias + at.column : 0;
+            const bf16 *panel = room ? room : (const bf16 *)layer->weight + at.column * in;
             // probably what this thread takes next
-            const bf16 *next = index + threads < panels ? panel + threads * PANEL * in : panel;
-            panel_product(end - row, x + row * in, panel, in, bias, y + row * out + column, out,
-                          smaller(out - column, PANEL), (const char *)next);
+            const bf16 *next =
+                !room && index + threads < panels ? panel + threads * PANEL * in : panel;
+            if (room) unpack_pairs(&at, in, room);
+            panel_product(end - row, x + row * in, panel, in, bias, y + row * out + at.column, out,
+                          at.count, (const char *)next);
         }
         end_panels();
+        free(room);
     }
 }

@@ -12,11 +12,15 @@
 #define UNPACK_FROM 13  // rows: fewer unpack in registers
 #endif
 
-#ifdef __AMX_INT8__
-#define WHOLE_BITS 12  // of a whole number: two that fit a byte, of which one is 16 times as much
+// Rows in bfloat16 from which on weights become bfloat16 as well, a panel at a time, and rows stay
+// what they are: AMX makes up for that. Measured.
+#ifdef __AMX_BF16__
+#define ROUNDED_FROM 14
 #else
-#define WHOLE_BITS 16
+#define ROUNDED_FROM INT64_MAX
 #endif
+
+#define WHOLE_BITS 16  // of a number
 
 // 32 inputs of a row: the sums are those of their values, of all and of both halves.
 typedef struct {
@@ -181,4 +185,20 @@ static __attribute__((noinline)) void multiply_whole(int rows, const whole_rows 
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
     }
 #undef CASE
+}
+
+// Which way a product goes: how many rows at once, and whether panels are unpacked for them.
+typedef struct {
+    whole_rows x;
+    int64_t at_once;     // rows
+    int64_t room_bytes;  // of a thread, for what a panel becomes
+    int is_unpacked;
+} product;
+
+static product begin_product(const linear *layer, int64_t rows) {
+    product all = {.x = allocate_whole(rows, layer->in), .is_unpacked = rows >= UNPACK_FROM};
+    all.at_once = ceil_div(rows, ceil_div(rows, MAX_ROWS));
+    for (int64_t i = 0; i < layer->num_parts && all.is_unpacked; i++)
+        all.room_bytes = larger(all.room_bytes, unpacked_bytes(layer->parts + i, layer->in));
+    return all;
 }
