@@ -197,7 +197,7 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
     monkeypatch.setattr(server.engine, "add_request", note)
     own = {"request_id": "x", "priority": -1, "timeout": 60.0, "cache_salt": "s"}
     assert (await ask(server, metadata={"user_id": "ann"}, **own)).json()["id"] == "x"
-    assert asked == [{**own, "user": "ann"}]
+    assert asked == [{**own, "user": "ann", "adapter": "embedded"}]
 
 
 @pytest.mark.parametrize(

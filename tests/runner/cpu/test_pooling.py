@@ -92,9 +92,9 @@ def test_the_head_is_not_asked_for_rows_that_are_pooled(
     model, asked = driver.runner._model, []
     logits = model.logits
 
-    def note(hidden: torch.Tensor) -> torch.Tensor:
+    def note(hidden: torch.Tensor, adapters: None) -> torch.Tensor:
         asked.append(len(hidden))  # none: it is told how many columns nobody has
-        return logits(hidden)
+        return logits(hidden, adapters)
 
     monkeypatch.setattr(model, "logits", note)
     driver.add("mean", random_prompt(20), pooling=MEAN)
