@@ -14,6 +14,7 @@ from aioserve.runner import devices
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.interface import RunnerInterface
 from aioserve.structured_outputs import StructuredOutputs
+from tests.slow import mostly_slow
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -99,7 +100,9 @@ def check_equal(guessed: list[list[RequestOutput]], plain: list[list[RequestOutp
 NONE, NGRAM = (SpeculationConfig(speculative_method=method) for method in ("none", "ngram"))
 
 
-@pytest.mark.parametrize("policy", ["chunked_prefill", "fcfs", "mlfq"])
+@pytest.mark.parametrize(
+    "policy", mostly_slow(["chunked_prefill", "fcfs", "mlfq"], but=["chunked_prefill"])
+)
 async def test_ngrams_change_no_token_of_any_kind_of_request(policy: str) -> None:
     plain, without = await generate(NONE, policy=policy)
     guessed, stats = await generate(NGRAM, policy=policy)

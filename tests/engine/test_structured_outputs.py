@@ -71,7 +71,7 @@ async def replies(engine: AsyncEngine, wanted: Iterable[SamplingParams]) -> list
     return await asyncio.gather(*(reply(engine, one) for one in wanted))
 
 
-@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["chunked_prefill", "fcfs", "mlfq"]))
+@pytest.mark.parametrize("policy", mostly_slow(POLICIES, but=["chunked_prefill"]))
 async def test_replies_satisfy_their_schemas_under_every_policy(policy: str) -> None:
     depth = 1 + POLICIES.index(policy) % 2
     kinds = ("delta", "final_only")
@@ -90,7 +90,7 @@ async def test_replies_satisfy_their_schemas_under_every_policy(policy: str) -> 
         VALIDATORS[name].validate(json.loads(output.text))
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0, 1.0], but=[1.0]))
 async def test_what_is_forced_takes_fewer_steps_and_the_same_tokens(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,9 @@ def test_chunks_and_decodes_are_close_to_float64(
 
 @DTYPES
 @pytest.mark.parametrize("heads", [(8, 8), (200, 1), *((group, 1) for group in range(1, 10))])
-@pytest.mark.parametrize("dims", [(16, 16), (80, 96), (256, 128)])
+@pytest.mark.parametrize(
+    "dims", [(80, 96), *(pytest.param(d, marks=pytest.mark.slow) for d in [(16, 16), (256, 128)])]
+)
 def test_any_multiple_of_16_and_any_group_is_served(
     kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:

@@ -12,12 +12,13 @@ from aioserve.errors import PolicyError
 from aioserve.outputs import FinishReason
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.state_machine import run_machine
+from tests.slow import mostly_slow
 from tests.testing.hostile import PLACES, raising
 
 EXAMPLES = 3  # of random traffic
 
 
-@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize("pipeline_depth", mostly_slow([1, 2], but=[2]))
 @pytest.mark.parametrize("place", PLACES)
 def test_random_traffic_survives_a_policy_that_raises(place: str, pipeline_depth: int) -> None:
     run_machine(

@@ -129,7 +129,9 @@ def test_two_steps_in_flight_give_the_tokens_of_one(hundred: int) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("sizes", [(), (2, 3), (1, 2, 4, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 3), *(pytest.param(s, marks=pytest.mark.slow) for s in [(), (1, 2, 4, 8)])]
+)
 def test_flashinfer_plans_and_padded_graphs_change_no_token(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

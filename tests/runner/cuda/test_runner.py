@@ -171,7 +171,7 @@ async def serve(engine: AsyncEngine, seed: int) -> list[list[RequestOutput]]:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["llama", "mistral"], but=["mistral"]))
-@pytest.mark.parametrize("eagerness", [0, 0.5])
+@pytest.mark.parametrize("eagerness", mostly_slow([0, 0.5], but=[0.5]))
 async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
     kind: str, eagerness: float, served_path: Callable[..., Path]
 ) -> None:
