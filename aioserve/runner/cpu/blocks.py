@@ -73,10 +73,15 @@ def _pack(weight: QuantizedWeight, panel: int) -> tuple[Tensor, BlockPart]:
     """The bytes of `block_part` in C, and what tells of them."""
     num_outputs, num_inputs = weight.shape
     at_once = max(1, _PIECE // num_inputs // panel) * panel
-    pieces = [
-        _pack_panels(weight.rows(slice(start, start + at_once)).codes(), panel)
-        for start in range(0, num_outputs, at_once)
-    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # pieces are small: several would mostly wait for each other
+    try:
+        pieces = [
+            _pack_panels(weight.rows(slice(start, start + at_once)).codes(), panel)
+            for start in range(0, num_outputs, at_once)
+        ]
+    finally:
+        torch.set_num_threads(threads)
     packed, codes = torch.cat(pieces), weight.rows(slice(0, 1)).codes()
     num_groups = codes.scales.shape[1]
     part = BlockPart(
