@@ -404,8 +404,8 @@ def versions() -> dict[str, str]:
 
 def make_device(is_rehearsal: bool) -> Device:
     if is_rehearsal:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runner" / "cuda"))
-        from fake_device import FakeDevice
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from tests.runner.cuda.fake_device import FakeDevice
 
         device: Device = FakeDevice(eagerness=1)
         return device

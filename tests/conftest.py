@@ -5,8 +5,12 @@ import os
 import signal
 from collections.abc import Callable
 
+import pytest
 import uvloop
 from hypothesis import settings
+
+# What is asserted beside the tests tells its values as well.
+pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
 
 # Read when torch is loaded, here and in processes that tests start. Two test workers share the
 # cores: a second thread, where a test does not ask for one, would mostly wait, and waiting spins.

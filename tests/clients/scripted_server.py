@@ -10,10 +10,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server")]
+sys.path.insert(0, str(ROOT))
 
-from scripted import saying  # noqa: E402
-from test_tools import HERMES  # noqa: E402
+from tests.server.scripted import HERMES, saying  # noqa: E402
 
 
 async def main() -> None:

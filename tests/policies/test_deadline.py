@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from simulate import Job, Served, mean, serve
+from tests.policies.simulate import Job, Served, mean, serve
 
 TTFT, TPOT = 1.0, 0.05  # the policy's defaults
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from aioserve.policies.fair import FairScheduler
-from simulate import Job, Served, mean, serve
 
 from aioserve.testing import SchedulerHarness
+from tests.policies.simulate import Job, Served, mean, serve
 
 
 def test_a_light_client_does_not_wait_behind_the_backlog_of_a_heavy_one() -> None:

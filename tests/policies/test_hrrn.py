@@ -2,7 +2,7 @@
 
 import random
 
-from simulate import Job, Served, mean, percentile, serve
+from tests.policies.simulate import Job, Served, mean, percentile, serve
 
 
 def mixed_traffic(num_requests: int = 400, rate: float = 24.0) -> list[Job]:

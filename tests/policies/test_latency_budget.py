@@ -4,9 +4,9 @@ import itertools
 import random
 
 import pytest
-from simulate import Job, Served, mean, percentile, serve
 
 from aioserve.errors import UnknownPolicyError
+from tests.policies.simulate import Job, Served, mean, percentile, serve
 from tests.slow import mostly_slow
 
 

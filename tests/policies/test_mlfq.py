@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 from aioserve.policies.mlfq import MLFQScheduler
-from simulate import Job, Served, mean, serve
 
 from aioserve.testing import SchedulerHarness
+from tests.policies.simulate import Job, Served, mean, serve
 
 
 def mixed_answers() -> list[Job]:

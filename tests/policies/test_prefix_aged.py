@@ -1,6 +1,6 @@
 """prefix_aged: warm prefixes are used before they are evicted, and cold requests do not starve."""
 
-from simulate import Job, Served, serve
+from tests.policies.simulate import Job, Served, serve
 
 NUM_SESSIONS, NUM_TURNS = 8, 12
 

@@ -4,9 +4,9 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from simulate import run
 
 from aioserve import AsyncEngine, SamplingParams
+from tests.policies.simulate import run
 
 LONG = [5] * 8192
 

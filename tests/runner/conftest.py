@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
@@ -13,6 +12,7 @@ from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
 from tests.models import make_model
+from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
 from tests.variants import DTYPE, VARIANTS
 
 

@@ -1,6 +1,7 @@
 """A scheduler for tests: says by hand what each step runs, and hands out shuffled block ids."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.models import VOCAB_SIZE
 from tests.variants import DTYPE
 
 GREEDY = SamplingParams(temperature=0)
@@ -174,3 +176,12 @@ class Driver:
         while len(sequence.output) < num_tokens:
             self.step({request_id: sequence.lacking})
         return sequence.output
+
+
+MakeDriver = Callable[..., Driver]
+Generate = Callable[..., list[int]]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed * 1000 + length)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from driver import Driver
 from safetensors.torch import load_file, save_file
 
 from aioserve.errors import ConfigError
@@ -22,6 +21,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
 from tests.greedy import GreedyReference
+from tests.runner.driver import Driver
 from tests.slow import mostly_slow
 from tests.variants import DTYPE, VARIANTS
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import make_config
 from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
@@ -20,6 +19,7 @@ from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
+from tests.runner.driver import make_config
 
 STEP = StepInputs(
     req_ids=["a"],

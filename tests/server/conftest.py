@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from serving import SIMULATED, Server, running
 
 from aioserve.runner.interface import RunnerInterface
+from tests.server.serving import SIMULATED, Server, running
 
 
 @pytest.fixture

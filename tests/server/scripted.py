@@ -6,14 +6,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from serving import SIMULATED, running
 
 import aioserve
 from aioserve.config import EngineConfig, ModelConfig, ServerConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+from tests.server.serving import SIMULATED, running
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
+
+HERMES = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {%- if loop.index0 % 2 and message.role == "user" %}
+        {{- raise_exception("users and assistants take turns") }}{% endif %}
+    {{- '<|user|>' ~ message.role ~ (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' ~ call.function.arguments | tojson ~ '</tool_call>' }}{% endfor %}
+    {{- message.name or '' }}{{ message.reasoning_content or '' }}
+{%- endfor %}{{ '<|assistant|>' }}"""
+THINKING = HERMES + "{{ '<think>\n' }}"
+TWO_CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "sub", "arguments": {"ä": [2, "</tool_call>"]}}\n</tool_call>'
+)
 
 
 def make_model(path: Path, template: str, special: str = "<|pad|>") -> str:

@@ -1,19 +1,19 @@
 """A real server on a real socket, and what a test asks it."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from socket import socket
 from typing import Any, NamedTuple
 
 import aiohttp
-from conformity import check_answer
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
+from tests.server.conformity import check_answer
 
 SIMULATED = EngineConfig(
     scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
@@ -39,6 +39,15 @@ class Answer(NamedTuple):
         assert (done, end) == (b"data: [DONE]", b"")
         assert all(event.startswith(b"data: {") for event in events)
         return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+    def named_events(self) -> Iterator[tuple[str, Any]]:
+        """By name, with their data; asserts how they are framed."""
+        *events, end = self.body.decode().split("\n\n")
+        assert end == ""
+        for lines in events:
+            name, _, data = lines.removeprefix("event: ").partition("\ndata: ")
+            assert json.loads(data)["type"] == name
+            yield name, json.loads(data)
 
 
 class Server:

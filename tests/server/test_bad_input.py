@@ -9,10 +9,10 @@ import pytest
 
 from aioserve.server.routes import ROUTES
 from aioserve.server.unserved import FOREIGN, UNSERVED
+from tests.server.bad_bodies import BIG, WRONG, check, mutations
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-BIG = 10**400
 
 SAMPLING = [
     ({"max_tokens": 0}, "max_tokens"),
@@ -143,23 +143,6 @@ CHAT_ONLY = [
 ]
 
 
-def check(answer, status=400):
-    """The body is an error of OpenAI's shape, or of Anthropic's; returns it."""
-    assert answer.status == status
-    assert answer.headers["Content-Type"].startswith("application/json")
-    body = answer.json()
-    error = body["error"]
-    if "type" in body:
-        assert body == {"type": "error", "error": error}
-        assert error.keys() == {"type", "message"}
-    else:
-        assert body.keys() == {"error"}
-        assert error.keys() == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert "Traceback" not in error["message"]
-    return error
-
-
 async def refuse_all(server, path, base, cases):
     for change, param in cases:
         answer = await server.request("POST", path, json={**base, **change})
@@ -183,20 +166,6 @@ async def test_a_bad_field_is_a_400_that_names_its_path(server, path, base, case
     await refuse_all(server, path, base, cases)
 
 
-def mutations(value):
-    """`value` with one thing wrong, or at least odd, at every place."""
-    yield from WRONG
-    if isinstance(value, dict):
-        yield {**value, "zzz": 1}
-        for name, item in value.items():
-            yield {k: v for k, v in value.items() if k != name}
-            yield from ({**value, name: wrong} for wrong in mutations(item))
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from ([*value[:i], wrong, *value[i + 1 :]] for wrong in mutations(item))
-
-
-WRONG = [None, True, -1, 0, 2.5, BIG, "", "x" * 9, "\x00", [], [[]], [{}], {}, {"a": {"b": []}}]
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
 # A good body of every route that takes one, with as much inside as the mutations should reach.
 GOOD = {

@@ -5,10 +5,10 @@ import base64
 
 import numpy as np
 import pytest
-from test_bad_input import check
-from test_disconnects import IDLE, RawClient, until, until_idle
 
 from aioserve import PoolingParams
+from tests.server.bad_bodies import check
+from tests.server.raw_client import IDLE, RawClient, until, until_idle
 
 
 async def embed(server, **body):

@@ -4,12 +4,12 @@ import asyncio
 import json
 
 import pytest
-from serving import SIMULATED
 
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE
+from tests.server.serving import SIMULATED
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 

@@ -6,10 +6,10 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from serving import SIMULATED, running
 
 from aioserve.config import EngineConfig, RunnerConfig
 from tests.processes import PATIENCE
+from tests.server.serving import SIMULATED, running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])

@@ -16,7 +16,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-from serving import Server, running
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.engine.byte_level import ByteLevelDetokenizer
@@ -24,6 +23,7 @@ from aioserve.engine.detokenizer import choose_detokenizer
 from aioserve.errors import AioserveError
 from aioserve.model_source.downloads import fetch
 from tests.processes import PATIENCE
+from tests.server.serving import Server, running
 from tests.variants import VARIANTS
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

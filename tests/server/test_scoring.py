@@ -5,11 +5,11 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from serving import running
 from transformers import AutoModelForCausalLM
 
 import aioserve
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
+from tests.server.serving import running
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from driver import make_config
-from resident import resident_bytes
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
@@ -20,6 +18,8 @@ from aioserve.runner.cpu import load, machine
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu, with_dtype
 from tests.models import make_model
+from tests.runner.cpu.resident import resident_bytes
+from tests.runner.driver import make_config
 from tests.variants import DTYPE
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")

@@ -1,25 +1,16 @@
 """The runner against `transformers.generate`: same greedy tokens, however a step is composed."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from driver import BLOCK_SIZE, Driver
-from resident import is_resident
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu import kv_memory
 from aioserve.sampling_params import SamplingParams
-from tests.models import MODEL_KINDS, VOCAB_SIZE
-
-MakeDriver = Callable[..., Driver]
-Generate = Callable[..., list[int]]
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(seed * 1000 + length)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+from tests.models import MODEL_KINDS
+from tests.runner.cpu.resident import is_resident
+from tests.runner.driver import BLOCK_SIZE, Driver, Generate, MakeDriver, random_prompt
 
 
 def assert_all_match(driver: Driver, kind: str, generate: Generate) -> None:

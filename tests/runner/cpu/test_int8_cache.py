@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from driver import Driver, make_config
 from torch import Tensor
 
 from aioserve.config import CacheConfig, EngineConfig
@@ -26,6 +25,7 @@ from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.sampling_params import SamplingParams
 from tests.models import VOCAB_SIZE, make_model
+from tests.runner.driver import Driver, make_config
 from tests.variants import VARIANTS
 
 MakeDriver = Callable[..., Driver]

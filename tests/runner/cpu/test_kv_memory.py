@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from resident import address_space, is_resident, resident_bytes
 
 from aioserve.errors import ConfigError
 from aioserve.runner.attention import KVCacheSpec, LayerSpec
 from aioserve.runner.cpu import kv_memory
 from aioserve.runner.cpu.kv_memory import AHEAD_TOKENS, KVMemory
+from tests.runner.cpu.resident import address_space, is_resident, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pool is zeros")
 

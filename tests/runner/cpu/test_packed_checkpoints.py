@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from driver import Driver, make_config
 
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import StepInputs
@@ -24,6 +23,7 @@ from tests.packed_checkpoints import (
     mxfp4,
     write_checkpoint,
 )
+from tests.runner.driver import Driver, make_config
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
 PROMPTS = {"a": [7], "b": [5, 80, 7, 511, 2] * 4}

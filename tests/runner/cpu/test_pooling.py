@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_executor import Generate, MakeDriver, random_prompt
 
 from aioserve.outputs import Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.loader import named_dtype
 from tests.greedy import GreedyReference
 from tests.models import MODEL_KINDS
+from tests.runner.driver import Generate, MakeDriver, random_prompt
 from tests.variants import DTYPE
 
 # How far a vector may be, as a share of its length. Measured here: 2.4e-6, 0.037 and 0.008.

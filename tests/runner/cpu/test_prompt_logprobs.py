@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from aioserve.runner import prompt_logprobs
 from aioserve.runner.loader import named_dtype
 from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE
+from tests.runner.driver import Driver
 from tests.variants import DTYPES
 
 MakeDriver = Callable[..., Driver]

@@ -10,7 +10,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from driver import Driver, make_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +27,7 @@ from aioserve.runner.loader import named_dtype
 from tests.gguf_models import write_gguf
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
+from tests.runner.driver import Driver, make_config
 from tests.variants import DTYPES
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}

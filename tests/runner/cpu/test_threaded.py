@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driver import NUM_BLOCKS, make_config
 
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_info import ModelInfo
@@ -16,6 +15,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests import processes
 from tests.models import make_model
+from tests.runner.driver import NUM_BLOCKS, make_config
 
 EMPTY_STEP = SchedulerOutput(0, [], CachedRequestData([], [], {}), {}, 0, [], [])
 

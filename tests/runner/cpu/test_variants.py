@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from driver import Driver
 
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from tests.models import VOCAB_SIZE
+from tests.runner.driver import Driver
 from tests.slow import mostly_slow
 from tests.variants import DTYPES
 

@@ -7,11 +7,11 @@ there from one pinned buffer per wrapper; lengths come from the host, page indic
 from typing import Any
 
 import torch
-from fake_device import FakeDevice
 from torch import Tensor
 
 from aioserve.runner.attention import AttentionOptions
 from aioserve.runner.cuda.attention import multiply
+from tests.runner.cuda.fake_device import FakeDevice
 
 
 class FakeFlashInfer:

@@ -53,10 +53,7 @@ def compile_all(capability: int) -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_cards(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    code = (
-        "import sys; sys.path.insert(0, 'tests/runner/cuda')\n"
-        "from test_compile import compile_all\ncompile_all(90)"
-    )
+    code = "from tests.runner.cuda.test_compile import compile_all\ncompile_all(90)"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"},

@@ -105,8 +105,8 @@ def test_greedy_rows_alone_and_unlimited_rows_alone_are_the_cpu_samplers_too() -
 def test_triton_kernels_do_the_same_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     code = (
-        "import sys; sys.path.insert(0, 'tests/runner/cuda')\n"
-        "from test_draw import *; from aioserve.runner.cuda import triton_kernels as t\n"
+        "from tests.runner.cuda.test_draw import *\n"
+        "from aioserve.runner.cuda import triton_kernels as t\n"
         "check_noise(t.uniforms); check_tokens(t.draw, 1)"
     )
     result = subprocess.run(

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, make_config
-from fake_device import FakeDevice
-from fake_flashinfer import FakeFlashInfer
 
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
@@ -26,6 +23,9 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import why_not
 from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.scheduler.output import SchedulerOutput
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
+from tests.runner.driver import Driver, make_config
 
 
 def settings(path: Path, **runner: Any) -> EngineConfig:

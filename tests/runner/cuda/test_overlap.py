@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice
-from tiny import VOCAB_SIZE, make_executor
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
@@ -17,6 +15,8 @@ from aioserve.runner.cuda import flashinfer_attention
 from aioserve.runner.cuda.executor import LaunchedStep
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, load_policy
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.tiny import VOCAB_SIZE, make_executor
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 48
 POLICIES = {name: load_policy(name) for name in ("chunked_prefill", "fcfs", "priority")}

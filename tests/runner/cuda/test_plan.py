@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from driver import Driver
 
 from aioserve.runner import noise
 from aioserve.runner.attention import StepInputs
@@ -13,6 +12,7 @@ from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
+from tests.runner.driver import Driver
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 8, 96, 4, 60, 50
 LIMITS = Limits(

@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fake_device import FakeDevice, TooEarlyError
-from tiny import make_executor
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
@@ -41,6 +39,8 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from aioserve.structured_outputs import StructuredOutputs
 from tests.engine.test_speculation import NGRAM, NONE, check_equal, generate
 from tests.models import VOCAB_SIZE, make_model
+from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
+from tests.runner.cuda.tiny import make_executor
 from tests.slow import mostly_slow
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 20, 8, 120

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from driver import Driver, make_config
-from fake_device import FakeDevice
 
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
@@ -28,6 +26,8 @@ from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.driver import Driver, make_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -3,8 +3,6 @@
 from typing import Any
 
 import torch
-from fake_device import FakeDevice
-from fake_flashinfer import FakeFlashInfer
 from torch import Tensor
 
 from aioserve.runner.attention.backend import (
@@ -21,6 +19,8 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.served_model import ServedModel
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 
 VOCAB_SIZE, HIDDEN, NUM_HEADS, HEAD_DIM = 40, 16, 2, 8
 SPEC = KVCacheSpec(

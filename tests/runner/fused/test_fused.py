@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import Driver, make_config
 from torch import Tensor
 
 from aioserve import kernels
@@ -24,6 +23,7 @@ from aioserve.runner.fused.recognize import _rms_norm
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
+from tests.runner.driver import Driver, make_config
 from tests.variants import DTYPE
 
 BLOCK_SIZE = 16

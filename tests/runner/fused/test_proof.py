@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused import ROUNDING, compute, one_prompt, relative_error
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +22,7 @@ from aioserve.runner.loader import AnyModel, named_dtype, prepare_model
 from aioserve.runner.served_model import ServedModel
 from tests.models import make_model
 from tests.runner.driver import BLOCK_SIZE, NUM_BLOCKS, Driver, make_config
+from tests.runner.fused.test_fused import ROUNDING, compute, one_prompt, relative_error
 from tests.variants import DTYPE, DTYPES
 
 STEP = one_prompt(30, sampling=[0, 29])

@@ -6,8 +6,6 @@ import re
 from functools import cache, partial
 
 import pytest
-from scripted import EMBEDDED, make_model
-from serving import running
 
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig, ServerConfig
 from aioserve.engine import Conversation
@@ -21,6 +19,8 @@ from aioserve.server.formats.chat_format import CALL_PARSERS, ChatFormat
 from aioserve.server.formats.events import Arguments, joined
 from aioserve.server.protocol import FunctionDefinition
 from aioserve.structured_outputs import StructuredOutputs
+from tests.server.scripted import EMBEDDED, make_model
+from tests.server.serving import running
 
 PARAMETERS = {
     "type": "object",

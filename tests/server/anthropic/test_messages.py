@@ -7,15 +7,14 @@ import anthropic
 import msgspec
 import pydantic
 import pytest
-from scripted import saying
-from serving import SIMULATED, running
-from test_bad_input import check, mutations
-from test_tools import HERMES, THINKING, TWO_CALLS
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
 from aioserve.server.anthropic.prompt import template_messages, tools_of
 from aioserve.server.anthropic.protocol import CountTokensRequest
 from tests.processes import PATIENCE
+from tests.server.bad_bodies import check, mutations
+from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
+from tests.server.serving import SIMULATED, running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -138,16 +137,6 @@ async def test_leaving_a_stream_aborts_it(server):
                 await asyncio.sleep(0.002)
 
 
-def events_of(answer):
-    """By name, with their data; asserts how they are framed."""
-    *events, end = answer.body.decode().split("\n\n")
-    assert end == ""
-    for lines in events:
-        name, _, data = lines.removeprefix("event: ").partition("\ndata: ")
-        assert json.loads(data)["type"] == name
-        yield name, json.loads(data)
-
-
 async def ask(server, **fields):
     return await server.request("POST", "/v1/messages", json={**BODY, **fields})
 
@@ -156,7 +145,7 @@ async def ask(server, **fields):
 async def test_why_it_stopped_is_told_in_anthropics_words(start_server, stream):
     async def stop(**fields):
         answer = await ask(server, **fields, stream=stream)
-        told = dict(events_of(answer))["message_delta"]["delta"] if stream else answer.json()
+        told = dict(answer.named_events())["message_delta"]["delta"] if stream else answer.json()
         return told["stop_reason"], told["stop_sequence"]
 
     # the simulated model ends its reply by itself after so many tokens
@@ -181,7 +170,7 @@ async def test_a_stream_that_fails_ends_with_anthropics_error(start_server):
         parts = server.engine._parts
         [request_id] = parts.output_processor._states
         parts.output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
-        *_, (name, event) = events_of(await answering)
+        *_, (name, event) = (await answering).named_events()
         assert name == "error"
         assert event["error"] == {"type": "api_error", "message": "internal server error"}
 
@@ -351,7 +340,7 @@ async def test_reasoning_is_told_to_those_who_ask_for_it(tmp_path, stream):
                 told = answer.json()["content"]
                 return [(block["type"], block.get("thinking", block.get("text"))) for block in told]
             found = []
-            for name, data in events_of(answer):
+            for name, data in answer.named_events():
                 if name == "content_block_start":
                     found.append((data["content_block"]["type"], ""))
                 elif name == "content_block_delta":

@@ -8,11 +8,6 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
-from scripted import saying
-from serving import SIMULATED, running
-from test_bad_input import check, mutations
-from test_messages import events_of
-from test_tools import HERMES, TWO_CALLS
 
 from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
@@ -20,6 +15,9 @@ from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import InputItem, ResponsesRequest
 from aioserve.server.responses.store import Kept, ResponseStore
 from tests.processes import PATIENCE
+from tests.server.bad_bodies import check, mutations
+from tests.server.scripted import HERMES, TWO_CALLS, saying
+from tests.server.serving import SIMULATED, running
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -104,7 +102,7 @@ async def test_a_stream_that_fails_ends_with_openais_error(start_server):
         parts = server.engine._parts
         [request_id] = parts.output_processor._states
         parts.output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
-        events = [data for _, data in events_of(await answering)]
+        events = [data for _, data in (await answering).named_events()]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         EVENT.validate_python(events[-1])
         assert (events[-1]["type"], events[-1]["message"]) == ("error", "internal server error")
@@ -233,7 +231,7 @@ def check_stream(streamed, whole):
     prefixes = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
     assert all(item["id"].startswith(prefixes[item["type"]]) for item in whole["output"])
     assert len({item["id"] for item in whole["output"]}) == len(whole["output"])
-    events = [data for _, data in events_of(streamed)]
+    events = [data for _, data in streamed.named_events()]
     for event in events:
         EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -7,25 +7,13 @@ from typing import get_args
 import msgspec
 import openai
 import pytest
-from scripted import saying
 
 from aioserve.config import ServerConfig
 from aioserve.server.formats.chat_format import CALL_PARSERS
 from aioserve.server.formats.reasoning import MARKS
+from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
 
-TEMPLATE = """
-{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
-{%- for message in messages %}
-    {%- if loop.index0 % 2 and message.role == "user" %}
-        {{- raise_exception("users and assistants take turns") }}{% endif %}
-    {{- '<|user|>' ~ message.role ~ (message.content or '') }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>' ~ call.function.arguments | tojson ~ '</tool_call>' }}{% endfor %}
-    {{- message.name or '' }}{{ message.reasoning_content or '' }}
-{%- endfor %}{{ '<|assistant|>' }}"""
-HERMES = TEMPLATE
-THINKING = TEMPLATE + "{{ '<think>\n' }}"
-MISTRAL = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")
+MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
 
 TOOLS = [
     {
@@ -38,10 +26,6 @@ TOOLS = [
     }
     for name in ("add", "sub")
 ]
-TWO_CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "sub", "arguments": {"ä": [2, "</tool_call>"]}}\n</tool_call>'
-)
 
 
 @pytest.fixture
