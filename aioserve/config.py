@@ -365,7 +365,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="take requests with fields that this server does not know")
     ] = False
     enable_admin: Annotated[
-        bool, Meta(description="POST /admin/policy and /admin/reset_prefix_cache, for operators")
+        bool,
+        Meta(description="POST /admin/..., and /v1/load_lora_adapter, which reads any path here"),
     ] = False
     tool_call_parser: Annotated[
         Literal[

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_500,
-    "aioserve/engine": 3_420,
+    "aioserve/engine": 3_450,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 550,
@@ -25,7 +25,7 @@ LIMITS = {
     "aioserve/watch": 1_700,
     "benchmarks": 3_400,
     "policies": 650,
-    "tests": 30_250,
+    "tests": 30_500,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -14,8 +14,10 @@ from aioserve.engine.adapter_metrics import AdapterMetrics
 from aioserve.engine.samples import Samples
 from aioserve.errors import (
     ConfigError,
+    EngineDeadError,
     RequestFailedError,
     RequestTimeoutError,
+    RunnerDeadError,
     UnknownModelError,
 )
 from aioserve.model_source.adapter import read_adapter
@@ -30,16 +32,21 @@ class _Adapter:
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.path = Path(path).expanduser().absolute()
-        self.adapter_id = ""  # its name and its weights' digest; known once it was read
-        self.num_users = 0
+        self.adapter_id = ""  # its name and its weights' digest; known while it is in memory
+        self.num_users = 0  # those that have it or wait for its reading, and that itself
         self.last_used = 0  # a number that rises with every use of any
+        self.reading: asyncio.Task[None] | None = None  # goes on when who asked for it has left
 
     def __repr__(self) -> str:
         return f"adapter {self.name!r} ({self.path})"
 
 
 class Adapters:
-    """Used from one event loop; reads and lays out on other threads while steps go on."""
+    """Used from one event loop; reads and lays out on other threads while steps go on.
+
+    A place is taken before files are read. Who waits for one keeps nobody from what is in memory,
+    but for the one adapter that is to leave.
+    """
 
     def __init__(
         self, config: EngineConfig, runner: RunnerInterface, metrics: AdapterMetrics
@@ -49,12 +56,14 @@ class Adapters:
         self._config = config
         self._runner = runner
         self._named: dict[str, _Adapter] = {}
-        self._resident: set[_Adapter] = set()
+        self._resident: set[_Adapter] = set()  # those that have a place
         self._arriving: set[str] = set()  # names that are being loaded for the first time
-        self._door = asyncio.Lock()  # one after another comes into memory, in order
+        self._queue = asyncio.Lock()  # of requests that wait for a place
         self._leaving: _Adapter | None = None  # gets no new users: somebody waits for its place
         self._freed = asyncio.Event()
+        self._disk = asyncio.Lock()  # one is read after another
         self._uses = itertools.count(1)
+        self._is_closed = False
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -71,7 +80,7 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Give an adapter a name. Raises `ConfigError` for a name that is in use, and for files
-        that are no adapter of this model.
+        that are no adapter of this model; `EngineDeadError` when there is no more model.
         """
         if not name.isprintable() or not name.strip() or not path:
             raise ConfigError(f"an adapter needs a name and a path, got {name!r} and {path!r}")
@@ -82,12 +91,11 @@ class Adapters:
         adapter = _Adapter(name, path)
         self._arriving.add(name)
         try:
-            async with self._door:
-                self._make_room()
-                await self._read(adapter)
-                self._named[name] = adapter
-                if len(self._resident) > self._config.adapters.max_cpu_loras:
-                    self._evict(adapter)  # all others are in use; it was checked
+            self._make_room()  # if all are in use, it goes again as soon as it was checked
+            await self._use(adapter)
+            self._named[name] = adapter
+            self._let_go(adapter)
+            self._make_room(0)
         finally:
             self._arriving.remove(name)
         logger.info("loaded %r", adapter)
@@ -96,9 +104,21 @@ class Adapters:
         """Forget a name: requests that have it finish. Raises `UnknownModelError`."""
         adapter = self._known(name)
         del self._named[name]
-        if not adapter.num_users:
+        self._metrics.requests.pop(name, None)
+        num_users = adapter.num_users
+        if not num_users:
             self._evict(adapter)
-        logger.info("unloaded %r; %d requests go on with it", adapter, adapter.num_users)
+        self._freed.set()  # who waits for a place for it need not
+        logger.info("unloaded %r; %d requests go on with it", adapter, num_users)
+
+    async def close(self) -> None:
+        """Nobody waits any more, nor is anything read: who does gets `EngineDeadError`. Returns
+        when what is being read was.
+        """
+        self._is_closed = True
+        self._freed.set()
+        if readings := [adapter.reading for adapter in self._resident if adapter.reading]:
+            await asyncio.wait(readings)
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
@@ -107,22 +127,29 @@ class Adapters:
 
     async def hold(self, samples: Samples, name: str, seconds: float | None) -> None:
         """Have the adapter of that name in memory until the `samples` have ended, which are told
-        its id. Waits for a place, and for the files, if need be. Nothing to do for the model's own.
+        its id. Waits for a place, and for the files, if need be, unless the samples are aborted.
+        Nothing to do for the model's own.
 
-        Raises `UnknownModelError`, `RequestTimeoutError` after so many seconds, and
-        `RequestFailedError` if its files cannot be read any more.
+        Raises `UnknownModelError`, `RequestTimeoutError` after so many seconds, `EngineDeadError`,
+        and `RequestFailedError` if its files cannot be read any more.
         """
         if name == self._config.model.served_name:
             return
         try:
-            async with asyncio.timeout(seconds):
-                adapter = await self._bring(name)
+            async with asyncio.timeout(0.0 if samples.is_aborted else seconds) as wait:
+                samples.let_go = lambda: None if wait.expired() else wait.reschedule(0.0)
+                adapter = await self._have_place(name)
+                await self._use(adapter)
         except TimeoutError:
-            raise RequestTimeoutError(
-                f"adapter {name!r} did not come into memory in {seconds:g} s"
-            ) from None
-        adapter.last_used = next(self._uses)
-        adapter.num_users += 1
+            if not samples.is_aborted:
+                raise RequestTimeoutError(
+                    f"adapter {name!r} did not come into memory in the request's timeout"
+                ) from None
+            return
+        except ConfigError as error:
+            raise RequestFailedError(f"cannot load {adapter!r} again: {error}") from error
+        finally:
+            samples.let_go = None
         self._metrics.requests[name] += 1
         samples.adapter_id = adapter.adapter_id
 
@@ -132,60 +159,72 @@ class Adapters:
 
         samples.let_go = let_go
 
-    async def _bring(self, name: str) -> _Adapter:
+    async def _have_place(self, name: str) -> _Adapter:
+        """Of that name, when it has a place, or there is one for it."""
         adapter = self._known(name)
         if adapter in self._resident and adapter is not self._leaving:
             return adapter
-        async with self._door:
-            adapter = self._known(name)
+        async with self._queue:
             try:
-                while not self._make_room(but=adapter):
-                    self._leaving = self._least_recent(but=adapter)
+                while True:
+                    self._check_open()
+                    adapter = self._known(name)  # it may be another by now
+                    if adapter in self._resident or self._make_room():
+                        return adapter
+                    self._leaving = self._least_recent()
                     self._freed.clear()
                     await self._freed.wait()
             finally:
                 self._leaving = None
-            if adapter not in self._resident:
-                try:
-                    await self._read(adapter)
-                except ConfigError as error:
-                    raise RequestFailedError(f"cannot load {adapter!r} again: {error}") from error
-            if self._named.get(name) is not adapter:
-                self._evict(adapter)
-                self._known(name)  # there may be another by now: this request is not for it
-                raise UnknownModelError(f"model {name!r} was replaced meanwhile", param="model")
-            return adapter
+
+    async def _use(self, adapter: _Adapter) -> None:
+        """In memory until `_let_go`: takes its place, at once, and has it read if it is not."""
+        adapter.last_used = next(self._uses)
+        adapter.num_users += 1
+        if adapter not in self._resident:
+            self._resident.add(adapter)
+            self._metrics.num_resident = len(self._resident)
+            adapter.num_users += 1
+            adapter.reading = asyncio.create_task(self._read(adapter))
+        try:
+            if adapter.reading is not None:
+                await asyncio.shield(adapter.reading)
+        except BaseException:
+            self._let_go(adapter)
+            raise
 
     async def _read(self, adapter: _Adapter) -> None:
-        """Into memory, and into the runner's."""
-        max_rank = self._config.adapters.max_lora_rank
-        files = await asyncio.to_thread(read_adapter, adapter.path, max_rank)
-        adapter.adapter_id = adapter_id = f"{adapter.name}@{files.digest}"
-        self._resident.add(adapter)
-        self._metrics.num_resident = len(self._resident)
+        """Into memory, and into the runner's. Gives its place back if that fails."""
         try:
-            await self._runner.load_adapter(adapter_id, files)
-        except BaseException:
+            async with self._disk:
+                self._check_open()
+                max_rank = self._config.adapters.max_lora_rank
+                files = await asyncio.to_thread(read_adapter, adapter.path, max_rank)
+                adapter.adapter_id = f"{adapter.name}@{files.digest}"
+                await self._runner.load_adapter(adapter.adapter_id, files)
+            self._metrics.num_loads += 1
+        except BaseException as error:
             self._evict(adapter)
+            if isinstance(error, RunnerDeadError):
+                raise EngineDeadError(f"cannot load {adapter!r}: {error}") from error
             raise
-        self._metrics.num_loads += 1
+        finally:
+            adapter.reading = None
+            self._let_go(adapter)
 
-    def _make_room(self, but: _Adapter | None = None) -> bool:
-        """For one more; whether there is some, or `but` has its place already."""
-        if but in self._resident:
-            return True
-        while len(self._resident) >= self._config.adapters.max_cpu_loras:
-            victim = self._least_recent(but)
+    def _make_room(self, num_more: int = 1) -> bool:
+        """Whether there is room for so many more; evicts those that nobody uses for it."""
+        while len(self._resident) + num_more > self._config.adapters.max_cpu_loras:
+            victim = self._least_recent()
             if victim is None or victim.num_users:
                 return False
             self._evict(victim)
             self._metrics.num_evictions += 1
         return True
 
-    def _least_recent(self, but: _Adapter | None) -> _Adapter | None:
+    def _least_recent(self) -> _Adapter | None:
         """Of those in memory; before all others, those that nobody uses."""
-        others = (adapter for adapter in self._resident if adapter is not but)
-        return min(others, key=lambda a: (a.num_users > 0, a.last_used), default=None)
+        return min(self._resident, key=lambda a: (a.num_users > 0, a.last_used), default=None)
 
     def _let_go(self, adapter: _Adapter) -> None:
         adapter.num_users -= 1
@@ -198,9 +237,15 @@ class Adapters:
         if adapter in self._resident:
             self._resident.remove(adapter)
             self._metrics.num_resident = len(self._resident)
+            self._freed.set()
+            gone, adapter.adapter_id = adapter.adapter_id, ""
             # The same files may have been given the same name again meanwhile.
-            if all(other.adapter_id != adapter.adapter_id for other in self._resident):
-                self._runner.unload_adapter(adapter.adapter_id)
+            if gone and all(other.adapter_id != gone for other in self._resident):
+                self._runner.unload_adapter(gone)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("the engine is shutting down")
 
     def _known(self, name: str) -> _Adapter:
         adapter = self._named.get(name)

@@ -160,12 +160,12 @@ class AsyncEngine:
         """Accept a request and return its stream; all refusals are raised here.
 
         `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
-        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort`
-        (default: one that nobody has). `priority` (smaller is more urgent) and
-        `user` are for the policy. After `timeout` seconds an unfinished request ends with finish
-        reason `timeout`. Prefixes are shared within one `cache_salt` only. `adapter`
-        names one of `adapters`, or the model itself. Raises `RequestError`,
-        `RequestIdInUseError`, `EngineOverloadedError` or `EngineDeadError`.
+        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort` (default:
+        one that nobody has). `priority` (smaller is more urgent) and `user` are for the policy.
+        After `timeout` seconds an unfinished request ends with finish reason `timeout`. Prefixes
+        are shared within one `cache_salt` only. `adapter` names one of `adapters`, or the model
+        itself. Raises `RequestError`, `RequestIdInUseError`, `EngineOverloadedError` or
+        `EngineDeadError`; for its adapter `RequestTimeoutError` or `RequestFailedError`.
         """
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
@@ -277,7 +277,7 @@ class AsyncEngine:
         """End a request from outside: its reader gets what there is, with finish reason `abort`.
 
         False if there is none of that id: it has ended. One that is still being tokenized ends as
-        soon as that is done, without a token.
+        soon as that is done, without a token; no longer does it wait for its adapter.
         """
         parts = self._parts
         if parts is None or self._error is not None:
@@ -285,6 +285,8 @@ class AsyncEngine:
         samples = parts.output_processor.samples_of(request_id)
         if samples is not None and samples.is_arriving:
             samples.is_aborted = True
+            if samples.let_go is not None:
+                samples.let_go()
             return True
         return samples is not None and self._abort(samples.ids, parts)
 
@@ -345,6 +347,8 @@ class AsyncEngine:
         self._is_closing = True
         if self._start_is_over is not None:
             await self._start_is_over.wait()
+        if self._adapters is not None:
+            await self._adapters.close()
         if self._parts is not None and self._task is not None:
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()

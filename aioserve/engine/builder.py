@@ -101,6 +101,7 @@ class EngineBuilder:
         """Nothing will be built, or that has failed: give back what there is."""
         if self._request_log is not None:
             self._request_log.close()
+        await self.adapters.close()
         await self.runner.close()
 
     def build(self, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:

@@ -40,7 +40,8 @@ class Samples:
         self.is_arriving = True  # being tokenized: nothing can be ended yet
         self.is_aborted = False  # meanwhile
         self.adapter_id = ""
-        self.let_go: Callable[[], None] | None = None  # of their adapter; may be called again
+        # Of their adapter, or no longer waits for it; may be called again.
+        self.let_go: Callable[[], None] | None = None
 
     def specs(self, spec: RequestSpec) -> Iterator[RequestSpec]:
         """What each sample is of what was asked for: one token after another from its own seed."""
