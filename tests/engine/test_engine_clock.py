@@ -6,7 +6,7 @@ from pathlib import Path
 
 import uvloop
 
-from aioserve.engine.clock import clock_of, is_real
+from aioserve.engine.clock import LAG_PROBE_SECONDS, LoopLag, clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
@@ -28,6 +28,20 @@ def test_a_loop_with_a_time_of_its_own_keeps_it() -> None:
         assert is_real(clock) == has_real_time
         assert clock == (time.monotonic if has_real_time else loop.time)
         loop.close()
+
+
+async def test_the_lag_of_a_blocked_loop_is_told_once() -> None:
+    """By the timer that is overdue, and by the same one when it has been called."""
+    for is_called in (False, True):
+        began, lag = time.monotonic(), LoopLag()
+        assert lag() == 0.0
+        time.sleep(0.05)  # noqa: ASYNC251 - that is the point
+        if is_called:
+            await asyncio.sleep(2 * LAG_PROBE_SECONDS)
+        found = lag()
+        assert 0.05 - LAG_PROBE_SECONDS <= found < time.monotonic() - began  # in seconds
+        if is_called:
+            assert lag() == 0.0
 
 
 def test_arrivals_are_finer_than_a_millisecond_on_every_loop(tmp_path: Path) -> None:
