@@ -28,6 +28,7 @@ class _Row:
     pooling: PoolingParams | None
     pooled: list[int] = field(default_factory=list)  # the tokens whose states were pooled
     keys: list[int] = field(default_factory=list)  # of token_ids, on demand
+    proposed: list[int] = field(default_factory=list)  # draft tokens, after its newest token
 
     def keys_with(self, drafts: Sequence[int]) -> list[int]:
         """What keys and values of each position depend on: namespace, tokens, encoder inputs."""
@@ -259,6 +260,11 @@ class ToyRunner:
         """The step computes known tokens and then all its drafts, and has blocks for them."""
         row = self._rows[request_id]
         end, num_known = row.num_computed + num_tokens, len(row.token_ids)
+        if list(drafts) != row.proposed[: len(drafts)]:
+            raise ContractViolation(
+                f"step {step_id}: {request_id} verifies drafts {list(drafts)}, but {row.proposed} "
+                "were proposed"
+            )
         if drafts and end != num_known + len(drafts):
             raise ContractViolation(
                 f"step {step_id}: {request_id} computes up to position {end}, but its drafts end "
@@ -331,4 +337,5 @@ class ToyRunner:
                     drafts[request_id] = together
             elif token_ids and self._drafter is not None:
                 drafts[request_id] = self._drafter(row.token_ids)
+            row.proposed = drafts.get(request_id, [])
         return drafts

@@ -64,25 +64,19 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_engine(paths: dict[str, Path], *, max_cpu_loras: int = 1) -> tuple[AsyncEngine, Any]:
+    lora = tuple(f"{name}={path}" for name, path in paths.items())
     config = EngineConfig(
         model=ModelConfig(skip_tokenizer_init=True),
-        adapters=AdapterConfig(
-            lora=tuple(f"{name}={path}" for name, path in paths.items()),
-            max_cpu_loras=max_cpu_loras,
-        ),
+        adapters=AdapterConfig(lora=lora, max_cpu_loras=max_cpu_loras),
         runner=RunnerConfig(runner="simulated", step_base_ms=1.0),
     )
     runner = GatedRunner(config)
     return AsyncEngine(config, runner=runner), runner
 
 
-async def say(
-    engine: AsyncEngine, name: str, params: SamplingParams = SHORT, **more: Any
-) -> FinishReason | None:
-    reason = None
-    async for output in engine.generate([5, 6, 7], params, adapter=name, **more):
-        reason = output.finish_reason
-    return reason
+async def say(engine: AsyncEngine, name: str, **more: Any) -> FinishReason | None:
+    said = [output async for output in engine.generate([5, 6, 7], SHORT, adapter=name, **more)]
+    return said[-1].finish_reason
 
 
 async def until(is_so: Any) -> None:

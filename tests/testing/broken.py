@@ -471,6 +471,18 @@ class ForgetsEncoderInputs(SoundScheduler):
         return output
 
 
+@caught_by(r"\w+ verifies drafts \[.*\], but \[.*\] were proposed")
+class SendsTheLastDrafts(SoundScheduler):
+    """Sends the last of the drafts, and backwards."""
+
+    def schedule(self) -> SchedulerOutput:
+        before = {r.request_id: r.draft_token_ids for r in self.running}
+        output = super().schedule()
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            drafts[:] = before[request_id][-len(drafts) :][::-1]
+        return output
+
+
 @caught_by(r"\w+ (continues after|is to compute position|computes \d+ tokens)")
 class KeepsWrongDrafts(SoundScheduler):
     """Does not roll back what was computed for draft tokens that turned out wrong."""
