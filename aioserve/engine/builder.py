@@ -281,8 +281,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
-        if config.adapters.lora:
-            raise ConfigError("adapters.lora is for the CPU: give --device cpu, or leave it out")
         method = config.speculation.speculative_method
         if method == "draft":
             raise ConfigError(

@@ -87,6 +87,29 @@ class AdapterFiles(NamedTuple):
         """The largest of its modules."""
         return max(len(part.a) for part in (*self.modules.values(), *self.embeddings.values()))
 
+    @property
+    def num_parameters(self) -> int:
+        """Of both factors of all modules."""
+        parts = (*self.modules.values(), *self.embeddings.values())
+        return sum(part.a.numel() + part.b.numel() for part in parts)
+
+
+def stored_parameters(path: Path) -> int:
+    """`num_parameters` of a directory, by the header of its file; 0 if that cannot be read, which
+    `read_adapter` will say.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / WEIGHTS_FILE, framework="pt") as weights:
+            return sum(
+                math.prod(weights.get_slice(key).get_shape())
+                for key in weights.keys()  # noqa: SIM118 - not a mapping
+                if (match := _KEY.fullmatch(key)) and not match["base"]
+            )
+    except (SafetensorError, OSError):
+        return 0
+
 
 def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     """Read a directory. Raises `ConfigError` in one line for what is missing, damaged, not LoRA, or

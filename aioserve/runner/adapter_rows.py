@@ -5,11 +5,11 @@ nothing about models or files.
 """
 
 import numpy as np
-import torch
 
+from aioserve.model_source.adapter import AdapterFiles
 from aioserve.runner.adapter_sites import AdapterSites
-from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.low_rank import Adapter, TokenAdapters
+from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.low_rank import Adapter, AdapterOwners
 from aioserve.scheduler.output import NewRequestData
 
 
@@ -29,10 +29,8 @@ class AdapterRows:
         """Forget the request of a row."""
         self._rows.pop(row, None)
 
-    def of(self, inputs: StepInputs, tokens: IntArray | None = None) -> TokenAdapters | None:
-        """Those of the packed tokens of a step, in the order of `tokens` if that is another; None
-        if nobody there has one.
-        """
+    def of(self, inputs: StepInputs) -> AdapterOwners | None:
+        """Those of the packed tokens of a step; None if nobody there has one."""
         if not self._rows:
             return None
         found: dict[int, tuple[int, Adapter]] = {}  # by identity: its place
@@ -42,19 +40,19 @@ class AdapterRows:
                 owners[index], _ = found.setdefault(id(adapter), (len(found), adapter))
         if not found:
             return None
-        of_tokens = np.repeat(owners, np.diff(inputs.query_start_loc))
-        if tokens is not None:
-            of_tokens = of_tokens[tokens]
         adapters = [adapter for _, adapter in found.values()]
-        return TokenAdapters(adapters, torch.from_numpy(of_tokens))
+        return AdapterOwners(adapters, np.repeat(owners, np.diff(inputs.query_start_loc)))
 
 
 class LoadedAdapters:
     """What may be asked of whoever has a model and a batch."""
 
     def __init__(self, sites: AdapterSites, rows: AdapterRows) -> None:
-        self.put = sites.put  # from any thread
-        self._rows = rows
+        self._sites, self._rows = sites, rows
+
+    def put(self, files: AdapterFiles) -> Adapter:
+        """As `AdapterSites.put`, from any thread."""
+        return self._sites.put(files)
 
     def load(self, adapter_id: str, adapter: Adapter) -> None:
         """Requests of this adapter id may come from now on."""

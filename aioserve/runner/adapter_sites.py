@@ -58,7 +58,7 @@ class AdapterSites:
         `head` logits of hidden states.
         """
         self._find = find
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._table_shape = table_shape
         self._rows_of_table = rows_of_table
         self._head = head
@@ -91,22 +91,18 @@ class AdapterSites:
             table = self._piece(part, 0)
         for name, weight in files.base_weights.items():
             self._compare(name, weight)
-        num_bytes = sum(
-            (piece.a.numel() + piece.b.numel()) * self._dtype.itemsize
-            for piece in (*(p for own in pieces.values() for p in own), *([table] if table else ()))
-        )
         return Adapter(
             {
                 place: self._make_product(sorted(own, key=lambda piece: piece.begin))
                 for place, own in pieces.items()
             },
             None if table is None else self._make_table(table),
-            num_bytes,
+            files.num_parameters * self.dtype.itemsize,
         )
 
     def _piece(self, part: LowRank, begin: int) -> Piece:
-        a = part.a.to(self._device, self._dtype)
-        b = (part.b.float() * part.scale).to(self._device, self._dtype)
+        a = part.a.to(self._device, self.dtype)
+        b = (part.b.float() * part.scale).to(self._device, self.dtype)
         return Piece(begin, a, b)
 
     def _compare(self, name: str, weight: Tensor) -> None:
@@ -116,13 +112,13 @@ class AdapterSites:
         shape = self._table_shape if is_table else site and (site.num_outputs, site.num_inputs)
         if shape is None or tuple(weight.shape) != tuple(shape):
             raise ConfigError(f"it brings a {name} {list(weight.shape)}, the model's is {shape}")
-        weight = weight.to(self._device, self._dtype)
+        weight = weight.to(self._device, self.dtype)
         if is_table:
             ids = torch.linspace(0, shape[0] - 1, _NUM_COMPARED, device=self._device).long()
             own, other = self._rows_of_table(ids), weight[ids]
         elif name.endswith("lm_head"):
             count = min(_NUM_COMPARED, shape[1])
-            unit = torch.eye(shape[1], dtype=self._dtype, device=self._device)[:count]
+            unit = torch.eye(shape[1], dtype=self.dtype, device=self._device)[:count]
             own, other = self._head(unit), weight[:, :count].T
         else:
             raise ConfigError(f"it brings weights of {name}: only those of adapters are served")

@@ -31,7 +31,7 @@ from aioserve.runner.attention.bridge import (
 from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
-from aioserve.runner.low_rank import TokenAdapters, taken
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
 
@@ -61,7 +61,9 @@ class AnyModel(ServedModel):
         with self._adapters.finding(_PROBE_TOKENS):
             self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
         self.has_hidden = self._parts is not None
-        self.adapter_sites = self._adapters.sites(self.module.get_output_embeddings())  # type: ignore[operator]
+        head = self.module.get_output_embeddings()  # type: ignore[operator]
+        # `forward`, as a step on another thread may have adapters on it just now
+        self.adapter_sites = self._adapters.sites(head.forward)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         keep = inputs.logits_rows
@@ -73,7 +75,7 @@ class AnyModel(ServedModel):
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
         tokens = inputs.adapters
-        sampling = taken(tokens, keep) if self._takes_logits_to_keep else tokens
+        sampling = inputs.logits_adapters if self._takes_logits_to_keep else tokens
         handler = PagedAttentionHandler(self._attention_modules, attention)
         with serving(handler), self._adapters.used(tokens, sampling):
             logits: Tensor = self.module(**arguments).logits[0]

@@ -1,7 +1,8 @@
 """Adapters on a model: what is added to its products, and for which rows of a step.
 
-Plain torch, wherever torch runs. Knows products by the names that their model gives them; knows
-nothing about requests, files or layers.
+Plain torch, wherever torch runs. Who has what is known to the host, and which rows of a device
+these are, too: to ask a device would be to wait for it. Knows products by the names that their
+model gives them; knows nothing about requests, files or layers.
 """
 
 from abc import ABC, abstractmethod
@@ -9,11 +10,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Place: TypeAlias = Hashable  # a product of a model, by whatever it calls it
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
 class Piece(NamedTuple):
@@ -27,6 +31,8 @@ class Piece(NamedTuple):
 class LowRankProduct(ABC):
     """What an adapter adds to one product."""
 
+    tensors: tuple[Tensor, ...] = ()  # that it consists of, if they are torch's to give back
+
     @abstractmethod
     def add(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
         """`out` [T, out] += what comes of `x` [T, in], in these `rows` (int64, ascending)."""
@@ -34,6 +40,8 @@ class LowRankProduct(ABC):
 
 class LowRankTable(ABC):
     """What an adapter adds to an embedding."""
+
+    tensors: tuple[Tensor, ...] = ()  # likewise
 
     @abstractmethod
     def add(self, ids: Tensor, out: Tensor, rows: Tensor) -> None:
@@ -54,6 +62,7 @@ class TorchProduct(LowRankProduct):
             columns = slice(piece.begin, piece.begin + size)
             self._parts.append((columns, slice(rank, rank + own), piece.b.contiguous()))
             rank += own
+        self.tensors = (self._a, *(b for _, _, b in self._parts))
 
     def add(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
         narrow = F.linear(x[rows].float(), self._a.float())
@@ -66,7 +75,7 @@ class TorchTable(LowRankTable):
     """By plain torch."""
 
     def __init__(self, piece: Piece) -> None:
-        self._table, self._b = piece.a.T.contiguous(), piece.b
+        self.tensors = self._table, self._b = piece.a.T.contiguous(), piece.b
 
     def add(self, ids: Tensor, out: Tensor, rows: Tensor) -> None:
         wide = F.linear(self._table[ids[rows]].float(), self._b.float())
@@ -81,20 +90,19 @@ class Adapter:
     table: LowRankTable | None
     num_bytes: int
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of all of it, as far as they are torch's."""
+        parts = [*self.products.values(), *(() if self.table is None else (self.table,))]
+        return [tensor for part in parts for tensor in part.tensors]
+
 
 class TokenAdapters:
-    """Which adapter each of T packed tokens has, or of T rows that were taken of them."""
+    """Which of T tokens have adapters, where these are computed."""
 
-    def __init__(self, adapters: Sequence[Adapter], owners: Tensor) -> None:
-        """`owners` int64 [T]: which of `adapters`; -1: none."""
-        self._adapters, self._owners = adapters, owners
-        groups = [(owners == place).nonzero()[:, 0] for place in range(len(adapters))]
-        #: Whose rows there are, and which, ascending.
-        self.groups = [(a, rows) for a, rows in zip(adapters, groups, strict=True) if len(rows)]
-
-    def take(self, rows: Tensor) -> "TokenAdapters":
-        """The same of these rows."""
-        return TokenAdapters(self._adapters, self._owners[rows])
+    def __init__(self, groups: Sequence[tuple[Adapter, Tensor]]) -> None:
+        """`groups`: adapters, and the rows (int64, ascending) of the T that have them."""
+        self.groups = groups
 
     def add(self, place: Place, x: Tensor, out: Tensor) -> None:
         """To `out` [T, out], which a product made of `x` [T, in]."""
@@ -109,6 +117,22 @@ class TokenAdapters:
                 adapter.table.add(ids, out, rows)
 
 
-def taken(adapters: TokenAdapters | None, rows: Tensor) -> TokenAdapters | None:
-    """Of these rows; None where nobody has an adapter."""
-    return None if adapters is None else adapters.take(rows)
+@dataclass(frozen=True, slots=True)
+class AdapterOwners:
+    """Which adapter each of T tokens has, as the host knows it."""
+
+    adapters: Sequence[Adapter]
+    places: IntArray  # T, which of the `adapters`; -1: none
+
+    def take(self, rows: npt.NDArray[np.integer]) -> "AdapterOwners":
+        """The same of these rows."""
+        return AdapterOwners(self.adapters, self.places[rows])
+
+    def groups(self) -> list[tuple[Adapter, IntArray]]:
+        """Whose rows there are, and which, ascending."""
+        rows = [np.flatnonzero(self.places == place) for place in range(len(self.adapters))]
+        return [(a, own) for a, own in zip(self.adapters, rows, strict=True) if len(own)]
+
+    def on_cpu(self) -> TokenAdapters:
+        """For tokens that are computed here."""
+        return TokenAdapters([(a, torch.from_numpy(rows)) for a, rows in self.groups()])

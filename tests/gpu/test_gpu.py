@@ -6,6 +6,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError
+from aioserve.model_source.adapter import read_adapter
 from aioserve.runner import noise
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.adapters import ALL_LINEAR, make_adapter, merge
 from tests.models import VOCAB_SIZE, make_model
 
 pytestmark = [
@@ -59,7 +62,14 @@ def build(config: EngineConfig) -> Any:
     return load_on_cuda(config, ModelInfo(config.model))
 
 
-def step_of(prompts: dict[str, list[int]], first_block: int = 0) -> SchedulerOutput:
+def load_beside(executor: Any, path: Path) -> None:
+    """An adapter of the name "a", by a thread that launches nothing."""
+    with ThreadPoolExecutor(1) as thread:
+        adapter = thread.submit(executor.adapters.put, read_adapter(path)).result()
+    executor.adapters.load("a", adapter)
+
+
+def step_of(prompts: dict[str, list[int]], adapter_id: str) -> SchedulerOutput:
     """Whole prompts as one step; 256 blocks for each."""
     new = [
         NewRequestData(
@@ -68,8 +78,9 @@ def step_of(prompts: dict[str, list[int]], first_block: int = 0) -> SchedulerOut
             num_prompt_tokens=len(prompt),
             sampling_params=SamplingParams(temperature=0, logprobs=20),
             stop_token_ids=frozenset(),
-            block_ids=list(range(first_block + 256 * i, first_block + 256 * i + 256)),
+            block_ids=list(range(256 * i, 256 * i + 256)),
             num_computed_tokens=0,
+            adapter_id=adapter_id,
         )
         for i, (name, prompt) in enumerate(prompts.items())
     ]
@@ -84,7 +95,7 @@ def decode_of(lengths: dict[str, int]) -> SchedulerOutput:
 
 
 @torch.inference_mode()
-def run(executor: Any, num_decodes: int) -> list[dict[str, dict[int, float]]]:
+def run(executor: Any, num_decodes: int, adapter_id: str = "") -> list[dict[str, dict[int, float]]]:
     """Logprobs of a prefill of three prompts, and of decodes after it, whose tokens are fixed by
     the first executor that is asked.
     """
@@ -96,7 +107,7 @@ def run(executor: Any, num_decodes: int) -> list[dict[str, dict[int, float]]]:
     lengths = {name: len(prompt) for name, prompt in prompts.items()}
     found = []
     for step in range(num_decodes + 1):
-        output = decode_of(lengths) if step else step_of(prompts)
+        output = decode_of(lengths) if step else step_of(prompts, adapter_id)
         if step:
             lengths = {name: length + 1 for name, length in lengths.items()}
         result = executor.finish(executor.launch(output))
@@ -179,15 +190,27 @@ def test_fused_layers_are_the_modules_of_transformers(path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_launching_never_waits_for_the_device(path: Path) -> None:
+def test_an_adapter_from_another_thread_is_its_merged_weights(path: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(path, tmp_path / "a", targets=(*ALL_LINEAR, "embed_tokens"))
     executor = build(settings(path))
-    run(executor, 3)  # everything is compiled and loaded now
+    load_beside(executor, adapter)
+    merged = build(settings(merge(path, adapter, tmp_path / "merged")))
+    check_close(run(executor, 10, "a"), run(merged, 10), 0.3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("adapter_id", ["", "a"])
+def test_launching_never_waits_for_the_device(adapter_id: str, path: Path, tmp_path: Path) -> None:
+    executor = build(settings(path))
+    if adapter_id:
+        load_beside(executor, make_adapter(path, tmp_path / "a"))
+    run(executor, 3, adapter_id)  # everything is compiled and loaded now
     executor.launch(
         SchedulerOutput(3, [], CachedRequestData([], [], {}), {}, 0, [], ["a", "b", "c"])
     )
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(executor, 10)
+        run(executor, 10, adapter_id)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -17,6 +17,7 @@ from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import FusedDecoder
 from aioserve.runner.loader import named_dtype
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
@@ -203,6 +204,26 @@ def test_one_compiled_call_gives_what_the_loop_gives_to_the_bit(
     monkeypatch.setattr(WholeDecoder, "forward", compare)
     generate_all(driver, NAMES)
     assert num_compared >= NUM_TOKENS
+
+
+def test_an_adapter_is_compared_with_the_base_while_a_step_has_adapters(
+    make_driver: Callable[..., Driver],
+    model_path: Callable[..., Path],
+    adapted: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """What PEFT saves of the base is compared on another thread: the step's rows are not its."""
+    driver = make_driver("llama", fused=False)
+    base, sites = model_path("llama"), driver.runner.adapters
+    path = make_adapter(base, tmp_path / "a", targets=("lm_head",))
+    weights = load_file(path / "adapter_model.safetensors")
+    own = load_file(base / "model.safetensors")["lm_head.weight"]
+    weights["base_model.model.lm_head.base_layer.weight"] = own
+    save_file(weights, path / "adapter_model.safetensors")
+    wide = sites.put(read_adapter(adapted("llama")["wide"][0]))
+    of_a_step = TokenAdapters([(wide, torch.tensor([3, 70]))])
+    with driver.runner._model._adapters.used(of_a_step, of_a_step):  # type: ignore[attr-defined]
+        sites.put(read_adapter(path))
 
 
 def test_rows_keep_an_adapter_that_is_unloaded(

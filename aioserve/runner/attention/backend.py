@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aioserve.runner.low_rank import TokenAdapters
+from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 
 IntArray = npt.NDArray[np.int64]
 SCALE_BYTES = 4  # of a float32, behind the codes of K or V
@@ -40,14 +40,18 @@ class ModelInputs(NamedTuple):
     positions: Tensor  # T
     slots: Tensor  # T, `slot_mapping`
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
-    adapters: TokenAdapters | None = None  # of the T
+    adapters: TokenAdapters | None = None  # of the T; None: nobody has one
+    logits_adapters: TokenAdapters | None = None  # of the S
 
     @classmethod
-    def of(cls, step: StepInputs, adapters: TokenAdapters | None = None) -> "ModelInputs":
+    def of(cls, step: StepInputs, owners: AdapterOwners | None = None) -> "ModelInputs":
         """On the CPU, where numpy and torch share memory."""
         arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
         ids, positions, slots, rows = map(torch.from_numpy, arrays)
-        return cls(ids, positions, slots, rows, adapters)
+        if owners is None:
+            return cls(ids, positions, slots, rows)
+        of_logits = owners.take(step.logits_indices).on_cpu()
+        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits)
 
 
 @dataclass(frozen=True, slots=True)

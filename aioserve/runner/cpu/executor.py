@@ -99,12 +99,12 @@ class StepExecutor:
         self._threads.begin_step()
         self._backend.prepare(inputs)
         try:
-            model_inputs = ModelInputs.of(inputs, self._batch.adapter_rows.of(inputs))
+            owners = self._batch.adapter_rows.of(inputs)
             if wanted is None and pooled is None:
-                logits = self._model.forward(model_inputs, self._backend)
+                logits = self._model.forward(ModelInputs.of(inputs, owners), self._backend)
             else:
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    self._model, model_inputs, self._backend, wanted, pooled
+                    self._model, inputs, owners, self._backend, wanted, pooled
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()

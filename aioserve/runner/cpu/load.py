@@ -218,8 +218,13 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
 
 def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
     """The type in which K and V are kept. Raises `ConfigError` if the model has none such."""
-    if config.cache.kv_cache_dtype == "auto":
+    wanted = config.cache.kv_cache_dtype
+    if wanted == "auto":
         return spec
+    if wanted != "int8":
+        raise ConfigError(
+            f"cache.kv_cache_dtype is {wanted}, which is for CUDA: give int8, or leave it out"
+        )
     for layer in spec.layers:
         for dim in (layer.key_head_dim, layer.value_head_dim):
             if dim % SCALE_BYTES:

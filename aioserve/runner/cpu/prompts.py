@@ -3,14 +3,16 @@
 Knows a model and numbers; knows nothing about requests.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs, Vector
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.cpu.sampler import token_logprobs
-from aioserve.runner.low_rank import taken
+from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.pooling import WantedStates
 from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
@@ -18,7 +20,8 @@ from aioserve.runner.served_model import ServedModel
 
 def forward_and_look(
     model: ServedModel,
-    inputs: ModelInputs,
+    step: StepInputs,
+    owners: AdapterOwners | None,
     attention: LayerAttention,
     wanted: WantedLogprobs | None,
     pooled: WantedStates | None,
@@ -26,17 +29,23 @@ def forward_and_look(
     """Logits [S, V] as `model.forward` gives them, and what is complete of what prompts want.
 
     Their logits are made, looked at and forgotten piece by piece; for vectors none are made.
+    `owners`: who of the tokens of `step` has which adapter.
     """
-    sampling = inputs.logits_rows.numpy()
+
+    def adapters_of(places: IntArray) -> TokenAdapters | None:
+        return None if owners is None else owners.take(places).on_cpu()
+
+    sampling = step.logits_indices
     parts = [sampling, *(part.places for part in (wanted, pooled) if part is not None)]
     rows = np.sort(np.concatenate(parts))
-    states = model.hidden(inputs._replace(logits_rows=torch.from_numpy(rows)), attention)
+    inputs = ModelInputs.of(replace(step, logits_indices=rows), owners)
+    states = model.hidden(inputs, attention)
 
     def of(places: IntArray) -> Tensor:
         return states[torch.from_numpy(np.searchsorted(rows, places))]
 
     def logits_of(places: IntArray) -> Tensor:
-        return model.logits(of(places), taken(inputs.adapters, torch.from_numpy(places)))
+        return model.logits(of(places), adapters_of(places))
 
     vectors = {} if pooled is None else pooled.keep(of(pooled.places))
     logits = logits_of(sampling)

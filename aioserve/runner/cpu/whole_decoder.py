@@ -27,7 +27,7 @@ from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
-from aioserve.runner.low_rank import Adapter, TokenAdapters, taken
+from aioserve.runner.low_rank import Adapter, TokenAdapters
 
 
 class WholeDecoder(FusedDecoder):
@@ -65,7 +65,6 @@ class WholeDecoder(FusedDecoder):
         tokens = inputs.adapters
         if tokens is not None and not all(CompiledAdapter.serves(a) for a, _ in tokens.groups):
             return super().forward(inputs, attention)
-        sampling = taken(tokens, inputs.logits_rows)
         if self._attention is not attention:
             self._fill_in(attention)
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
@@ -89,7 +88,7 @@ class WholeDecoder(FusedDecoder):
             len(attention.seq_lens),
             attention.block_table.shape[1],
             num_sampling,
-            *self._adapters(tokens, sampling),
+            *self._adapters(tokens, inputs.logits_adapters),
             ctypes.addressof(tap_layers),
             self.tapped.data_ptr(),
             num_taps,

@@ -3,7 +3,7 @@
 Made on the thread that launches. The only module that calls `torch.cuda` in a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self.attach()
 
@@ -57,6 +58,13 @@ class CudaDevice(Device):
 
     def launch(self, work: Callable[[], None]) -> None:
         work()
+
+    def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
+        with torch.cuda.stream(self._beside):
+            for tensor in work():
+                # it was made on another stream than that which reads it
+                tensor.record_stream(self._stream)
+        self._beside.synchronize()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         for _ in range(_WARM_UPS):

@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +52,7 @@ class Event(ABC):
 
 class Device(ABC):
     """One queue of work, done in order, not when it is queued. Used from one thread, but for
-    `Event.wait`.
+    `Event.wait` and `beside`.
     """
 
     torch_device: torch.device
@@ -72,6 +72,12 @@ class Device(ABC):
     @abstractmethod
     def launch(self, work: Callable[[], None]) -> None:
         """Queue `work`, which reads and writes tensors on the device and nothing else."""
+
+    @abstractmethod
+    def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
+        """Do `work` now, on any thread, beside the queue. What it returns may be used by what is
+        queued from then on, and is not given to anybody else before the last of that is done.
+        """
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

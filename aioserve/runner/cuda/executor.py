@@ -8,7 +8,7 @@ or event loops.
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
+from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
@@ -27,6 +28,7 @@ from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
+from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What few steps need besides their plan."""
+
+    prompts: PromptPlan | None
+    adapters: Sequence[TokenAdapters]  # of the T, of the S, of the pieces of `prompts`; or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +79,11 @@ class StepExecutor:
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
+        adapter_room: int = 0,
     ) -> None:
         """`arena` [layout.size], int32 on the device, is where steps are staged. With a `drafter`,
-        no step may be launched before the one before it is finished.
+        no step may be launched before the one before it is finished. `adapter_room`: bytes on the
+        device that adapters may take.
         """
         limits = layout.limits
         self._device = device
@@ -85,6 +97,9 @@ class StepExecutor:
             grammars=grammars,
             eos_token_ids=eos_token_ids,
             drafter=drafter,
+        )
+        self.adapters = DeviceAdapters(
+            model.adapter_sites, self._batch.adapter_rows, device, adapter_room
         )
         self._drafter = drafter
         self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
@@ -162,30 +177,34 @@ class StepExecutor:
         columns = self._batch.sampling_inputs(inputs)
         buffer = self._ring.take()
         wanted = self._batch.prompt_rows.begin(inputs)
-        sizes = self._graphs.sizes if wanted is None else ()  # graphs give no hidden states
+        owners = self._batch.adapter_rows.of(inputs)
+        # graphs give no hidden states, and have no adapters
+        sizes = self._graphs.sizes if wanted is None and owners is None else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
         if self._drafter is None:
             self._batch.append_unknown(inputs)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
-        prompts = plan_prompts(wanted, plan, self._sampler)
+        asked = _Asked(plan_prompts(wanted, plan, self._sampler), ())
+        if owners is not None:
+            asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
         self._device.stage(self._arena[: plan.num_words], buffer)
         attention = self._attention.begin(plan, self._arrays)
         self._ring.guard()
         rows = inputs.rows[plan.sampled]
         standing = self._batch.grammar_rows.standing(rows)
         if standing:
-            self._launch_masked(plan, sampling, attention, rows, prompts)
+            self._launch_masked(plan, sampling, attention, rows, asked)
         else:
             self._device.launch(
                 lambda: self._sampler.sample(
-                    self._compute(plan, attention, prompts), sampling, self._arrays
+                    self._compute(plan, attention, asked), sampling, self._arrays
                 )
             )
         self._read_last()
         result = self._free_results.popleft()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
-        prompt_words = None
+        prompts, prompt_words = asked.prompts, None
         if prompts is not None:
             prompt_words = self._device.host_buffer(len(prompts.found))
             self._device.fetch(prompt_words, prompts.found)
@@ -204,11 +223,11 @@ class StepExecutor:
         sampling: SamplePlan,
         attention: LayerAttention,
         rows: IntArray,
-        prompts: PromptPlan | None,
+        asked: _Asked,
     ) -> None:
         """Masks need the last step's tokens: they are waited for while this one computes."""
         logits: list[Tensor] = []
-        self._device.launch(lambda: logits.append(self._compute(plan, attention, prompts)))
+        self._device.launch(lambda: logits.append(self._compute(plan, attention, asked)))
         self._read_last()
         made = self._batch.grammar_rows.begin(rows, plan.inputs.drafts)
         assert made is not None, "one of the rows has a grammar"
@@ -216,6 +235,16 @@ class StepExecutor:
         self._device.launch(
             lambda: self._sampler.sample(logits.pop(), sampling, self._arrays, masks)
         )
+
+    def _stage_adapters(
+        self, owners: AdapterOwners, plan: StepPlan, prompts: PromptPlan | None
+    ) -> Sequence[TokenAdapters]:
+        """As `_Asked.adapters`."""
+        owners = owners.take(plan.tokens)
+        parts = [owners, owners.take(plan.host.logits_rows[: plan.num_sampling])]
+        if prompts is not None:
+            parts += [owners.take(prompts.places[piece]) for piece in prompts.pieces]
+        return stage_adapters(parts, self._sampler)
 
     def _read_last(self) -> None:
         """Tell the grammars what the last step sampled. Its buffer is not used again before the
@@ -283,17 +312,18 @@ class StepExecutor:
 
     # What follows runs when the device gets there.
 
-    def _compute(
-        self, plan: StepPlan, attention: LayerAttention, prompts: PromptPlan | None
-    ) -> Tensor:
+    def _compute(self, plan: StepPlan, attention: LayerAttention, asked: _Asked) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()
-        if prompts is not None:
-            inputs = self._inputs(
-                plan.num_tokens, torch.arange(plan.num_tokens, device=rows.device)
-            )
+        tokens, sampling = asked.adapters[:2] or (None, None)
+        if (prompts := asked.prompts) is not None:
+            everything = torch.arange(plan.num_tokens, device=rows.device)
+            inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
             states = self._model.hidden(inputs, attention)
-            prompts.look(self._model, states[prompts.rows.long()])
-            return self._model.logits(states[rows])
+            prompts.look(self._model, states[prompts.rows.long()], asked.adapters[2:])
+            return self._model.logits(states[rows], sampling)
+        if tokens is not None:
+            inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)
+            return self._model.forward(inputs, attention)
         if plan.is_decode and plan.num_padded_rows in self._graphs.sizes:
             logits = self._graphs.replay(plan.num_padded_rows)
             if plan.num_sampling < plan.num_padded_rows:
@@ -304,13 +334,21 @@ class StepExecutor:
     def _forward(self, num_tokens: int, rows: Tensor, attention: LayerAttention) -> Tensor:
         return self._model.forward(self._inputs(num_tokens, rows), attention)
 
-    def _inputs(self, num_tokens: int, rows: Tensor) -> ModelInputs:
+    def _inputs(
+        self,
+        num_tokens: int,
+        rows: Tensor,
+        adapters: TokenAdapters | None = None,
+        logits_adapters: TokenAdapters | None = None,
+    ) -> ModelInputs:
         arrays = self._arrays
         return ModelInputs(
             input_ids=self._sampler.resolve(arrays.input_ids[:num_tokens].long()),
             positions=arrays.positions[:num_tokens].long(),
             slots=arrays.slots[:num_tokens].long(),
             logits_rows=rows,
+            adapters=adapters,
+            logits_adapters=logits_adapters,
         )
 
 

@@ -6,6 +6,7 @@ known elsewhere.
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
+from aioserve.model_source.adapter import stored_parameters
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
@@ -104,6 +106,7 @@ def make_executor(
         graphs=GRAPH_RESERVE if sizes else 0,
         page_bytes=spec.bytes_per_token * config.cache.block_size,
         max_model_len=max_model_len,
+        adapters=adapter_bytes(config, model),
     )
     limits = Limits(
         num_rows=num_rows,
@@ -142,6 +145,7 @@ def make_executor(
         grammars=grammars,
         eos_token_ids=info.eos_token_ids,
         drafter=drafter,
+        adapter_room=card.free - memory.total + memory.adapters,
     )
     try:
         executor.warm_up()
@@ -163,6 +167,14 @@ def make_executor(
     return executor
 
 
+def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
+    """What those take that are loaded at start, as many as there may be at a time."""
+    paths = [Path(spec.partition("=")[2]).expanduser() for spec in config.adapters.lora]
+    sizes = sorted(map(stored_parameters, paths), reverse=True)
+    num_parameters = sum(sizes[: config.adapters.max_cpu_loras])
+    return num_parameters * model.kv_cache_spec.dtype.itemsize
+
+
 def with_dtype(config: ModelConfig) -> ModelConfig:
     """The model's settings with "auto" resolved for this device."""
     if config.dtype != "auto":
@@ -172,9 +184,14 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
 
 
 def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
-    """The type in which K and V are kept."""
-    if config.cache.kv_cache_dtype == "auto":
+    """The type in which K and V are kept. Raises `ConfigError` for one of the CPU."""
+    wanted = config.cache.kv_cache_dtype
+    if wanted == "auto":
         return spec
+    if wanted != "fp8":
+        raise ConfigError(
+            f"cache.kv_cache_dtype is {wanted}, which is for the CPU: give fp8, or leave it out"
+        )
     return KVCacheSpec(spec.layers, torch.float8_e4m3fn)
 
 

@@ -3,15 +3,16 @@
 Knows a model and numbers; knows nothing about requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.runner.cuda.plan import StepPlan
+from aioserve.runner.cuda.plan import StepPlan, Words
 from aioserve.runner.cuda.sampler import DeviceSampler, read_logprobs, write_logprobs
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import ServedModel
 
@@ -21,22 +22,33 @@ class PromptPlan:
     """What one step is asked about prompts, at N of its T tokens."""
 
     wanted: WantedLogprobs
-    rows: Tensor  # N, int32 on the device: of the T
+    places: Words  # N, of the T
+    rows: Tensor  # `places` on the device
     token_ids: Tensor  # N, int32 on the device
     width: int  # alternatives, of those who want most
     vocab_size: int
     found: Tensor  # int32 on the device: the answer
 
-    def look(self, model: ServedModel, states: Tensor) -> None:
-        """Fill `found` from the hidden states [N, hidden]; on the device."""
-        for piece in self.wanted.pieces(self.vocab_size):
-            token_ids, out = self.token_ids[piece].long(), self.found[self._begin(piece.start) :]
-            write_logprobs(model.logits(states[piece]), token_ids, self.width, out)
+    @property
+    def pieces(self) -> list[slice]:
+        """The N in pieces that are looked at one after another."""
+        return self.wanted.pieces(self.vocab_size)
 
-    def read(self, words: npt.NDArray[np.int32]) -> dict[str, list[TokenLogprobs]]:
+    def look(
+        self, model: ServedModel, states: Tensor, adapters: Sequence[TokenAdapters] = ()
+    ) -> None:
+        """Fill `found` from the hidden states [N, hidden]; on the device. `adapters`: of each of
+        the `pieces`, if anybody has one.
+        """
+        for number, piece in enumerate(self.pieces):
+            token_ids, out = self.token_ids[piece].long(), self.found[self._begin(piece.start) :]
+            logits = model.logits(states[piece], adapters[number] if adapters else None)
+            write_logprobs(logits, token_ids, self.width, out)
+
+    def read(self, words: Words) -> dict[str, list[TokenLogprobs]]:
         """Of prompts that are complete, from a copy of `found`; to be called in order of steps."""
         found: list[TokenLogprobs] = []
-        for piece in self.wanted.pieces(self.vocab_size):
+        for piece in self.pieces:
             own = words[self._begin(piece.start) : self._begin(piece.stop)]
             found += read_logprobs(own, self.wanted.num_logprobs[piece], self.width)
         return self.wanted.keep(found)
@@ -53,8 +65,10 @@ def plan_prompts(
         return None
     place_of = np.empty(len(plan.tokens), dtype=np.int32)
     place_of[plan.tokens] = np.arange(len(plan.tokens))
-    arrays = {"rows": place_of[wanted.places], "token_ids": wanted.token_ids.astype(np.int32)}
-    staged = sampler.stage(arrays)
+    places = place_of[wanted.places]
+    staged = sampler.stage({"rows": places, "token_ids": wanted.token_ids.astype(np.int32)})
     width = min(max(wanted.num_logprobs, default=0), sampler.vocab_size)
     found = staged["rows"].new_empty(max(1, len(wanted.places) * (2 + 2 * width)))
-    return PromptPlan(wanted, staged["rows"], staged["token_ids"], width, sampler.vocab_size, found)
+    return PromptPlan(
+        wanted, places, staged["rows"], staged["token_ids"], width, sampler.vocab_size, found
+    )

@@ -21,6 +21,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class OverlappedRunner(RunnerInterface):
         self._build = build
         self.grammars = grammars
         self._executor: StepExecutor | None = None
-        self._steps: queue.SimpleQueue[tuple[SchedulerOutput, _Reply] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[StepExecutor], None] | None]
+        self._tasks = queue.SimpleQueue()  # of the launching thread
         self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -85,18 +87,47 @@ class OverlappedRunner(RunnerInterface):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> "asyncio.Future[ModelRunnerOutput]":
+        return self._submit(
+            lambda executor, reply: self._launched.put(
+                (self._launch_step(executor, scheduler_output), reply)
+            )
+        )
+
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        if (executor := self._executor) is None:
+            raise RunnerDeadError("the model runner is closed")
+        adapter = await asyncio.to_thread(executor.adapters.put, files)
+        await self._change(lambda executor: executor.adapters.load(adapter_id, adapter))
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        self._change(lambda executor: executor.adapters.unload(adapter_id))
+
+    def _change(self, function: "Callable[[StepExecutor], None]") -> "asyncio.Future[Any]":
+        """Between two steps."""
+
+        def change(executor: "StepExecutor", reply: _Reply) -> None:
+            function(executor)
+            reply.send(None)
+
+        return self._submit(change)
+
+    def _submit(self, task: "Callable[[StepExecutor, _Reply], None]") -> "asyncio.Future[Any]":
+        """Do it on the launching thread, after what was submitted before. It completes the reply,
+        or has the reading thread do so.
+        """
         reply = _Reply()
         if self._is_closed:
             reply.future.set_exception(RunnerDeadError("the model runner is closed"))
+            reply.future.exception()  # of `unload_adapter`, which nobody awaits
         else:
-            self._steps.put((scheduler_output, reply))
+            self._tasks.put(lambda executor: task(executor, reply))
         return reply.future
 
     async def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._steps.put(None)
+        self._tasks.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
         if self._executor is not None:
@@ -118,9 +149,8 @@ class OverlappedRunner(RunnerInterface):
                 loaded.send(error)
             else:
                 loaded.send(None)
-                while (handed := self._steps.get()) is not None:
-                    step, reply = handed
-                    self._launched.put((self._launch_step(self._executor, step), reply))
+                while (task := self._tasks.get()) is not None:
+                    task(self._executor)
         self._launched.put(None)
 
     def _launch_step(self, executor: "StepExecutor", step: SchedulerOutput) -> "_Launched":

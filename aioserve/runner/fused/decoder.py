@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Embedding, Linear, Ops, RMSNorm
-from aioserve.runner.low_rank import TokenAdapters, taken
+from aioserve.runner.low_rank import TokenAdapters
 
 #: What adapters know the products by: a layer's by its number and name, and the head's.
 HEAD = "head"
@@ -73,10 +73,9 @@ class Activations:
     gated: Tensor  # [T, intermediate_size], scratch
     adapters: TokenAdapters | None = None
 
-    def take(self, tokens: Tensor) -> "Activations":
-        """Go on with these tokens only."""
+    def take(self, tokens: Tensor, adapters: TokenAdapters | None) -> "Activations":
+        """Go on with these tokens only, which have these `adapters`."""
         size = len(tokens)
-        adapters = taken(self.adapters, tokens)
         return Activations(self.residual[tokens], self.normed[:size], self.gated[:size], adapters)
 
 
@@ -101,8 +100,7 @@ class FusedDecoder:
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.forward`."""
-        adapters = taken(inputs.adapters, inputs.logits_rows)
-        return self.logits(self.hidden(inputs, attention), adapters)
+        return self.logits(self.hidden(inputs, attention), inputs.logits_adapters)
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.hidden`."""
@@ -122,7 +120,7 @@ class FusedDecoder:
                 if not num_sampling:
                     break
                 attended = attended[inputs.logits_rows]
-                state = state.take(inputs.logits_rows)
+                state = state.take(inputs.logits_rows, inputs.logits_adapters)
             layer.feed_forward(attended, state, next_norm, ops)
         if taps:
             self.tapped = torch.stack([taps[index] for index in self.tap_layers])

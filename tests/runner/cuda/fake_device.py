@@ -7,7 +7,7 @@ buffer that the device still has to read or write may not be touched.
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class FakeDevice(Device):
         self.fail_with: Exception | None = None  # the next launch, when the device gets there
         self.lost = False
         self.num_attached = 0
+        self._launching: int | None = None  # the thread that attached last
         self.num_behind = 0  # most launches that were ever queued and not done
         self._random = random.Random(seed)
         self._eagerness = eagerness
@@ -58,6 +59,7 @@ class FakeDevice(Device):
 
     def attach(self) -> None:
         self.num_attached += 1
+        self._launching = threading.get_ident()
 
     def host_buffer(self, size: int) -> FakeBuffer:
         return FakeBuffer(size)
@@ -83,6 +85,11 @@ class FakeDevice(Device):
             self._num_launches += 1
             self.num_behind = max(self.num_behind, self._num_launches)
         self._put(run)
+
+    def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
+        assert threading.get_ident() != self._launching, "it would keep the next step waiting"
+        for tensor in work():
+            assert tensor.device == self.torch_device
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.advance(self._num_queued)

@@ -84,6 +84,12 @@ def test_what_is_built_serves_and_the_numbers_are_told(
     assert "on a fake device: float32" in caplog.text
 
 
+def test_a_cache_of_the_cpu_is_refused(model_path: Callable[..., Path]) -> None:
+    """By the loader as well: it does not go to fp8 instead."""
+    with pytest.raises(ConfigError, match="kv_cache_dtype is int8, which is for the CPU"):
+        build(settings(model_path("llama"), kv_cache_dtype="int8"), FakeDevice())
+
+
 def test_attention_falls_back_and_says_why(
     model_path: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,13 +26,14 @@ from aioserve.errors import (
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
-from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.loader import load_model
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -75,13 +76,17 @@ def served_path(model_path: Callable[..., Path]) -> Callable[..., Path]:
     return path_of
 
 
-def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
+def make_runner(
+    config: EngineConfig, device: FakeDevice, *, fused: bool = False
+) -> OverlappedRunner:
     """What the CUDA runner is, with another device."""
     info = ModelInfo(config.model)
-    grammars = GrammarCompiler(info)
+    grammars = None if config.model.skip_tokenizer_init else GrammarCompiler(info)
 
     def build() -> StepExecutor:
-        loaded = load_model_on_cpu(msgspec.structs.replace(config.model, fused=False), info)
+        place = CudaPlace(device.torch_device, has_triton=False)
+        loaded = load_model(msgspec.structs.replace(config.model, fused=fused), info, place)
+        assert ("fused" in loaded.name) is fused
         page_size, num_pages = config.cache.block_size, config.cache.num_kv_blocks
         assert num_pages is not None
         limits = Limits(
@@ -106,6 +111,7 @@ def make_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
             grammars=grammars,
             eos_token_ids=info.eos_token_ids,
             drafter=ngram_drafter(config.speculation),
+            adapter_room=1 << 30,
         )
 
     return OverlappedRunner(build, grammars)

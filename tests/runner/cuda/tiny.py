@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import (
     AttentionOptions,
     KVCacheSpec,
@@ -18,6 +19,7 @@ from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
@@ -44,6 +46,15 @@ class TinyModel(ServedModel):
         self.embedding, self.places = weight(VOCAB_SIZE, HIDDEN), weight(128, HIDDEN)
         self.qkv = weight(2, HIDDEN, (NUM_HEADS + 2) * HEAD_DIM)
         self.head = weight(HIDDEN, VOCAB_SIZE)
+        self.adapter_sites = AdapterSites(
+            lambda name: None,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            table_shape=None,
+            rows_of_table=lambda ids: ids,
+            head=self.logits,
+            is_table=lambda name: False,
+        )
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.logits(self.hidden(inputs, attention))
@@ -57,7 +68,7 @@ class TinyModel(ServedModel):
             x = x + attended.flatten(1)
         return x[inputs.logits_rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         return hidden @ self.head
 
 
