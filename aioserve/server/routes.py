@@ -79,7 +79,7 @@ ROUTES = (
             responses.DoneEvent,
             responses.ErrorEvent,
         ),
-        raises=_NOT_NOW,
+        raises=(*_NOT_NOW, RequestTimeoutError),
     ),
     Route(
         "GET",
@@ -106,10 +106,7 @@ ROUTES = (
         "Forget a response.",
         responses.Deleted,
         query=openai.RequestPart,
-        raises=(
-            RequestError,
-            UnknownResponseError,
-        ),
+        raises=(RequestError, UnknownResponseError),
     ),
     Route(
         "POST",

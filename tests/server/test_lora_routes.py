@@ -131,6 +131,7 @@ async def test_adapters_come_and_go_by_vllms_routes(base: Path, paths: dict[str,
         document = (await client.get("/openapi.json"))[1]
         body = document["components"]["schemas"]["CompletionRequest"]["properties"]
         assert body["model"]["enum"] == ["base", "a", "new", None]
+        assert "408" in document["paths"]["/v1/responses"]["post"]["responses"]  # for an adapter
         assert tokens != await client.tokens("a")
         for body, status, code, why in (
             (load, 400, None, "is in use"),
