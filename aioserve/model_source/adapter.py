@@ -115,26 +115,32 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     """Read a directory. Raises `ConfigError` in one line for what is missing, damaged, not LoRA, or
     of a kind that is not served.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
-    config = _read_config(path / CONFIG_FILE)
+    config, config_bytes = _read_config(path / CONFIG_FILE)
     file = path / WEIGHTS_FILE
     if not file.is_file():
         raise NoAdapterError(f"no {WEIGHTS_FILE} in adapter directory {path}")
     found: dict[str, dict[str, Any]] = {}
     try:
-        with safe_open(file, framework="pt") as weights:
-            for key in weights.keys():  # noqa: SIM118 - not a mapping
-                match = _KEY.fullmatch(key)
-                if match is None:
-                    raise ConfigError(f"{file}: {key} is no weight of a LoRA adapter")
-                kind = next(k for k in ("linear", "table", "base") if match[k])
-                name = kind if kind == "base" else f"{kind} {match[kind]}"
-                found.setdefault(match["module"], {})[name] = weights.get_tensor(key)
+        # Read once: the digest names cached prefixes, and must be that of these weights, whoever
+        # writes to the file meanwhile.
+        weights_bytes = file.read_bytes()
+        weights = load(weights_bytes)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read adapter weights {file}: {one_line(error)}") from error
+    for key, tensor in weights.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ConfigError(f"{file}: {key} is no weight of a LoRA adapter")
+        kind = next(k for k in ("linear", "table", "base") if match[k])
+        name = kind if kind == "base" else f"{kind} {match[kind]}"
+        found.setdefault(match["module"], {})[name] = tensor
     with _named(file):
-        parts = AdapterFiles(path, _digest(path / CONFIG_FILE, file), {}, {}, {})
+        digest = blake2b(config_bytes, digest_size=16)
+        digest.update(weights_bytes)
+        parts = AdapterFiles(path, digest.hexdigest(), {}, {}, {})
         for module, tensors in found.items():
             if (base := tensors.pop("base", None)) is not None:
                 parts.base_weights[module] = base
@@ -147,16 +153,11 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     return parts
 
 
-def _digest(*files: Path) -> str:
-    found = blake2b(digest_size=16)
-    for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()
-
-
-def _read_config(file: Path) -> _PeftConfig:
+def _read_config(file: Path) -> tuple[_PeftConfig, bytes]:
+    """What it says, and the bytes in which it does."""
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=_PeftConfig)
+        content = file.read_bytes()
+        config = msgspec.json.decode(content, type=_PeftConfig)
     except FileNotFoundError:
         where = f"directory {file.parent}" if file.parent.is_dir() else f"{file.parent}"
         raise NoAdapterError(f"no {CONFIG_FILE} in adapter {where}") from None
@@ -175,7 +176,7 @@ def _read_config(file: Path) -> _PeftConfig:
                 f"init_lora_weights is {config.init_lora_weights!r}, which changes the base model: "
                 "save the adapter with path_initial_model_for_weight_conversion"
             )
-    return config
+    return config, content
 
 
 def _low_rank(module: str, pair: Sequence[Any], config: _PeftConfig, max_rank: int) -> LowRank:
