@@ -5,12 +5,14 @@ become bfloat16: what is left are sums in float32, and one rounding of the resul
 What a format's bytes mean is `tests/model_source/test_quantized.py`.
 """
 
+from threading import Thread
+
 import pytest
 import torch
 from torch import Tensor
 
-from aioserve.kernels import Kernels, usable_variants
-from aioserve.model_source.quantized import FORMATS
+from aioserve.kernels import Kernels, load_kernels, usable_variants
+from aioserve.model_source.quantized import FORMATS, Codes, QuantizedWeight
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.panels import PanelLinear
 from tests.blocks import random_weight
@@ -20,7 +22,7 @@ if not usable_variants():
 
 # Sums in float32, and one rounding of the result; as in test_products.py.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-ROWS = [*range(1, 8), 16, 17, 37, 200]
+ROWS = [*range(8), 13, 14, 15, 16, 17, 37, 200]
 
 
 def random_rows(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -126,3 +128,24 @@ def test_rows_are_those_of_the_unpacked_weight(
     unpacked = torch.cat([weight.dequantize(dtype) for weight in weights])
     table = BlockEmbedding(BlockLinear(kernels, weights, None, dtype), dtype)
     assert torch.equal(table(ids), unpacked[ids])
+
+
+def test_other_threads_keep_their_number_of_threads_while_weights_are_laid_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, seen = QuantizedWeight.codes, []
+
+    def look_and_decode(weight: QuantizedWeight) -> Codes:
+        other = Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return decode(weight)
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(QuantizedWeight, "codes", look_and_decode)
+    try:
+        torch.set_num_threads(3)
+        BlockLinear(load_kernels(), [random_weight("Q8_0", 40, 64)], None, torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {3}

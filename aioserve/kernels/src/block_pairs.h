@@ -27,14 +27,15 @@ static void unpack_pairs(const place *at, int64_t in, bf16 *to) {
     const block_part *part = at->part;
     const int bits = part->bits, zero = part->zero;
     float scales[PANEL], offsets[PANEL];
+    bf16 *own = to;
     for (int64_t group = 0; group < in / part->group; group++) {
         const uint8_t *codes = read_scales(part, at->panel, group, 0, scales, offsets);
         for (int64_t k = 0; k < part->group; k += 32 / bits, codes += 4 * PANEL) {
             for (int line = 0; line < 4 * PANEL; line += LINE)
                 __builtin_prefetch(codes + line + AHEAD_BYTES);
-            if (bits == 4) unpack_codes_to_pairs(4, zero, codes, scales, offsets, to);
-            else unpack_codes_to_pairs(8, zero, codes, scales, offsets, to);
-            to += 32 / bits * PANEL;
+            if (bits == 4) unpack_codes_to_pairs(4, zero, codes, scales, offsets, own);
+            else unpack_codes_to_pairs(8, zero, codes, scales, offsets, own);
+            own += 32 / bits * PANEL;
         }
     }
     IS_WRITTEN(to);

@@ -207,6 +207,7 @@ static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t row
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void NAME(linear)(const linear *layer, const T *x, T *y, int64_t rows) {
+    if (!rows) return;
     if (layer->num_parts && sizeof(T) == 2)
         NAME(linear_blocks)(layer, x, y, rows);
     else if (!layer->num_parts && rows <= FEW)

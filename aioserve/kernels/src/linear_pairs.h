@@ -24,6 +24,7 @@ const int64_t panel_bf16[2] = {PANEL, 2};
 
 // y [rows, out] = x [rows, in] . weight^T + bias.
 void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
+    if (!rows) return;
     if (layer->num_parts && rows < ROUNDED_FROM) {
         linear_blocks_bf16(layer, x, y, rows);
         return;

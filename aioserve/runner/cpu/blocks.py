@@ -4,7 +4,9 @@ Knows how the kernels want them; knows nothing about files, formats or models.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,16 +15,17 @@ from aioserve.kernels import Kernels
 from aioserve.kernels.structs import BlockPart, PackedWeight
 from aioserve.model_source.quantized import Codes, QuantizedWeight
 
-_PIECE = 1 << 14  # weights packed at a time: few enough that torch calls no second thread
+_PIECE = 1 << 15  # weights packed at a time: few enough that torch calls no second thread
 _SIGN = 128  # added to codes of 8 bits with a sign
-_ORDER = [0, 2, 1, 3]  # of inputs whose codes lie in 32 bits: see kernels/src/weight.h
+_Field = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class BlockLinear:
     """x @ weight.T + bias for weights [out_i, in] one below the other, each in its own format.
 
     In float32 the results are those of the weights in float32. Of two-byte types, inputs become
-    whole numbers of 16 bits, or of 12, that share a scale among 32; the weights are exact.
+    whole numbers of 16 bits that share a scale among 32, and the weights are exact; or, from
+    `Kernels.rounded_from` rows of bfloat16 on, inputs stay and weights become bfloat16.
     """
 
     def __init__(
@@ -72,55 +75,70 @@ class BlockEmbedding:
 def _pack(weight: QuantizedWeight, panel: int) -> tuple[Tensor, BlockPart]:
     """The bytes of `block_part` in C, and what tells of them."""
     num_outputs, num_inputs = weight.shape
-    at_once = max(1, _PIECE // num_inputs // panel) * panel
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # pieces are small: several would mostly wait for each other
-    try:
-        pieces = [
-            _pack_panels(weight.rows(slice(start, start + at_once)).codes(), panel)
-            for start in range(0, num_outputs, at_once)
-        ]
-    finally:
-        torch.set_num_threads(threads)
-    packed, codes = torch.cat(pieces), weight.rows(slice(0, 1)).codes()
-    num_groups = codes.scales.shape[1]
+    first = weight.rows(slice(0, 1)).codes()
+    layout = _layout(first, panel)
+    packed = torch.empty(-(-num_outputs // panel), layout.itemsize, dtype=torch.uint8)
+    packed[-1:] = 0  # of outputs that there are not
+    panels = packed.numpy().view(layout)[:, 0]
+    at_once = min(panel, max(1, _PIECE // num_inputs))
+    for begin in range(0, num_outputs, panel):
+        end = min(begin + panel, num_outputs)
+        for start in range(begin, end, at_once):
+            rows = slice(start, min(start + at_once, end))
+            column = slice(rows.start - begin, rows.stop - begin)
+            _lay_out(weight.rows(rows).codes(), panels[begin // panel], column)
+    num_groups = first.scales.shape[1]
     part = BlockPart(
         panels=packed.data_ptr(),
         outputs=num_outputs,
-        bits=codes.bits,
+        bits=first.bits,
         group=num_inputs // num_groups,
-        per_super=0 if codes.supers is None else num_groups // codes.supers.shape[1],
-        has_offset=codes.offsets is not None,
-        zero=codes.zero + (_SIGN if codes.bits == 8 else 0),
+        per_super=0 if first.supers is None else num_groups // first.supers.shape[1],
+        has_offset=first.offsets is not None,
+        zero=first.zero + (_SIGN if first.bits == 8 else 0),
         panel_bytes=packed.shape[1],
     )
     return packed, part
 
 
-def _pack_panels(codes: Codes, panel: int) -> Tensor:
-    """Bytes [panels, panel_bytes]."""
-    num_outputs, num_groups = codes.values.shape[0], codes.scales.shape[1]
-    num_panels = -(-num_outputs // panel)
+def _layout(codes: Codes, panel: int) -> np.dtype[np.void]:
+    """A panel of a weight whose rows are like those of `codes`: see kernels/src/weight.h."""
 
-    def by_panel(numbers: Tensor) -> Tensor:
-        """[out, n, ...] as [panels, n, bytes of the n-th numbers of all outputs]."""
-        missing = num_panels * panel - num_outputs
-        padded = torch.cat((numbers, numbers.new_zeros(missing, *numbers.shape[1:])))
-        panels = padded.view(num_panels, panel, numbers.shape[1], -1).transpose(1, 2)
-        return panels.contiguous().flatten(2).view(torch.uint8)
+    def by_output(name: str, numbers: Tensor | None) -> list[_Field]:
+        return [] if numbers is None else [(name, numbers[:0].numpy().dtype, (panel,))]
 
-    values = codes.values.view(torch.uint8)
+    num_groups = codes.scales.shape[1]
+    words = codes.values.shape[1] // num_groups * codes.bits // 32
+    group = [
+        *by_output("scales", codes.scales),
+        *by_output("offsets", codes.offsets),
+        ("words", np.dtype(np.uint32), (words, panel)),
+    ]
+    num_supers = num_groups if codes.supers is None else codes.supers.shape[1]
+    one = [
+        *by_output("supers", codes.supers),
+        *by_output("super_offsets", codes.super_offsets),
+        ("groups", np.dtype(group), (num_groups // num_supers,)),
+    ]
+    return np.dtype([("supers", np.dtype(one), (num_supers,))])
+
+
+def _lay_out(codes: Codes, panel: np.void, columns: slice) -> None:
+    """Put some outputs at their places in a panel."""
+    supers = panel["supers"]
+    groups = supers["groups"]
+    for to, numbers in (
+        (groups, (("scales", codes.scales), ("offsets", codes.offsets))),
+        (supers, (("supers", codes.supers), ("super_offsets", codes.super_offsets))),
+    ):
+        for name, values in numbers:
+            if values is not None:
+                to[name][..., columns] = values.numpy().T.reshape(*to.shape, -1)
+    # the bytes of 4 inputs, in the order 0, 2, 1, 3
+    bytes_ = codes.values.numpy().view(np.uint32)
+    words = bytes_ & 0xFF0000FF | (bytes_ & 0xFF00) << 8 | (bytes_ >> 8) & 0xFF00
     if codes.bits == 8:
-        values = values + _SIGN  # and the carry is lost
-    values = values.view(num_outputs, -1, 4)[..., _ORDER]
-    if codes.bits == 4:
-        values = values[:, ::2] | values[:, 1::2] << 4
-    offsets = () if codes.offsets is None else (by_panel(codes.offsets),)
-    groups = (by_panel(codes.scales), *offsets, by_panel(values).view(num_panels, num_groups, -1))
-    packed = torch.cat(groups, dim=2)
-    if codes.supers is not None:
-        offsets = () if codes.super_offsets is None else (by_panel(codes.super_offsets),)
-        num_supers = codes.supers.shape[1]
-        supers = (by_panel(codes.supers), *offsets, packed.view(num_panels, num_supers, -1))
-        packed = torch.cat(supers, dim=2)
-    return packed.flatten(1)
+        words ^= _SIGN * 0x01010101
+    else:
+        words = words[:, ::2] | words[:, 1::2] << 4
+    groups["words"][..., columns] = words.T.reshape(*groups["words"].shape[:-1], -1)

@@ -17,6 +17,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.model_source import GgufFile
 from aioserve.model_source.quantized import FORMATS, quantize
 from aioserve.runner import fused
 from aioserve.runner.cpu import machine
@@ -241,6 +242,31 @@ def test_a_model_that_is_not_fused_gets_its_weights_unpacked(
         ConfigError, match=r"too little memory: \d MiB .* Gemma2ForCausalLM unpacked"
     ):
         load_model_on_cpu(config, ModelInfo(config))
+
+
+def test_a_later_layer_that_is_another_is_refused_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers before it are laid out by then: the model cannot run as it was any more."""
+    load_module = GgufFile.load_module
+
+    def change(source: GgufFile, *args: Any, **options: Any) -> Any:
+        module = load_module(source, *args, **options)
+        mlp = module.model.layers[1].mlp
+        plain = mlp.forward
+        mlp.forward = lambda x: 2 * plain(x)
+        return module
+
+    file = write(tmp_path, "llama", lambda name: "Q8_0")
+    monkeypatch.setattr(GgufFile, "load_module", change)
+    config = make_config(file, dtype="float32").model
+    with pytest.raises(
+        ConfigError, match=r"layer 1 .* but layers before it are: set model\.fused to False"
+    ) as caught:
+        load_model_on_cpu(config, ModelInfo(config))
+    assert "\n" not in str(caught.value)
+    config = make_config(file, dtype="float32", fused=False).model
+    assert not load_model_on_cpu(config, ModelInfo(config)).is_compiled
 
 
 def test_without_kernels_the_weights_are_unpacked(
