@@ -22,6 +22,11 @@ def find_workload(name_or_path: str | Path) -> Path:
     return _find(name_or_path, "workload", "workloads")
 
 
+def find_fleet(name_or_path: str | Path) -> Path:
+    """A description of a fleet. Raises `ConfigError` as above."""
+    return _find(name_or_path, "fleet", "fleets")
+
+
 def _find(name_or_path: str | Path, kind: str, folder: str) -> Path:
     """A bare word is a name; whatever has a suffix or a folder is a path."""
     path = Path(name_or_path)

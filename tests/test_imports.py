@@ -49,6 +49,7 @@ ALLOWED = {
         "aioserve.sampling_params",
     },
     "aioserve.kv_cache": {"aioserve.errors", "aioserve.request"},
+    "aioserve.routing": {"aioserve.errors", "aioserve.kv_cache.events", "aioserve.nearest"},
     "aioserve.scheduler": {
         "aioserve.config",
         "aioserve.errors",
@@ -129,8 +130,10 @@ ALLOWED = {
         "aioserve.runner.interface",
         "aioserve.runner.simulated",
         "aioserve.runner.profile",
+        "aioserve.routing",
         "aioserve.sampling_params",
         "aioserve.scheduler",
+        "aioserve.scheduler.blame",
         "aioserve.scheduler.features",
         "aioserve.scheduler.output",
         "aioserve.watch.chronicle",

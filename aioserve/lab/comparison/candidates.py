@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
 from aioserve.lab.simulation.run import check_fits, simulated
 from aioserve.lab.workloads.workload import Workload
 from aioserve.model_info import ModelInfo
@@ -24,10 +26,11 @@ WEIGHT_OPTIONS = ("weights", "tickets")
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A configuration that takes part, under a short name."""
+    """A configuration that takes part, under a short name: of one engine, or of a whole fleet."""
 
     name: str
     config: EngineConfig
+    fleet: Fleet | None = None
 
 
 def load_candidates(
@@ -47,6 +50,17 @@ def load_candidates(
     return [
         Candidate(name, _load(path, overrides)) for name, path in zip(names, paths, strict=True)
     ]
+
+
+def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
+    """Each configuration behind each router, under the names of what differs."""
+    found = []
+    for candidate in candidates:
+        for router in spec.routers:
+            words = [candidate.name] if len(candidates) > 1 or len(spec.routers) == 1 else []
+            words += [router] if len(spec.routers) > 1 else []
+            found.append(Candidate(" ".join(words), candidate.config, spec.behind(router)))
+    return found
 
 
 def _load(path: str, overrides: Sequence[tuple[str, Any]]) -> EngineConfig:
@@ -85,8 +99,8 @@ def prepare(
             notes.append(f"{num} requests were shortened to {limit} tokens.")
     if not is_live:
         longest = max(workload.longest for workload in workloads)
-        raised = [Candidate(c.name, simulated(c.config, longest)) for c in candidates]
-        if raised != [Candidate(c.name, simulated(c.config)) for c in candidates]:
+        raised = [_with_config(c, simulated(c.config, longest)) for c in candidates]
+        if raised != [_with_config(c, simulated(c.config)) for c in candidates]:
             notes.append(
                 f"max_model_len is {longest}, the longest request: the configurations leave it "
                 "open, and what is simulated has no positions."
@@ -95,7 +109,19 @@ def prepare(
         for candidate in candidates:
             for workload in workloads:
                 check_fits(candidate.config, workload)
+                if candidate.fleet is not None:
+                    candidate.fleet.check(candidate.config, workload)
+    if any(workload.incidents for workload in workloads) and any(
+        candidate.fleet is None for candidate in candidates
+    ):
+        raise ConfigError(
+            f"{workloads[0].name} has incidents, which befall replicas: give compare --fleet N"
+        )
     return candidates, workloads, notes
+
+
+def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:
+    return msgspec.structs.replace(candidate, config=config)
 
 
 def stated_weights(

@@ -15,17 +15,19 @@ from aioserve.arguments import Parser, count, positive
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
-from aioserve.lab.comparison.candidates import Candidate, load_candidates
+from aioserve.lab.comparison.candidates import Candidate, in_fleet, load_candidates
 from aioserve.lab.comparison.document import Document, compare, encode
 from aioserve.lab.comparison.knee import Knee, Probe, search
 from aioserve.lab.comparison.report import render_html
 from aioserve.lab.comparison.words import render_sweep, render_table
 from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.terminal import paint, progress
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.output_file import write
+from aioserve.routing import ROUTERS
 
 CONFIG_HELP = "YAML file of settings, the name of a shipped one, or a policy: its name or file.py"
 DEFAULT_SEEDS = 5
@@ -46,17 +48,59 @@ def run_compare(words: Sequence[str]) -> int:
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
     )
+    _add_fleet(parser)
     arguments = parser.parse_args(words)
+    spec = _fleet(arguments)
     settings: list[tuple[str, Any]] = []
     if arguments.replay is not None:
         workloads, settings = _replayed(arguments)
     else:
         workloads = _workloads(arguments)
     candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
+    if spec is not None:
+        candidates = in_fleet(candidates, spec)
     document = _compare(arguments, candidates, workloads)
     print(paint(render_table(document)))
     _write_reports(arguments, document)
     return 0
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("fleet")
+    group.add_argument(
+        "--fleet",
+        metavar="N",
+        help="so many replicas behind a router in one virtual time; or a YAML file, or the name "
+        "of a shipped one",
+    )
+    group.add_argument(
+        "--routers",
+        nargs="+",
+        metavar="NAME",
+        help=f"each configuration behind each of these: {', '.join(ROUTERS)} (default: the "
+        "file's, else least_work)",
+    )
+    group.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="of a replica, for prices per million tokens; in any currency",
+    )
+
+
+def _fleet(arguments: argparse.Namespace) -> FleetSpec | None:
+    price: float | None = arguments.price_per_hour
+    if price is not None and price < 0:
+        raise ConfigError(f"--price-per-hour must be at least 0, got {price:g}")
+    if arguments.fleet is None:
+        for name in ("routers", "price_per_hour"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a fleet: give --fleet N")
+        return None
+    if arguments.live:
+        raise ConfigError("--fleet is simulated: give it without --live")
+    routers = None if arguments.routers is None else tuple(arguments.routers)
+    return FleetSpec.load(arguments.fleet, routers, price)
 
 
 def run_search(words: Sequence[str]) -> int:
@@ -187,6 +231,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiv
     group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     group.add_argument(
+        "--copies", type=count, default=1, metavar="N", help="so many such crowds at once"
+    )
+    group.add_argument(
+        "--min-turns", type=count, default=1, metavar="N", help="conversations of so many turns"
+    )
+    group.add_argument(
         "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
     )
     return sources
@@ -232,6 +282,8 @@ def _source(arguments: argparse.Namespace) -> WorkloadSource:
         start=arguments.start,
         duration=arguments.duration,
         limit=arguments.limit,
+        copies=arguments.copies,
+        min_turns=arguments.min_turns,
     )
 
 

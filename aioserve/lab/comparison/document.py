@@ -23,6 +23,7 @@ from aioserve.lab.comparison.candidates import (
     prepare,
     stated_weights,
 )
+from aioserve.lab.comparison.fleet_totals import fleet_totals
 from aioserve.lab.comparison.groups import (
     compare_groups,
     group_requests,
@@ -32,6 +33,7 @@ from aioserve.lab.comparison.groups import (
 from aioserve.lab.comparison.measures import PER_REQUEST, RunMeasures, tidy, tidy_statistics
 from aioserve.lab.comparison.timeline import distributions, timelines
 from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.fleet import FleetOutcome
 from aioserve.lab.simulation.parallel import simulate_all
 from aioserve.lab.simulation.run import run_live
 from aioserve.lab.slo import Slo
@@ -57,16 +59,19 @@ def compare(
     """
     candidates, workloads, notes = prepare(candidates, workloads, is_live=is_live, clip=clip)
     # in rounds: what changes on the machine meanwhile hits all alike
-    runs = [(candidate.config, workload) for workload in workloads for candidate in candidates]
+    runs = [(c.config, workload, c.fleet) for workload in workloads for c in candidates]
     outcomes = simulate_all(runs, num_jobs, progress)
     if is_live:
-        outcomes = (run_live(config, workload, progress) for config, workload in runs)
+        outcomes = (run_live(config, workload, progress) for config, workload, _ in runs)
     weights, stated_by = stated_weights(candidates, workloads[0])
     measures: list[list[RunMeasures]] = [[] for _ in candidates]
     curves: list[dict[str, Any]] = [{} for _ in candidates]
-    for number, (outcome, (_, workload)) in enumerate(zip(outcomes, runs, strict=True)):
+    for number, (outcome, (_, workload, fleet)) in enumerate(zip(outcomes, runs, strict=True)):
         i = number % len(candidates)
-        measures[i].append(RunMeasures(outcome, workload, slo, weights[i] if stated_by else None))
+        run = RunMeasures(outcome, workload, slo, weights[i] if stated_by else None)
+        if fleet is not None and isinstance(outcome, FleetOutcome):
+            run.totals |= fleet_totals(outcome, fleet, run.totals)
+        measures[i].append(run)
         if not curves[i]:
             window = curves[0]["steps"]["window"] if i else None  # one stretch of time for all
             curves[i] = timelines(outcome, workload, window)
@@ -76,6 +81,7 @@ def compare(
             "name": candidate.name,
             "policy": candidate.config.scheduler.policy,
             "settings": msgspec.to_builtins(candidate.config),
+            "fleet": msgspec.to_builtins(candidate.fleet),
             "weights": weights[i],
             **summarize(measures[i]),
             "groups": summarize_groups(groups, measures[i]),

@@ -49,6 +49,11 @@ ROWS = [
     Row("right drafts, %", "totals", "right_draft_share", "points", 100, 1, 1),
     Row("preemptions", "totals", "preemptions", "", 1, 1, -1),
     Row("unfinished requests", "totals", "unfinished", "", 1, 1, -1),
+    Row("busy, %", "totals", "busy_share", "points", 100, 1, 0),
+    Row("busiest to mean", "totals", "busiest_to_mean", "", 1, 2, -1),
+    Row("sent again", "totals", "resent", "", 1, 1, -1),
+    Row("price, 1M output", "totals", "price_per_million_output", "", 1, 3, -1),
+    Row("price, 1M tokens", "totals", "price_per_million_total", "", 1, 3, -1),
 ]
 
 
@@ -78,6 +83,13 @@ MEANINGS = {
     "right drafts": "The share of them that was right, and so was kept.",
     "preemptions": "How often a running request had to give its memory back.",
     "unfinished requests": "Ended before their last token: timed out, refused, failed.",
+    "busy": "The share of the time in which steps ran, over all replicas of the fleet.",
+    "busiest to mean": "The time in which steps ran at the busiest replica, over the mean of all.",
+    "sent again": "Requests whose replica died before it had streamed anything of the reply.",
+    "price": (
+        "What the fleet costs in the time of the run, at the price that was stated, over the "
+        "millions of tokens of replies, or of prompts and replies."
+    ),
     "p50, p99": "The value that 50%, or 99%, of the requests (or gaps) do not exceed.",
 }
 

@@ -37,7 +37,9 @@ def headline(document: Document) -> str:
         when = f"in {workload['seconds']:.0f} s"
     else:
         when = "at once"
-    return f"{workload['name']}: {workload['requests']} requests {when}{times}, {how}"
+    fleet = document["results"][0]["fleet"]
+    where = "" if fleet is None else f" on {fleet['num_replicas']} replicas"
+    return f"{workload['name']}: {workload['requests']} requests {when}{times}{where}, {how}"
 
 
 def remarks(document: Document, *, with_differences: bool = True) -> list[str]:

@@ -87,6 +87,17 @@ class RunOutcome:
         self.num_right_drafts = 0
         self.end = 0.0
 
+    def token_times(self) -> dict[str, "array[float]"]:
+        """The requests' own, by the names that a run gives them: their places."""
+        return {str(i): request.token_times for i, request in enumerate(self.requests)}
+
+    def close(self) -> None:
+        """The run has ended."""
+        for request in self.requests:
+            # What a step in flight sampled after a deadline has reached nobody.
+            while request.token_times and request.token_times[-1] > request.end:
+                request.token_times.pop()
+
 
 class RunObserver:
     """Notes steps, the scheduler's state at some of them, and when tokens came."""
@@ -99,22 +110,24 @@ class RunObserver:
         interval: float,
         get_stats: Callable[[], SchedulerStats | None],
         notes_tokens: bool,
+        token_times: dict[str, "array[float]"] | None = None,
     ) -> None:
         """`start`, on the engine's clock, is the run's second 0. The state is noted every
-        `interval` seconds. `notes_tokens` says whether a token's time is taken here, as the end of
-        its step, or by whoever reads it.
+        `interval` seconds, never if that is infinite. `notes_tokens` says whether a token's time is
+        taken here, as the end of its step, or by whoever reads it; `token_times` are those of the
+        outcome, made once for several observers.
         """
         self._outcome = outcome
         self._start = start
         self._interval = interval
         self._get_stats = get_stats
         self._notes_tokens = notes_tokens
-        self._token_times = {str(i): r.token_times for i, r in enumerate(outcome.requests)}
+        self._token_times = token_times or outcome.token_times()
         # Most steps give one token each to those that had one in the step before. Such a series is
         # kept as who they are and when its steps ended.
         self._req_ids: list[str] = []
         self._ends = array("d")
-        self._next_state = start
+        self._next_state = start if math.isfinite(interval) else interval
         self._last_end = 0.0
 
     def note(
@@ -171,11 +184,8 @@ class RunObserver:
 
     def close(self) -> None:
         """The run has ended."""
-        self._end_series()
-        for request in self._outcome.requests:
-            # What a step in flight sampled after a deadline has reached nobody.
-            while request.token_times and request.token_times[-1] > request.end:
-                request.token_times.pop()
+        self.end_series()
+        self._outcome.close()
 
     def _note_drafts(self, drafts: dict[str, list[int]], output: ModelRunnerOutput) -> None:
         for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
@@ -191,15 +201,16 @@ class RunObserver:
         num_tokens = sum(map(len, sampled))
         if num_tokens == len(req_ids) and not has_drafts:  # without them, a row has one or none
             if req_ids is not self._req_ids and req_ids != self._req_ids:
-                self._end_series()
+                self.end_series()
                 self._req_ids = req_ids
             self._ends.append(end)
             return
-        self._end_series()
+        self.end_series()
         for request_id, token_ids in zip(req_ids, sampled, strict=True):
             self._token_times[request_id].extend([end] * len(token_ids))
 
-    def _end_series(self) -> None:
+    def end_series(self) -> None:
+        """Write down what is known of tokens so far."""
         for request_id in self._req_ids:
             self._token_times[request_id].extend(self._ends)
         self._req_ids, self._ends = [], array("d")

@@ -13,6 +13,8 @@ from threading import Thread, current_thread, main_thread
 
 from aioserve.config import EngineConfig
 from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.fleet import simulate_fleet
+from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Workload
@@ -30,12 +32,14 @@ def choose_num_jobs(workloads: Sequence[Workload], num_configs: int) -> int:
 
 
 def simulate_all(
-    runs: Sequence[tuple[EngineConfig, Workload]], num_jobs: int, progress: Progress
+    runs: Sequence[tuple[EngineConfig, Workload, Fleet | None]], num_jobs: int, progress: Progress
 ) -> Iterator[RunOutcome]:
-    """The outcomes in the order of `runs`; the same, byte for byte, for any number of jobs."""
+    """The outcomes in the order of `runs`, of one engine each, or of a fleet; the same, byte for
+    byte, for any number of jobs.
+    """
     if num_jobs == 1:
-        for config, workload in runs:
-            yield simulate(config, workload, progress)
+        for config, workload, fleet in runs:
+            yield _simulate(config, workload, fleet, progress)
         return
     # Not forked: the threads of this process would be missing in a copy of it.
     context = get_context("spawn")
@@ -43,8 +47,8 @@ def simulate_all(
     with ProcessPoolExecutor(num_jobs, context, initializer=_end_with_parent) as pool:
         try:
             with _interrupts_held():
-                futures = [pool.submit(simulate, config, workload) for config, workload in runs]
-            for (_, workload), future in zip(runs, futures, strict=True):
+                futures = [pool.submit(_simulate, *run) for run in runs]
+            for (_, workload, _), future in zip(runs, futures, strict=True):
                 yield future.result()
                 progress(len(workload.requests))
         except BaseException:  # interrupted, or a run failed: nobody wants the others
@@ -52,6 +56,17 @@ def simulate_all(
             for process in set(active_children()) - others:
                 process.terminate()
             raise
+
+
+def _simulate(
+    config: EngineConfig,
+    workload: Workload,
+    fleet: Fleet | None,
+    progress: Progress = lambda count: None,
+) -> RunOutcome:
+    if fleet is None:
+        return simulate(config, workload, progress)
+    return simulate_fleet(config, workload, fleet, progress)
 
 
 @contextmanager

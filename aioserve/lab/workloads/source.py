@@ -22,6 +22,8 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     start: float = 0.0
     duration: float | None = None
     limit: int | None = None  # requests
+    min_turns: int = 1  # of the conversations that are kept
+    copies: int = 1  # crowds of such clients, each with texts of its own
 
     @property
     def is_trace(self) -> bool:
@@ -46,4 +48,8 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
         """The part that is wanted, at the speed that is wanted."""
         if self.start or self.duration is not None or self.limit is not None:
             workload = workload.cut(start=self.start, duration=self.duration, limit=self.limit)
+        if self.min_turns > 1:
+            workload = workload.conversations(self.min_turns)
+        if self.copies > 1:
+            workload = workload.times(self.copies)
         return workload if self.time_scale == 1 else workload.scaled(self.time_scale)

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.errors import ConfigError
+from aioserve.lab.workloads.incidents import Incidents
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.yaml_file import read_struct
 
@@ -172,6 +173,7 @@ class WorkloadSpec(Spec, frozen=True, kw_only=True):
     arrivals: Arrivals | ClosedLoop | None = None
     num_requests: Count | None = None  # turns of conversations count
     duration: Positive | None = None  # seconds in which requests or conversations begin
+    incidents: Incidents = Incidents()  # what befalls the fleet that serves them
 
 
 def read_spec(path: str | Path) -> WorkloadSpec:
@@ -209,7 +211,8 @@ def generate(spec: WorkloadSpec, seed: int = 0, name: str = "synthetic") -> Work
         if len(requests) >= limit:
             break
     weights = {u: c.weight for c in spec.classes if c.weight is not None for u in c.user_names}
-    return Workload(name, tuple(requests[: spec.num_requests]), seed=seed, weights=weights)
+    kept = tuple(requests[: spec.num_requests])
+    return Workload(name, kept, seed=seed, weights=weights, incidents=spec.incidents)
 
 
 def _arrivals(spec: WorkloadSpec, seed: int) -> Iterator[tuple[float, str]]:
@@ -294,6 +297,7 @@ class _Maker:
                     follows=place + turn - 1 if turn else follows,
                     kind=kind.name,
                     draft_acceptance=kind.draft_acceptance,
+                    session=place if kind.session is not None else -1,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))

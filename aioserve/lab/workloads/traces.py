@@ -112,7 +112,9 @@ def _read_mooncake(path: Path, lines: list[str], seed: int) -> Iterator[Workload
             Piece(text_name("mooncake", seed, name), length)
             for name, length in zip(line.hash_ids, lengths, strict=True)
         )
-        yield WorkloadRequest(line.timestamp / 1e3, pieces, line.output_length)
+        # The first block is a prompt of the system, the same for all: the next one is theirs.
+        session = pieces[min(1, len(pieces) - 1)].text if pieces else -1
+        yield WorkloadRequest(line.timestamp / 1e3, pieces, line.output_length, session=session)
 
 
 def _read_request_log(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadRequest]:

@@ -4,6 +4,7 @@ Prompts are recipes of a few numbers each; token ids are made when a request arr
 of traffic is a few megabytes. Knows nothing about files, policies or clocks.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
@@ -13,8 +14,10 @@ import msgspec
 import numpy as np
 
 from aioserve.errors import ConfigError
+from aioserve.lab.workloads.incidents import Incidents
 
 NOISE_LENGTH = 65536  # tokens; prompts are pieces of it
+CROWD_STRIDE, MASK = 0x9E3779B97F4A7C15, 2**64 - 1  # from one crowd's names of texts to the next's
 FIRST_TOKEN_ID = 16  # tokenizers keep their special tokens below; a live model never sees one
 
 
@@ -46,6 +49,8 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     follows: int = -1
     kind: str = ""  # the class of clients, if the workload has classes
     draft_acceptance: float | None = None  # chance of a guess of its next token; None: not known
+    session: int = -1  # the conversation that it is a turn of, by a number of its own; -1: none
+    crowd: int = 0  # texts of the same name differ from crowd to crowd
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,6 +71,7 @@ class Workload(msgspec.Struct, frozen=True):
     seed: int = 0
     is_trace: bool = False  # a trace: another seed changes token ids, but no times or lengths
     weights: dict[str, float] = {}  # of users: what they are due beside each other, if it is stated
+    incidents: Incidents = Incidents()  # what befalls the fleet that serves it
 
     @property
     def duration(self) -> float:
@@ -107,7 +113,8 @@ class Workload(msgspec.Struct, frozen=True):
             r if r.follows >= 0 else msgspec.structs.replace(r, arrival=r.arrival * time_scale)
             for r in self.requests
         )
-        return msgspec.structs.replace(self, requests=requests)
+        incidents = self.incidents.moved(0.0, time_scale)
+        return msgspec.structs.replace(self, requests=requests, incidents=incidents)
 
     def cut(
         self, *, start: float = 0.0, duration: float | None = None, limit: int | None = None
@@ -130,7 +137,35 @@ class Workload(msgspec.Struct, frozen=True):
                 kept.append(_moved(request, start, places))
         if not kept:
             raise ConfigError(f"no request of {self.name} is left after cutting")
+        incidents = self.incidents.moved(start)
+        return msgspec.structs.replace(self, requests=tuple(kept), incidents=incidents)
+
+    def conversations(self, min_turns: int) -> "Workload":
+        """Only those of at least so many turns. Raises `ConfigError` if there are none."""
+        turns = Counter(r.session for r in self.requests if r.session >= 0)
+        kept: list[WorkloadRequest] = []
+        places: dict[int, int] = {}
+        for i, request in enumerate(self.requests):
+            is_in = request.follows < 0 or request.follows in places
+            if is_in and turns[request.session] >= min_turns:
+                places[i] = len(kept)
+                kept.append(_moved(request, 0.0, places))
+        if not kept:
+            raise ConfigError(f"{self.name} has no conversation of {min_turns} turns")
         return msgspec.structs.replace(self, requests=tuple(kept))
+
+    def times(self, num_copies: int) -> "Workload":
+        """So many crowds of such clients at once, each with texts and conversations of its own; the
+        times of each are moved on by a share of the duration, and what then is behind the end comes
+        at the beginning.
+        """
+        duration, size = self.duration, len(self.requests)
+        found = [
+            _copied(request, crowd, crowd * size, duration * crowd / num_copies, duration)
+            for crowd in range(num_copies)
+            for request in self.requests
+        ]
+        return msgspec.structs.replace(self, requests=tuple(found))
 
     def clipped(self, max_model_len: int) -> tuple["Workload", int]:
         """Requests shortened to the limit, prompts first; and how many were."""
@@ -162,7 +197,8 @@ def build_prompt(
             reply = replies.get(piece.reply_of, [])[:length]
             token_ids += reply
             length -= len(reply)
-        token_ids += text_tokens(piece.text, length, vocab_size)
+        text = (piece.text + CROWD_STRIDE * request.crowd) & MASK
+        token_ids += text_tokens(text, length, vocab_size)
     return token_ids
 
 
@@ -211,6 +247,27 @@ def _moved(request: WorkloadRequest, start: float, places: dict[int, int]) -> Wo
         for piece in request.pieces
     )
     return msgspec.structs.replace(request, pieces=pieces, follows=places[request.follows])
+
+
+def _copied(
+    request: WorkloadRequest, crowd: int, offset: int, seconds: float, duration: float
+) -> WorkloadRequest:
+    """In another crowd, whose requests stand `offset` places behind, and come `seconds` later."""
+    arrival, follows, pieces = request.arrival, request.follows, request.pieces
+    if follows >= 0:
+        follows += offset
+    elif arrival + seconds > duration:
+        arrival += seconds - duration
+    else:
+        arrival += seconds
+    if any(piece.reply_of >= 0 for piece in pieces):
+        pieces = tuple(
+            piece if piece.reply_of < 0 else piece._replace(reply_of=piece.reply_of + offset)
+            for piece in pieces
+        )
+    return msgspec.structs.replace(
+        request, arrival=arrival, follows=follows, pieces=pieces, crowd=crowd
+    )
 
 
 def _clip(request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:

@@ -1,8 +1,10 @@
 """Workloads are data: the same tokens for the same names, cutting, scaling, clipping, refusing."""
 
+import msgspec
 import pytest
 
 from aioserve.errors import ConfigError
+from aioserve.lab.workloads.incidents import Failure, Incidents, Straggler
 from aioserve.lab.workloads.workload import (
     Piece,
     Workload,
@@ -75,3 +77,39 @@ def test_what_can_never_fit_is_refused_with_the_first_such_request_and_its_numbe
         "three: 2 of 3 requests can never run; the first is request 1 with 18 prompt + 5 output "
         "= 23 tokens, but max_model_len allows 20 (--clip shortens them)"
     )
+
+
+def test_copies_are_other_crowds_with_their_own_texts_and_conversations_at_other_times() -> None:
+    """Of four seconds and two crowds, the second comes two later; what is behind the end wraps."""
+    both = THREE.times(2)
+    assert [r.arrival for r in both.requests] == [0.0, 2.0, 4.0, 2.0, 2.0, 2.0]
+    assert [r.follows for r in both.requests] == [-1, 0, -1, -1, 3, -1]
+    assert both.requests[4].pieces[1].reply_of == 3
+    assert both.requests[:3] == THREE.requests
+    first, second = (build_prompt(both.requests[i], 2048, {}) for i in (0, 3))
+    assert len(first) == len(second)
+    assert first != second
+
+
+def test_of_conversations_only_those_of_so_many_turns_are_kept() -> None:
+    talk = tuple(
+        WorkloadRequest(0.0, (Piece(1, 10),), 5, follows=follows, session=session)
+        for session, follows in ((9, -1), (8, -1), (8, 1))
+    )
+    kept = Workload("talk", talk).conversations(2)
+    assert [r.session for r in kept.requests] == [8, 8]
+    assert kept.requests[1].follows == 0
+    with pytest.raises(ConfigError, match="three has no conversation of 2 turns"):
+        THREE.conversations(2)
+
+
+def test_incidents_move_with_the_workload() -> None:
+    incidents = Incidents(
+        failures=(Failure(replica=0, at=1.0), Failure(replica=1, at=3.0, down=5.0)),
+        stragglers=(Straggler(replica=2, slowdown=2.0),),
+    )
+    workload = msgspec.structs.replace(THREE, incidents=incidents)
+    assert workload.scaled(0.5).incidents.failures[1] == Failure(replica=1, at=1.5, down=5.0)
+    cut = workload.cut(start=2.0).incidents
+    assert cut.failures == (Failure(replica=1, at=1.0, down=5.0),)
+    assert cut.stragglers == incidents.stragglers

@@ -1,0 +1,28 @@
+"""What is known of a fleet besides what its clients saw: how busy, how even, at what price.
+
+Knows one run at a time, and the price that somebody states. Judges nothing.
+"""
+
+from aioserve.lab.simulation.fleet import FleetOutcome
+from aioserve.lab.simulation.fleet_plan import Fleet
+
+SECONDS_PER_HOUR = 3600.0
+MILLION = 1e6
+
+
+def fleet_totals(outcome: FleetOutcome, fleet: Fleet, totals: dict[str, float]) -> dict[str, float]:
+    """One number each, to stand beside `totals`. Prices are in the currency of the fleet's."""
+    seconds = max(outcome.end, 1e-9)
+    busy = outcome.busy_seconds
+    mean = sum(busy) / len(busy)
+    found = {
+        "busy_share": mean / seconds,
+        "busiest_to_mean": max(busy) / max(mean, 1e-9),
+        "resent": float(outcome.num_resent),
+    }
+    if fleet.price_per_hour is not None:
+        price = fleet.price_per_hour * fleet.num_replicas / SECONDS_PER_HOUR  # of a second
+        for name in ("output", "total"):
+            rate = max(totals[f"{name}_tokens_per_second"], 1e-9)
+            found[f"price_per_million_{name}"] = MILLION * price / rate
+    return found

@@ -1,0 +1,360 @@
+"""Many engines behind a router in one virtual time: one heap of what happens next.
+
+The engines are stepped by hand, so a thousand cost what they do and not what a thousand tasks
+would; of one, each request has the outcome that `simulate` finds. Knows clients, the router and
+what befalls replicas. Judges nothing.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heappop, heappush
+
+from aioserve.config import EngineConfig
+from aioserve.engine.core import TIMER_SECONDS
+from aioserve.errors import EngineOverloadedError
+from aioserve.lab.simulation.clients import Progress
+from aioserve.lab.simulation.fleet_plan import Fleet
+from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
+from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
+from aioserve.lab.workloads.workload import Workload, build_prompt, replied_to
+from aioserve.outputs import FinishReason
+from aioserve.request import Request, RequestSpec
+from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
+from aioserve.sampling_params import SamplingParams
+
+NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
+
+# What happens, in the order in which it does at one time: a step that begins has all who came.
+INCIDENT, EXPIRY, ARRIVAL, TURN = range(4)
+Happening = Callable[[], None]
+
+
+def simulate_fleet(
+    config: EngineConfig,
+    workload: Workload,
+    fleet: Fleet,
+    progress: Progress = lambda count: None,
+) -> "FleetOutcome":
+    """Run in virtual time; byte for byte the same result every time.
+
+    Raises `ConfigError` for a fleet that cannot be, `PolicyError` when the policy fails.
+    """
+    fleet.check(config, workload)
+    return _Run(config, workload, fleet, progress).run()
+
+
+class FleetOutcome(RunOutcome):
+    """What is known about a run of a fleet: steps are those of all replicas, by when they were
+    handed over.
+    """
+
+    def __init__(self, num_requests: int, num_replicas: int) -> None:
+        super().__init__(num_requests)
+        self.num_resent = 0  # their replica died before it had streamed anything
+        self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
+        self.busy_seconds = [0.0] * num_replicas
+
+
+class _Clock:
+    """The one time of all engines."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Seat:
+    """A place in the fleet: the engine that has it now, if it is up, and whom that serves."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.replica = Replica(f"replica-{place}")
+        self.engine: SteppedEngine | None = None
+        self.slowdown = 1.0
+        self.live: dict[str, tuple[int, Request, Assignment]] = {}  # by request id
+        self.num_turns = 0  # made or planned: a turn that is planned anew makes the old one void
+        self.expiry = math.inf  # when deadlines will be looked at
+
+
+class _Run:
+    """One run, from its first second to its last."""
+
+    def __init__(
+        self, config: EngineConfig, workload: Workload, fleet: Fleet, progress: Progress
+    ) -> None:
+        self._blueprint = Blueprint(config)
+        self._workload = workload
+        self._progress = progress
+        self._clock = _Clock()
+        self._heap: list[tuple[float, int, int, Happening]] = []
+        self._num_events = 0
+        self._router = make_router(fleet.router, workload.seed)
+        self._outcome = FleetOutcome(len(workload.requests), fleet.num_replicas)
+        self._token_times = self._outcome.token_times()
+        self._hasher = self._blueprint.make_kv_cache()  # an empty one: only hashes are wanted
+        self._draft_acceptance = workload.draft_acceptance
+        self._replies: dict[int, list[int]] = {}
+        self._is_replied_to = replied_to(workload.requests)
+        self._followers: dict[int, list[int]] = {}
+        for i, request in enumerate(workload.requests):
+            if request.follows >= 0:
+                self._followers.setdefault(request.follows, []).append(i)
+        self._seats = [_Seat(place) for place in range(fleet.num_replicas)]
+        self._up: tuple[_Seat, ...] = ()
+        self._replicas: tuple[Replica, ...] = ()
+        self._parked: list[int] = []  # nobody is up, and somebody will be
+        self._num_returns = 0  # of replicas, to come
+        self._plan_incidents(fleet)
+        self._interval = max(workload.duration, 1.0) / NUM_STATES
+        self._next_state = 0.0
+
+    def run(self) -> FleetOutcome:
+        """Until the last request has ended."""
+        for seat in self._seats:
+            self._start(seat)
+        self._count_up()
+        clock, heap = self._clock, self._heap
+        arrivals = self._arrivals()
+        next_arrival = next(arrivals, None)
+        while heap or next_arrival is not None:
+            if next_arrival is not None and (not heap or (next_arrival[0], ARRIVAL) < heap[0][:2]):
+                clock.now, i = next_arrival
+                next_arrival = next(arrivals, None)
+                self._arrive(i)
+                continue
+            clock.now, _, _, happens = heappop(heap)
+            happens()
+        for seat in self._seats:
+            if seat.engine is not None:
+                self._stop(seat, seat.engine)
+        self._outcome.close()
+        return self._outcome
+
+    def _arrivals(self) -> Iterator[tuple[float, int]]:
+        """(seconds, request) of those that follow nobody, in order."""
+        requests = self._workload.requests
+        openers = [i for i, request in enumerate(requests) if request.follows < 0]
+        openers.sort(key=lambda i: requests[i].arrival)
+        return ((requests[i].arrival, i) for i in openers)
+
+    def _at(self, when: float, what: int, happens: Happening) -> None:
+        self._num_events += 1
+        heappush(self._heap, (when, what, self._num_events, happens))
+
+    # Clients.
+
+    def _arrive(self, i: int) -> None:
+        """Request number `i` comes."""
+        self._outcome.requests[i].arrival = self._clock.now
+        self._send(i)
+
+    def _send(self, i: int) -> None:
+        """To the replica that the router says; again, if it was lost."""
+        asked, arrival = self._workload.requests[i], self._outcome.requests[i].arrival
+        if not self._up:
+            if self._num_returns:
+                self._parked.append(i)
+            else:
+                self._end(i, FinishReason.ERROR)
+            return
+        info = self._blueprint.model_info
+        spec = RequestSpec(
+            str(i),
+            build_prompt(asked, info.vocab_size, self._replies),
+            SamplingParams(
+                max_tokens=asked.max_tokens, ignore_eos=True, temperature=0, detokenize=False
+            ),
+            arrival_time=arrival,
+            eos_token_ids=info.eos_token_ids,
+            priority=asked.priority,
+            user=asked.user,
+            deadline=None if asked.timeout is None else arrival + asked.timeout,
+        )
+        request = Request(spec)
+        if self._router.follows_kv_events:
+            self._hasher.estimate_cached_tokens(request)  # which leaves it with its hashes
+        routed = RoutedRequest(
+            request.num_tokens,
+            request.block_hashes,
+            self._hasher.block_size,
+            f"{asked.session} {asked.crowd}" if asked.session >= 0 else "",
+        )
+        choice = self._router.choose(routed, self._replicas)
+        seat = self._up[choice.place]
+        engine = seat.engine
+        assert engine is not None
+        try:
+            engine.add_request(request)
+        except EngineOverloadedError:
+            self._end(i, "refused")
+            return
+        self._outcome.replica_of[i] = seat.place
+        seat.live[request.request_id] = (
+            i,
+            request,
+            Assignment(seat.replica, routed, choice.num_cached_tokens),
+        )
+        if engine.is_idle:
+            self._plan_turn(seat, self._clock.now)
+        self._watch_expiry(seat)
+
+    def _end(self, i: int, reason: str, request: Request | None = None) -> None:
+        """A request has ended, and its client knows."""
+        now, outcome = self._clock.now, self._outcome.requests[i]
+        outcome.end = self._outcome.end = now
+        outcome.finish_reason = reason
+        if request is not None:
+            outcome.num_cached_tokens = request.num_cached_tokens
+            outcome.num_output_tokens = request.num_output_tokens
+            if i in self._is_replied_to:
+                self._replies[i] = request.output_token_ids
+        self._progress(1)
+        for follower in self._followers.get(i, ()):
+            self._at(
+                now + self._workload.requests[follower].arrival,
+                ARRIVAL,
+                partial(self._arrive, follower),
+            )
+
+    # Engines.
+
+    def _plan_turn(self, seat: _Seat, when: float) -> None:
+        seat.num_turns += 1
+        self._at(when, TURN, partial(self._turn, seat, seat.num_turns))
+
+    def _turn(self, seat: _Seat, number: int) -> None:
+        """The engine takes a step back and hands the next over; readers hear of it."""
+        engine = seat.engine
+        if engine is None or number != seat.num_turns:
+            return  # it has died since, or the turn was planned anew
+        if self._clock.now >= self._next_state:
+            self._note_state()
+        outputs, next_turn = engine.turn()
+        for output in outputs:
+            i, request, assignment = seat.live[output.request_id]
+            assignment.has_started()
+            if output.finish_reason is not None:
+                del seat.live[output.request_id]
+                assignment.has_ended()
+                self._end(i, output.finish_reason, request)
+        if self._router.follows_kv_events:
+            for event in engine.take_events():
+                self._router.on_kv_event(seat.replica.name, event)
+        if next_turn is not None:
+            self._plan_turn(seat, next_turn)
+
+    def _watch_expiry(self, seat: _Seat) -> None:
+        """Have deadlines looked at when the next one is due."""
+        assert seat.engine is not None
+        due = seat.engine.next_expiry()
+        if due is not None and due < seat.expiry:
+            seat.expiry = max(due, self._clock.now + TIMER_SECONDS)
+            self._at(seat.expiry, EXPIRY, partial(self._expire, seat))
+
+    def _expire(self, seat: _Seat) -> None:
+        if seat.engine is None or self._clock.now != seat.expiry:
+            return  # it has died since, or an earlier deadline came
+        seat.expiry = math.inf
+        for request_id in seat.engine.expire():
+            i, request, assignment = seat.live.pop(request_id)
+            assignment.has_ended()
+            self._end(i, FinishReason.TIMEOUT, request)
+        if seat.engine.is_idle:
+            self._plan_turn(seat, self._clock.now)
+        self._watch_expiry(seat)
+
+    def _note_state(self) -> None:
+        """Queue and memory of the whole fleet, thinned to a grid of times."""
+        found = [seat.engine.stats for seat in self._up if seat.engine is not None]
+        stats = [of_one for of_one in found if of_one is not None]
+        if stats:
+            states = self._outcome.states
+            states.time.append(self._clock.now)
+            states.num_running.append(sum(s.num_running_reqs for s in stats))
+            states.num_waiting.append(sum(s.num_waiting_reqs for s in stats))
+            states.kv_usage.append(sum(s.kv_cache_usage for s in stats) / len(stats))
+        self._next_state = self._clock.now + self._interval
+
+    # Who is there.
+
+    def _plan_incidents(self, fleet: Fleet) -> None:
+        incidents = self._workload.incidents + fleet.incidents
+        for failure in incidents.failures:
+            seat = self._seats[failure.replica]
+            self._at(failure.at, INCIDENT, partial(self._fail, seat))
+            if failure.down is not None:
+                self._num_returns += 1
+                self._at(failure.at + failure.down, INCIDENT, partial(self._return, seat))
+        for straggler in incidents.stragglers:
+            seat = self._seats[straggler.replica]
+            for when, slowdown in ((0.0, straggler.slowdown), (straggler.duration, 1.0)):
+                if when is not None:
+                    self._at(
+                        straggler.at + when,
+                        INCIDENT,
+                        partial(self._slow, seat, slowdown),
+                    )
+
+    def _slow(self, seat: _Seat, slowdown: float) -> None:
+        seat.slowdown = slowdown
+        if seat.engine is not None:
+            seat.engine.runner.slowdown = slowdown
+
+    def _start(self, seat: _Seat) -> None:
+        observer = RunObserver(
+            self._outcome,
+            start=0.0,
+            interval=math.inf,
+            get_stats=lambda: None,
+            notes_tokens=True,
+            token_times=self._token_times,
+        )
+        seat.engine = SteppedEngine(
+            self._blueprint,
+            observer,
+            self._clock,
+            record_events=self._router.follows_kv_events,
+        )
+        seat.engine.runner.slowdown = seat.slowdown
+        seat.engine.runner.draft_acceptance = self._draft_acceptance
+
+    def _stop(self, seat: _Seat, engine: SteppedEngine) -> None:
+        engine.observer.end_series()
+        self._outcome.busy_seconds[seat.place] += engine.busy_seconds
+        seat.engine = None
+
+    def _fail(self, seat: _Seat) -> None:
+        """What it had not streamed is sent elsewhere, what it had is told an error."""
+        now, engine = self._clock.now, seat.engine
+        assert engine is not None
+        self._stop(seat, engine)
+        seat.expiry = math.inf
+        self._router.forget(seat.replica.name)
+        self._count_up()
+        live, seat.live = seat.live, {}
+        for request_id, (i, request, assignment) in live.items():
+            assignment.has_ended()
+            times: array[float] = self._outcome.requests[i].token_times
+            while times and times[-1] > now:  # of the step that never came back
+                times.pop()
+            if request_id in engine.unstarted:
+                self._outcome.num_resent += 1
+                self._send(i)
+            else:
+                self._end(i, FinishReason.ERROR, request)
+
+    def _return(self, seat: _Seat) -> None:
+        self._num_returns -= 1
+        self._start(seat)
+        self._count_up()
+        parked, self._parked = self._parked, []
+        for i in parked:
+            self._send(i)
+
+    def _count_up(self) -> None:
+        self._up = tuple(seat for seat in self._seats if seat.engine is not None)
+        self._replicas = tuple(seat.replica for seat in self._up)

@@ -1,0 +1,205 @@
+"""An engine without tasks: the same scheduler, KV cache and step times, moved on from outside.
+
+What `engine.core.EngineCore.step` does between two awaits, in the same order. Whoever moves many of
+them on needs one heap of times. Knows nothing about clients, routers or other engines.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from aioserve.config import EngineConfig
+from aioserve.engine.core import IDLE_POLL_SECONDS
+from aioserve.errors import ConfigError, PolicyError
+from aioserve.kv_cache import KVCacheManager, KVEvent
+from aioserve.lab.simulation.outcome import RunObserver
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerStats
+from aioserve.request import Request
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
+from aioserve.scheduler.blame import blamed, describe_result
+
+
+class Blueprint:
+    """What equal engines have in common, read and checked once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises `ConfigError` for what cannot work."""
+        self.config = config
+        self.model_info = ModelInfo(config.model)
+        self.policy = load_policy(config.scheduler.policy)
+        self.max_model_len = self.model_info.max_model_len
+        blocks = self.make_runner().num_kv_blocks
+        num_slots = blocks * config.cache.block_size
+        if self.max_model_len - 1 > num_slots:  # as the engine's builder has it
+            if config.model.max_model_len is not None:
+                raise ConfigError(
+                    f"max_model_len is {self.max_model_len}, but the KV cache holds {num_slots} "
+                    "tokens: lower max_model_len or raise num_kv_blocks"
+                )
+            self.max_model_len = num_slots
+        self.num_kv_blocks = blocks
+
+    def make_runner(self) -> SimulatedRunner:
+        """One of its own for each engine."""
+        return SimulatedRunner(self.config, self.model_info)
+
+    def make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
+        """Likewise."""
+        cache = self.config.cache
+        return KVCacheManager(
+            self.num_kv_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            watermark=cache.watermark,
+            record_events=record_events,
+        )
+
+    def make_scheduler(
+        self, kv_cache: KVCacheManager, clock: Callable[[], float]
+    ) -> SchedulerInterface:
+        """Likewise. Raises `PolicyError` if the policy does."""
+        make_policy: Callable[..., SchedulerInterface] = self.policy
+        with blamed(self.policy, "__init__()"):
+            return make_policy(
+                self.config.scheduler, kv_cache, max_model_len=self.max_model_len, clock=clock
+            )
+
+
+class _Step(NamedTuple):
+    """With the runner."""
+
+    plan: SchedulerOutput
+    result: ModelRunnerOutput
+    end: float
+
+
+class SteppedEngine:
+    """Moved on by `turn`, at the time that the last one returned, or as soon as somebody came to an
+    engine that had nothing to do. Times are those of `clock`, in seconds.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        observer: RunObserver,
+        clock: Callable[[], float],
+        *,
+        record_events: bool = False,
+    ) -> None:
+        self.runner = blueprint.make_runner()
+        self.runner.on_step = observer.note
+        self.observer = observer
+        self.busy_seconds = 0.0
+        #: Ids of requests of which nothing has come back yet.
+        self.unstarted: set[str] = set()
+        self._kv_cache = blueprint.make_kv_cache(record_events=record_events)
+        self._scheduler = blueprint.make_scheduler(self._kv_cache, clock)
+        self._policy = blueprint.policy
+        self._depth = blueprint.config.scheduler.depth
+        self._stall_timeout = blueprint.config.scheduler.stall_timeout
+        self._clock = clock
+        self._in_flight: deque[_Step] = deque()
+        self._last_step_id = 0
+        self._last_end = 0.0
+        self._stalled_since: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is with the runner."""
+        return not self._in_flight
+
+    @property
+    def stats(self) -> SchedulerStats | None:
+        """Of the scheduler."""
+        return self._scheduler.make_stats()
+
+    def add_request(self, request: Request) -> None:
+        """Raises what the scheduler raises."""
+        with blamed(self._policy, "add_request()"):
+            self._scheduler.add_request(request)
+        self.unstarted.add(request.request_id)
+
+    def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
+        """Take the step that is back, if one was out, and hand over the next. Returns what came of
+        it that somebody may want to know, first tokens and ends among it, and when to call again;
+        None: when somebody comes. Raises `PolicyError`.
+        """
+        outputs: list[EngineCoreOutput] = []
+        if self._in_flight:
+            step = self._in_flight.popleft()
+            if step.plan.total_num_scheduled_tokens:
+                outputs = self._update(step)
+        while len(self._in_flight) < self._depth and self._dispatch():
+            pass
+        if self._in_flight:
+            return outputs, self._in_flight[0].end
+        if self._scheduler.has_requests():  # the policy holds somebody back
+            return outputs, self._clock() + IDLE_POLL_SECONDS
+        return outputs, None
+
+    def take_events(self) -> list[KVEvent]:
+        """What the KV cache says since the last call, if it records."""
+        return self._kv_cache.take_events()
+
+    def next_expiry(self) -> float | None:
+        """When to call `expire`."""
+        return self._scheduler.next_expiry()
+
+    def expire(self) -> list[str]:
+        """The ids of those whose deadline has passed: they have ended."""
+        expired = self._scheduler.expire_requests()
+        self.unstarted.difference_update(expired)
+        return expired
+
+    def _update(self, step: _Step) -> list[EngineCoreOutput]:
+        with blamed(self._policy, "update_from_output()"):
+            by_client = self._scheduler.update_from_output(step.plan, step.result)
+        if not (self.unstarted or self._scheduler.has_finished_requests()) or not by_client:
+            return []  # one more token for everybody: most steps bring nothing else
+        outputs = by_client[0].outputs
+        if self.unstarted:
+            self.unstarted.difference_update([output.request_id for output in outputs])
+        return outputs
+
+    def _dispatch(self) -> bool:
+        """Plan one step and hand it over; False if there is nothing to run now."""
+        if not self._scheduler.has_requests():
+            return False
+        with blamed(self._policy, "schedule()"):
+            plan = self._scheduler.schedule()
+        if not isinstance(plan, SchedulerOutput) or plan.step_id <= self._last_step_id:
+            raise PolicyError(
+                f"policy {self._policy.__name__}: schedule() must return the output() of a new "
+                f"step, got {describe_result(plan)}"
+            )
+        self._last_step_id = plan.step_id
+        is_empty = plan.total_num_scheduled_tokens == 0
+        if is_empty:
+            self._check_stall()
+            if not (plan.finished_req_ids or plan.preempted_req_ids):
+                return False
+        else:
+            self._stalled_since = None
+        now = self._clock()
+        result, end = self.runner.run_step(plan, now)
+        self.busy_seconds += end - max(now, self._last_end)
+        self._last_end = end
+        self._in_flight.append(_Step(plan, result, end))
+        return not is_empty
+
+    def _check_stall(self) -> None:
+        """Nobody was scheduled. With nothing in flight, that may not go on for long."""
+        if self._in_flight or not self._scheduler.has_unfinished_requests():
+            self._stalled_since = None
+            return
+        now = self._clock()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since >= self._stall_timeout:
+            num_waiting = self._scheduler.get_num_unfinished_requests()
+            raise PolicyError(
+                f"policy {self._policy.__name__} has scheduled nobody for "
+                f"{self._stall_timeout:g} s although {num_waiting} requests wait"
+            )
