@@ -11,13 +11,14 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_500,
+    "aioserve": 2_520,
     "aioserve/engine": 3_450,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 550,
-    "aioserve/lab": 5_800,
+    "aioserve/lab": 6_750,
     "aioserve/model_source": 2_180,
+    "aioserve/routing": 400,
     "aioserve/runner": 10_300,
     "aioserve/scheduler": 2_300,
     "aioserve/server": 7_450,
@@ -25,7 +26,7 @@ LIMITS = {
     "aioserve/watch": 1_700,
     "benchmarks": 3_400,
     "policies": 650,
-    "tests": 31_050,
+    "tests": 31_500,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
