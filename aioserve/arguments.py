@@ -1,17 +1,37 @@
-"""What all commands share on the command line: errors in one line, defaults in --help, and types.
+"""What all commands share on the command line: errors in one line, defaults in --help, and types;
+exit codes, and the event loop.
 
 Knows argparse. Knows no command and no setting.
 """
 
 import argparse
-from typing import Any, NoReturn
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from aioserve.nearest import did_you_mean
 from aioserve.output_file import why_not_writable
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2  # argparse's, also for configurations that cannot work
+EXIT_ENGINE_DEAD = 3
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """To its end, on uvloop where there is one."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    try:
+        from uvloop import new_event_loop
+
+        loop_factory = new_event_loop
+    except ImportError:  # no wheel for this platform: asyncio's own loop
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(coroutine)
 
 
 class Parser(argparse.ArgumentParser):

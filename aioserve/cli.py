@@ -5,7 +5,6 @@ command runs, so that `--help` is quick.
 """
 
 import argparse
-import asyncio
 import gc
 import importlib
 import logging
@@ -18,7 +17,14 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import EXIT_USAGE, Parser, assignment
+from aioserve.arguments import (
+    EXIT_ENGINE_DEAD,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Parser,
+    assignment,
+    run,
+)
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.nearest import did_you_mean
@@ -26,8 +32,6 @@ from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_ENGINE_DEAD = 3
 EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
@@ -79,7 +83,7 @@ def _dispatch(words: Sequence[str]) -> int:
     command = COMMANDS.get(first, _serve)
     config = load_config(build_parser().parse_args(rest if first in COMMANDS else words))
     _set_up_logging(config.server.log_level)
-    _run(command(config))
+    run(command(config))
     return 0
 
 
@@ -97,7 +101,12 @@ async def _serve(config: EngineConfig) -> None:
     try:
         from aioserve.server.app import serve
 
-        await serve(config)  # on again once it serves
+        if config.server.api_workers:
+            from aioserve.workers.pool import workers_listening
+
+            await serve(config, workers_listening)
+        else:
+            await serve(config)  # on again once it serves
     finally:
         gc.enable()
 
@@ -211,18 +220,6 @@ def _show(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _run(command: Coroutine[Any, Any, None]) -> None:
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    try:
-        from uvloop import new_event_loop
-
-        loop_factory = new_event_loop
-    except ImportError:  # no wheel for this platform: asyncio's own loop
-        pass
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(command)
 
 
 def _set_up_logging(level: str) -> None:

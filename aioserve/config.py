@@ -355,6 +355,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port; 0: any free one")] = 8000
+    api_workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="processes that do HTTP, templates, tokens and text in front of the "
+            "engine's; 0: that process does it all",
+        ),
+    ] = 0
     max_body_mib: Annotated[
         PositiveInt | None,
         Meta(

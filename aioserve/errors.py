@@ -12,6 +12,7 @@
     ├── EngineStartError        an engine was started twice, or after its end
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
     ├── InvariantError          aioserve's own books do not add up: a bug, or private state was used
+    ├── WorkerError             the processes in front of the engine do not stay alive
     ├── RunnerDeadError         the model runner cannot run another step; the engine ends
     └── ConfigError             the process cannot start as configured
         └── UnknownPolicyError  no policy of that name
@@ -81,6 +82,10 @@ class InvariantError(AioserveError):
 
 class RunnerDeadError(AioserveError):
     """The runner lost what it needs (device context, thread): no further step can run."""
+
+
+class WorkerError(AioserveError):
+    """A worker ends again and again before it serves: the server cannot go on."""
 
 
 class ConfigError(AioserveError):

@@ -58,7 +58,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, gc=False):
 EMPTY_RUNNER_OUTPUT = ModelRunnerOutput([], [])
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step changed for one request."""
 
     request_id: str

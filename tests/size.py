@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_520,
-    "aioserve/engine": 3_450,
+    "aioserve": 2_560,
+    "aioserve/engine": 3_900,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 550,
@@ -21,12 +21,13 @@ LIMITS = {
     "aioserve/routing": 400,
     "aioserve/runner": 10_300,
     "aioserve/scheduler": 2_300,
-    "aioserve/server": 7_450,
+    "aioserve/server": 7_510,
     "aioserve/testing": 2_950,
     "aioserve/watch": 1_700,
+    "aioserve/workers": 1_600,
     "benchmarks": 3_400,
     "policies": 650,
-    "tests": 31_500,
+    "tests": 31_950,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

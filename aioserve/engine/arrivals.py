@@ -3,14 +3,19 @@
 They wait as those in the queue do, and count as that. Knows how many there are; knows no order.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
-from aioserve.engine.input_processor import InputProcessor, Prompt
+from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.samples import Samples
-from aioserve.pooling_params import PoolingParams
-from aioserve.sampling_params import SamplingParams
+from aioserve.errors import EngineOverloadedError
+from aioserve.request import Request, RequestSpec
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.
@@ -36,35 +41,49 @@ class Arrivals:
         self._num_arriving = 0
         self._arriving_tokens = 0  # of these, at least
 
-    async def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        samples: Samples,
-        adapter: str,
-        seconds: float | None,
-    ) -> list[int]:
-        """Tokenizes, compiles what the text must look like, has the adapter brought, if there is a
-        name, within so many seconds. Refuses what is too long, or too much for the queue, before
-        the work is done.
+    @contextmanager
+    def counted(self, num_tokens: int) -> Iterator[None]:
+        """Inside the block one more is arriving, of at least so many tokens. Raises
+        `EngineOverloadedError`, before the work is done, if that is too much for the queue.
         """
-        room = self._input_processor.room(params)
-        least = self._input_processor.least_tokens(prompt, room)
-        self._core.scheduler.check_queue(least, self._num_arriving, self._arriving_tokens)
-        self._num_arriving += 1
-        self._arriving_tokens += least
         try:
-            token_ids = await self._input_processor.tokenize(prompt, room)
-            if isinstance(params, SamplingParams):
-                await self._input_processor.check_grammar(params)
-            if adapter:
-                await self._adapters.hold(samples, adapter, seconds)
-            return token_ids
-        finally:
-            self._num_arriving -= 1
-            self._arriving_tokens -= least
+            self._core.scheduler.check_queue(num_tokens, self._num_arriving, self._arriving_tokens)
+            self._num_arriving += 1
+            self._arriving_tokens += num_tokens
+            try:
+                yield
+            finally:
+                self._num_arriving -= 1
+                self._arriving_tokens -= num_tokens
+        except EngineOverloadedError as error:
+            error.retry_after = self._estimate_wait()
+            raise
 
-    def estimate_wait(self) -> float:
+    async def prepare(
+        self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None
+    ) -> RequestSpec:
+        """Compiles what the text must look like, has the adapter brought, if there is a name,
+        within so many seconds: what is asked for then, in full.
+        """
+        await self._input_processor.check_grammar(spec.sampling_params)
+        if adapter:
+            await self._adapters.hold(samples, adapter, seconds)
+        if samples.adapter_id:
+            return msgspec.structs.replace(spec, adapter_id=samples.adapter_id)
+        return spec
+
+    def enter(
+        self, spec: RequestSpec, samples: Samples, register: Callable[[Request, int], None]
+    ) -> None:
+        """Into the queue; `register` is called with each sample, and its number, that is there.
+        Raises what the scheduler raises.
+        """
+        for index, own in enumerate(samples.specs(spec)):
+            request = Request(own)
+            self._core.add_request(request)
+            register(request, index)
+
+    def _estimate_wait(self) -> float:
         """Seconds until today's queue is served, if prompts go on being served as of late."""
         stats = self._core.scheduler.make_stats()
         rate = self._metrics.prompt_token_rate.per_second(self._clock())

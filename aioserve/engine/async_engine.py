@@ -7,35 +7,38 @@ handlers, opens no ports, starts no processes.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
-from uuid import uuid4
+from typing import Any, Self, cast
 
 import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
-from aioserve.engine.input_processor import Prompt
+from aioserve.engine.clock import LoopLag
+from aioserve.engine.front import Answer, EngineFront, Register
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.pooling import NOTHING_SAMPLED, read_embedding
-from aioserve.engine.samples import Samples
-from aioserve.engine.stream import RequestStream
-from aioserve.errors import (
-    EngineDeadError,
-    EngineOverloadedError,
-    EngineStartError,
-    RequestAbortedError,
-    RequestError,
+from aioserve.engine.questions import (
+    AbortElsewhere,
+    Health,
+    HowAreYou,
+    LoadAdapter,
+    PolicyAndOptions,
+    Question,
+    ResetPrefixCache,
+    ShowMetrics,
+    SwitchPolicy,
+    UnloadAdapter,
 )
+from aioserve.engine.samples import Samples, SampleState
+from aioserve.errors import EngineDeadError, EngineStartError
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, SchedulerStats
-from aioserve.pooling_params import PoolingParams
+from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
-from aioserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 POLICY_FAILURE_SECONDS = 10.0
 
 
-class AsyncEngine:
+class AsyncEngine(EngineFront[EngineParts]):
     """Serves requests from any number of tasks of one event loop.
 
     async with AsyncEngine(EngineConfig()) as engine:
@@ -72,6 +75,7 @@ class AsyncEngine:
             lambda: 0 if self._parts is None else self._parts.core.num_policy_failures,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
         )
+        self._loop_lag = LoopLag()
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._adapters: Adapters | None = None
@@ -80,6 +84,7 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
+        self._num_clients = 0  # besides those of this process
 
     @property
     def errored(self) -> BaseException | None:
@@ -145,165 +150,44 @@ class AsyncEngine:
         self._task = asyncio.create_task(parts.core.run(), name="aioserve-engine")
         self._task.add_done_callback(lambda task: self._on_task_done(task, parts))
 
-    async def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> RequestStream:
-        """Accept a request and return its stream; all refusals are raised here.
-
-        `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
-        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort` (default:
-        one that nobody has). `priority` (smaller is more urgent) and `user` are for the policy.
-        After `timeout` seconds an unfinished request ends with finish reason `timeout`. Prefixes
-        are shared within one `cache_salt` only. `adapter` names one of `adapters`, or the model
-        itself. Raises `RequestError`, `RequestIdInUseError`, `EngineOverloadedError` or
-        `EngineDeadError`; for its adapter `RequestTimeoutError` or `RequestFailedError`.
-        """
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
-        parts = self._alive()
-        arrival_time = parts.clock()  # before tokenizing: waiting for that is waiting, too
-        sampling, pooling = NOTHING_SAMPLED, None
-        if isinstance(params, PoolingParams):
-            pooling = parts.pooling.complete(params)
-        else:
-            sampling = parts.input_processor.complete_params(params or SamplingParams())
-        request_id = request_id or f"req-{uuid4().hex}"
-        stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
-        samples = parts.output_processor.claim(stream, sampling.n)
-        try:
-            token_ids = await parts.arrivals.prepare(
-                prompt, pooling or sampling, samples, adapter, timeout
-            )
-            self._alive()
-            stream.num_prompt_tokens = len(token_ids)
-            stream.prompt_token_ids = token_ids
-            spec = RequestSpec(
-                request_id,
-                token_ids,
-                sampling,
-                arrival_time=arrival_time,
-                eos_token_ids=self.model_info.eos_token_ids,
-                priority=priority,
-                user=user,
-                cache_salt=cache_salt,
-                deadline=None if timeout is None else arrival_time + timeout,
-                pooling_params=pooling,
-                adapter_id=samples.adapter_id,
-            )
-            for index, own in enumerate(samples.specs(spec)):
-                request = Request(own)
-                parts.core.add_request(request)
-                parts.output_processor.add_request(request, samples, index)
-        except BaseException as error:
-            self._drop(samples, parts)
-            if isinstance(error, EngineOverloadedError):
-                error.retry_after = parts.arrivals.estimate_wait()
-            raise
-        samples.is_arriving = False
-        if samples.is_aborted:
-            self._abort(samples.ids, parts)
-        return stream
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
-        stream = await self.add_request(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-        async with stream:
-            async for output in stream:
-                yield output
-
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> EmbeddingOutput:
-        """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
-
-        The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
-        or `RequestAbortedError` where a stream would have ended without a vector.
-        """
-        stream = await self.add_request(
-            prompt,
-            pooling_params or PoolingParams(),
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-        try:
-            return await read_embedding(stream)
-        except RequestAbortedError:
-            self._alive()  # that it shuts down is what the caller should know
-            raise
-
     def abort(self, request_id: str) -> bool:
-        """End a request from outside: its reader gets what there is, with finish reason `abort`.
-
-        False if there is none of that id: it has ended. One that is still being tokenized ends as
-        soon as that is done, without a token; no longer does it wait for its adapter.
-        """
         parts = self._parts
         if parts is None or self._error is not None:
             return False
-        samples = parts.output_processor.samples_of(request_id)
-        if samples is not None and samples.is_arriving:
-            samples.is_aborted = True
-            if samples.let_go is not None:
-                samples.let_go()
-            return True
-        return samples is not None and self._abort(samples.ids, parts)
+        return self._abort_if_here(request_id, parts)
 
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids that a request of this prompt would have, even if those are too many.
+    async def ask(self, question: Question[Answer]) -> Answer:
+        asked: Question[Any] = question
+        answer: Any = None
+        match asked:
+            case HowAreYou():
+                answer = self._health()
+            case ShowMetrics():
+                self.metrics.loop_lags["engine"] = self._loop_lag()
+                answer = self.metrics.render()
+            case SwitchPolicy(policy, options):
+                before = self.config.scheduler
+                self.switch_policy(policy, options)
+                answer = PolicyAndOptions(before.policy, before.options)
+            case ResetPrefixCache():
+                answer = self.reset_prefix_cache()
+            case LoadAdapter(name, path):
+                await self.adapters.load(name, path)
+            case UnloadAdapter(name):
+                self.adapters.unload(name)
+            case AbortElsewhere():
+                answer = False  # nobody else is in front of it
+            case _:
+                raise NotImplementedError(question)
+        return cast(Answer, answer)
 
-        `add_special_tokens` is for text: a chat template says which there are. Raises
-        `RequestError`, also for text whose length alone shows that it is too long for the model.
-        """
-        processor = self._alive().input_processor
-        room = processor.room(NOTHING_SAMPLED)
-        processor.least_tokens(prompt, room)
-        return await processor.encode(prompt, room, add_special_tokens)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, with the special ones. Raises `RequestError`."""
-        return await self._alive().input_processor.decode(token_ids)
+    def _health(self) -> Health:
+        error = self._error
+        return Health(
+            cause_of_death=None if error is None else f"{type(error).__name__}: {error}",
+            is_draining=self._is_closing,
+            trouble=None if self.policy_error is None else str(self.policy_error),
+        )
 
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
         """Change the policy between two steps; queue, running requests and KV cache stay.
@@ -369,7 +253,7 @@ class AsyncEngine:
         ):
             await asyncio.sleep(0.01)
         if self._error is None:
-            self._abort(None, parts)
+            self._end(None, parts)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -397,14 +281,89 @@ class AsyncEngine:
         parts = self._parts
         return Counter(() if parts is None else parts.core.scheduler.get_wait_reasons().values())
 
-    def _abort(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
+    # What follows is for front ends in other processes.
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether prompts can be made into vectors."""
+        return self._alive().can_pool
+
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether it says how likely the tokens of prompts are."""
+        return self._alive().tells_prompts
+
+    def connect(self, send_off: Callable[[], None]) -> int:
+        """A number for a new client; `send_off` is called when a step's outputs were delivered to
+        its requests.
+        """
+        self._num_clients += 1
+        self._alive().delivery.send_off[self._num_clients] = send_off
+        return self._num_clients
+
+    def disconnect(self, client_index: int) -> None:
+        """The client has gone; its requests are the caller's to drop."""
+        if self._parts is not None:
+            del self._parts.delivery.send_off[client_index]
+
+    async def accept(
+        self,
+        spec: RequestSpec,
+        adapter: str,
+        seconds: float | None,
+        make_state: Callable[[Request, Samples], SampleState],
+    ) -> Samples:
+        """As `add_request`, of one that was tokenized and checked elsewhere; what `make_state`
+        makes of its samples gets their outputs.
+        """
+        parts = self._alive()
+
+        def register(request: Request, index: int) -> None:
+            parts.output_processor.add(make_state(request, samples))
+
+        num_tokens, n = len(spec.prompt_token_ids), spec.sampling_params.n
+        with self._claimed(spec.request_id, n, parts) as samples, self._arriving(num_tokens, parts):
+            await self._submit(spec, samples, adapter, seconds, register, parts)
+        return samples
+
+    def drop(self, samples: Samples) -> None:
+        """Their reader has left."""
+        if self._parts is not None:
+            self._drop(samples, self._parts)
+
+    def end_stopped(self, num_tokens: Mapping[str, int]) -> None:
+        """By id of a sample: its reader has found a stop string in the last of so many tokens."""
+        if self._parts is not None and self._error is None:
+            parts = self._parts
+            ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
+            parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
+
+    def _arriving(self, num_tokens: int, parts: EngineParts) -> AbstractContextManager[None]:
+        return parts.arrivals.counted(num_tokens)
+
+    async def _submit(
+        self,
+        spec: RequestSpec,
+        samples: Samples,
+        adapter: str,
+        seconds: float | None,
+        register: Register,
+        parts: EngineParts,
+    ) -> None:
+        spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
+        self._alive()
+        parts.arrivals.enter(spec, samples, register)
+
+    def _abort(self, samples: Samples, parts: EngineParts) -> bool:
+        return self._end(samples.ids, parts)
+
+    def _end(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
         """Whether anybody, of all if None, has really ended by this."""
         ended = parts.core.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         parts.output_processor.end_requests(ended, FinishReason.ABORT, parts.clock())
         return bool(ended)
 
     def _drop(self, samples: Samples, parts: EngineParts) -> None:
-        """The reader has left: maybe when all is over."""
         ids = parts.output_processor.drop(samples, parts.clock())
         if ids and self._parts is not None and self._error is None:
             parts.core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)

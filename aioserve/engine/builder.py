@@ -52,6 +52,9 @@ class EngineParts(NamedTuple):
     shadow_turns: ShadowTurns | None
     request_log: RequestLog | None
     arrivals: Arrivals
+    delivery: Delivery
+    can_pool: bool
+    tells_prompts: bool
 
     def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
@@ -157,6 +160,9 @@ class EngineBuilder:
             turns,
             self._request_log,
             Arrivals(input_processor, self.adapters, core, metrics, clock),
+            delivery,
+            self.runner.can_pool,
+            self.runner.tells_prompts,
         )
 
     def _make_kv_cache(self, num_blocks: int, *, record_events: bool = False) -> KVCacheManager:

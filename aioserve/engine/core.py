@@ -29,7 +29,7 @@ LOG_SECONDS = 1.0
 # Loops round their timers to a millisecond: one that comes too early asks again so much later.
 TIMER_SECONDS = 0.001
 
-Deliver = Callable[[list[EngineCoreOutput]], list[str]]
+Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 Expire = Callable[[list[str]], None]
 Fail = Callable[[list[str], Exception], None]
 
@@ -54,10 +54,10 @@ class EngineCore:
         fail: Fail,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """`deliver` gets the outputs of each step and returns the ids that a stop string has ended,
-        `expire` gets those whose deadline has passed, `fail` those that lost their step and why;
-        `after_step` is called when all that is done. `stall_timeout` is in seconds, `clock` is the
-        scheduler's.
+        """`deliver` gets a client's outputs of each step and returns the ids that a stop string has
+        ended, `expire` gets those whose deadline has passed, `fail` those that lost their step and
+        why; `after_step` is called when all that is done. `stall_timeout` is in seconds, `clock` is
+        the scheduler's.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -120,8 +120,8 @@ class EngineCore:
         while len(self._in_flight) < self._pipeline_depth and self._dispatch():
             pass
         # The next step computes already; only now the last one's tokens are turned into text.
-        for client_outputs in outputs.values():
-            if stopped := self._deliver(client_outputs.outputs):
+        for client_index, client_outputs in outputs.items():
+            if stopped := self._deliver(client_index, client_outputs.outputs):
                 self.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
         while self._failed:
             self._fail(*self._failed.pop(0))

@@ -23,10 +23,16 @@ class Delivery:
         self._output_processor = output_processor
         self._clock = clock
         self._shadow_turns = shadow_turns
+        #: By client that is another process: sends off what was delivered for it.
+        self.send_off: dict[int, Callable[[], None]] = {}
 
-    def deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """Hand a step's outputs to their readers; returns the ids that a stop string has ended."""
+    def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Hand a step's outputs to the readers of one client; returns the ids that a stop string
+        has ended.
+        """
         stopped = self._output_processor.process_outputs(outputs, self._clock())
+        if (send_off := self.send_off.get(client_index)) is not None:
+            send_off()
         if self._shadow_turns is not None:
             self._shadow_turns.take()
         return stopped

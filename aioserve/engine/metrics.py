@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -76,6 +77,25 @@ class RecentRate:
         return self._sum * math.exp((self._last - now) / RATE_SECONDS)
 
 
+class RequestCounts(Protocol):
+    """What is told of requests as they get their tokens."""
+
+    num_generation_tokens: int
+
+    def on_prompt_computed(self, request: Request, now: float) -> None:
+        """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
+        clock.
+        """
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        """So many requests have new tokens, `seconds` after their last ones."""
+
+    def on_finished(
+        self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
+    ) -> None:
+        """A request has ended."""
+
+
 class EngineMetrics(Collector):
     """What happened to requests and tokens since the start."""
 
@@ -95,6 +115,8 @@ class EngineMetrics(Collector):
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
         self.adapters = AdapterMetrics(self._registry)
+        #: By process, in seconds: how late its event loop was of late. Set before a scrape.
+        self.loop_lags: dict[str, float] = {}
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -104,22 +126,18 @@ class EngineMetrics(Collector):
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
 
     def on_prompt_computed(self, request: Request, now: float) -> None:
-        """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
-        clock.
-        """
         self.prompt_token_rate.add(request.num_prompt_tokens, now)
         self.num_prompt_tokens += request.num_prompt_tokens
         if request.pooling_params is None:  # it has a first token
             self.time_to_first_token.observe(now - request.arrival_time)
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
-        """So many requests have new tokens, `seconds` after their last ones."""
         self.inter_token_latency.observe(seconds, num_requests)
 
     def on_finished(
         self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
-        """A request has ended; one line in the log says how."""
+        """One line in the log says how."""
         seconds = now - request.arrival_time
         self.finished[reason] += 1
         self.request_latency.observe(seconds)
@@ -167,6 +185,15 @@ class EngineMetrics(Collector):
         yield self.request_latency.family(
             "aioserve_request_latency_seconds", "From arrival to the end"
         )
+        if self.loop_lags:
+            lags = GaugeMetricFamily(
+                "aioserve_event_loop_lag_seconds",
+                "By how much a timer was late since the last scrape",
+                labels=["process"],
+            )
+            for process, seconds in self.loop_lags.items():
+                lags.add_metric([process], seconds)
+            yield lags
         num_threads = self._get_num_compute_threads()
         if num_threads is not None:
             yield GaugeMetricFamily(

@@ -4,7 +4,7 @@ One loop over a step's outputs; it runs while the next step computes. Knows whic
 no scheduler: ids of requests that a stop string has ended are returned to the caller.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from aioserve.engine.byte_level import ByteLevelDetokenizer
 from aioserve.engine.detokenizer import (
@@ -13,30 +13,26 @@ from aioserve.engine.detokenizer import (
     StopStringMatcher,
     choose_detokenizer,
 )
-from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.request_log import RequestLog
-from aioserve.engine.samples import Samples
+from aioserve.engine.samples import Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
 
 
-class RequestState:
-    """What delivery needs to know of one sample between two of its outputs."""
+class RequestState(SampleState):
+    """One whose reader wants text, in this process."""
 
     __slots__ = (
         "detokenizer",
         "has_stops",
         "index",
         "is_final_only",
-        "last_token_time",
         "merged",
-        "num_output_tokens",
-        "request",
-        "samples",
         "stops",
-        "waits_for_end",
+        "stream",
     )
 
     def __init__(
@@ -44,30 +40,37 @@ class RequestState:
         request: Request,
         samples: Samples,
         index: int,
+        stream: RequestStream,
         detokenizer: Detokenizer | ByteLevelDetokenizer | None,
+        *,
+        waits_for_end: bool,
     ) -> None:
+        super().__init__(request, samples, waits_for_end=waits_for_end)
         params = request.sampling_params
-        self.request = request
-        self.samples = samples
         self.index = index
+        self.stream = stream
         self.detokenizer = detokenizer
         self.stops = StopStringMatcher(
             params.stop_strings, include_stop=params.include_stop_str_in_output
         )
         self.has_stops = bool(params.stop_strings)
-        # Nothing need be done for a token before the end if nobody looks at it before. A stop
-        # string is looked for in every delta, and log probabilities are kept nowhere else: there
-        # the deltas are made, and merged.
         self.is_final_only = params.output_kind == "final_only"
-        self.waits_for_end = (
-            self.is_final_only
-            and not self.has_stops
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-        )
         self.merged: RequestOutput | None = None
-        self.num_output_tokens = 0
-        self.last_token_time: float | None = None
+
+    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
+        made = self.make_output(output)
+        reason = made.finish_reason
+        if self.merged is not None:
+            self.merged.merge(made)
+            made = self.merged
+        if self.is_final_only and reason is None:
+            self.merged = made
+        else:
+            self.stream.put(made)
+        return reason
+
+    def fail(self, error: BaseException) -> None:
+        self.stream.fail(error)
 
     def make_output(self, output: EngineCoreOutput) -> RequestOutput:
         """The new tokens and their text, cut at a stop string."""
@@ -121,27 +124,25 @@ class RequestState:
             text += piece
         return (text + self.stops.flush() if is_last else text), None, num_tokens
 
-    def put(self, output: RequestOutput) -> None:
-        """Hand an output to the reader, if it wants one that is not the last."""
-        if self.merged is not None:
-            self.merged.merge(output)
-            output = self.merged
-        if self.is_final_only and output.finish_reason is None:
-            self.merged = output
-        else:
-            self.samples.stream.put(output)
-
 
 class OutputProcessor:
     """All requests that have a reader, and the delivery to them."""
 
     def __init__(
-        self, tokenizer: object, metrics: EngineMetrics, request_log: RequestLog | None = None
+        self,
+        tokenizer: object,
+        metrics: RequestCounts,
+        request_log: RequestLog | None = None,
+        *,
+        may_wait: bool = True,
     ) -> None:
-        """`tokenizer` is None if nobody will ask for text."""
+        """`tokenizer` is None if nobody will ask for text. `may_wait`: requests keep their tokens
+        up to date, so that at the end they can be read there; else outputs bring them all.
+        """
         self._metrics = metrics
         self._request_log = request_log
-        self._states: dict[str, RequestState] = {}
+        self._may_wait = may_wait
+        self._states: dict[str, SampleState] = {}
         self._claims: dict[str, Samples] = {}  # by every id that is taken
         self._tokenizer = tokenizer
         # By which special tokens are shown; the usual ones are made before anybody asks.
@@ -154,9 +155,9 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._states)
 
-    def claim(self, stream: RequestStream, n: int) -> Samples:
+    def claim(self, request_id: str, n: int) -> Samples:
         """Take the ids of a request and its `n` samples. Raises `RequestIdInUseError`."""
-        samples = Samples(stream, n)
+        samples = Samples(request_id, n)
         for request_id in samples.claimed_ids:
             if request_id in self._claims:
                 raise RequestIdInUseError(f"request id {request_id!r} is in use")
@@ -168,8 +169,14 @@ class OutputProcessor:
         samples = self._claims.get(request_id)
         return samples if samples is not None and samples.request_id == request_id else None
 
-    def add_request(self, request: Request, samples: Samples, index: int) -> None:
+    def add(self, state: SampleState) -> None:
         """Register the reader of one sample."""
+        self._states[state.request.request_id] = state
+
+    def add_request(
+        self, request: Request, samples: Samples, index: int, stream: RequestStream
+    ) -> None:
+        """Register the reader of one sample, which wants text unless it says otherwise."""
         params, detokenizer = request.sampling_params, None
         if params.detokenize:
             shown = (params.skip_special_tokens, params.kept_special_tokens)
@@ -179,7 +186,13 @@ class OutputProcessor:
                 make = choose_detokenizer(self._tokenizer, skip_special_tokens=skip, kept=kept)
                 self._make_detokenizer[shown] = make
             detokenizer = make(request.token_ids)
-        self._states[request.request_id] = RequestState(request, samples, index, detokenizer)
+        waits = self._may_wait and wants_only_end(params)
+        self.add(RequestState(request, samples, index, stream, detokenizer, waits_for_end=waits))
+
+    def set_num_cached_tokens(self, request_id: str, num_tokens: int) -> None:
+        """So many tokens of its prompt were found in the prefix cache, another process says."""
+        if (state := self._states.get(request_id)) is not None:
+            state.request.num_cached_tokens = num_tokens
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
@@ -202,12 +215,11 @@ class OutputProcessor:
             num_tokens += len(core_output.new_token_ids)
             if state.waits_for_end and core_output.finish_reason is None:
                 continue
-            output = state.make_output(core_output)
-            if output.finish_reason is not None:
+            reason = state.deliver(core_output)
+            if reason is not None:
                 if core_output.finish_reason is None:
                     stopped.append(core_output.request_id)
-                self._finish(state, output.finish_reason, now)
-            state.put(output)
+                self._finish(state, reason, now)
         self._metrics.num_generation_tokens += num_tokens
         if count:
             self._metrics.on_next_tokens(now - last, count)
@@ -217,9 +229,19 @@ class OutputProcessor:
         """Tell readers that their requests were ended from outside; held-back text comes out."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
-                ending = EngineCoreOutput(request_id, [], reason)
+                state.deliver(EngineCoreOutput(request_id, [], reason))
                 self._finish(state, reason, now)
-                state.put(state.make_output(ending))
+
+    def end_stopped(self, num_tokens: Mapping[str, int], now: float) -> list[str]:
+        """Readers elsewhere have found a stop string in the last of so many tokens of these
+        requests; returns the ids of those that lived.
+        """
+        ended = [request_id for request_id in num_tokens if request_id in self._states]
+        for request_id in ended:
+            state = self._states[request_id]
+            state.num_output_tokens = num_tokens[request_id]
+            self._finish(state, FinishReason.STOP, now)
+        return ended
 
     def fail_requests(
         self, request_ids: Iterable[str] | None, error: BaseException, now: float
@@ -228,7 +250,7 @@ class OutputProcessor:
         for request_id in list(self._states) if request_ids is None else request_ids:
             if (state := self._states.get(request_id)) is not None:
                 self._finish(state, FinishReason.ERROR, now)
-                state.samples.stream.fail(error)
+                state.fail(error)
 
     def drop(self, samples: Samples, now: float) -> list[str]:
         """Forget a request whose reader has left; return the ids of samples that still lived."""
@@ -246,7 +268,7 @@ class OutputProcessor:
         if samples.let_go is not None:
             samples.let_go()
 
-    def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
+    def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
         del self._states[state.request.request_id]
         state.samples.num_live -= 1
         if state.samples.num_live == 0:

@@ -1,14 +1,17 @@
-"""The samples of one request, and the ids that nobody else may take while one of them lives.
+"""The samples of one request: the ids that nobody else may take while one of them lives, and what
+delivery must know of each.
 
-Knows ids and the stream. Knows nothing about tokens.
+Knows nothing about text, nor who reads it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from aioserve.engine.stream import RequestStream
-from aioserve.request import RequestSpec
+from aioserve.outputs import EngineCoreOutput, FinishReason
+from aioserve.request import Request, RequestSpec
+from aioserve.sampling_params import SamplingParams
 
 
 class Samples:
@@ -25,12 +28,10 @@ class Samples:
         "let_go",
         "num_live",
         "request_id",
-        "stream",
     )
 
-    def __init__(self, stream: RequestStream, n: int) -> None:
-        self.request_id = stream.request_id
-        self.stream = stream
+    def __init__(self, request_id: str, n: int) -> None:
+        self.request_id = request_id
         self.ids = [self.request_id]
         self.claimed_ids = self.ids
         if n > 1:
@@ -58,3 +59,41 @@ class Samples:
                 prompt_logprobs=None if index else params.prompt_logprobs,
             )
             yield msgspec.structs.replace(spec, request_id=sample_id, sampling_params=own)
+
+
+def wants_only_end(params: SamplingParams) -> bool:
+    """Whether nothing need be done for a token before the end: nobody looks at it before.
+
+    A stop string is looked for in every delta, and log probabilities are kept nowhere else: there
+    the deltas are made, and merged.
+    """
+    return (
+        params.output_kind == "final_only"
+        and not params.stop_strings
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+    )
+
+
+class SampleState(ABC):
+    """What delivery needs to know of one sample between two of its outputs, whoever reads them."""
+
+    __slots__ = ("last_token_time", "num_output_tokens", "request", "samples", "waits_for_end")
+
+    def __init__(self, request: Request, samples: Samples, *, waits_for_end: bool) -> None:
+        """`waits_for_end`: of what comes before the end it is told nothing."""
+        self.request = request
+        self.samples = samples
+        self.waits_for_end = waits_for_end
+        self.num_output_tokens = 0
+        self.last_token_time: float | None = None
+
+    @abstractmethod
+    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
+        """Hand it to the reader. Why the sample has ended by that, which may be a stop string; None
+        if it goes on.
+        """
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Hand over an error instead of more tokens."""

@@ -6,9 +6,10 @@ Its reader gets what there is, with finish reason `abort`.
 import msgspec
 from aiohttp import web
 
+from aioserve.engine.questions import AbortElsewhere
 from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownRequestError
-from aioserve.server.keys import RUNNING
+from aioserve.server.keys import ENGINE, RUNNING
 from aioserve.server.protocol import RequestPart
 from aioserve.server.validation import BodyDecoder
 
@@ -33,7 +34,8 @@ _encoder = msgspec.json.Encoder()
 async def abort_request(request: web.Request) -> web.Response:
     """The handler. Raises `UnknownRequestError` for an id that nobody has, or has any more."""
     body = await decode_body(request, decoder)
-    if not request.app[RUNNING].abort(body.request_id):
+    is_here = request.app[RUNNING].abort(body.request_id)
+    if not (is_here or await request.app[ENGINE].ask(AbortElsewhere(body.request_id))):
         raise UnknownRequestError(
             f"no request {body.request_id[:128]!r} is running", param="request_id"
         )

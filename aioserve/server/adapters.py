@@ -5,6 +5,7 @@ Admin routes: they read paths of this machine. Knows nothing about files or weig
 
 from aiohttp import web
 
+from aioserve.engine.questions import LoadAdapter, UnloadAdapter
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.server.body import decode_body
@@ -36,7 +37,7 @@ async def load_adapter(request: web.Request) -> web.Response:
     """The handler. Returns when requests may name it; others run on meanwhile."""
     body = await decode_body(request, load_decoder)
     try:
-        await request.app[ENGINE].adapters.load(body.lora_name, body.lora_path)
+        await request.app[ENGINE].ask(LoadAdapter(body.lora_name, body.lora_path))
     except NoAdapterError as error:
         raise UnknownAdapterError(str(error), param="lora_path") from error
     except ConfigError as error:
@@ -47,5 +48,5 @@ async def load_adapter(request: web.Request) -> web.Response:
 async def unload_adapter(request: web.Request) -> web.Response:
     """The handler. Requests that have it finish."""
     body = await decode_body(request, unload_decoder)
-    request.app[ENGINE].adapters.unload(body.lora_name)
+    await request.app[ENGINE].ask(UnloadAdapter(body.lora_name))
     return web.Response(text=f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

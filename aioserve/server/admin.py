@@ -11,7 +11,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from aioserve.engine import AsyncEngine
+from aioserve.engine import EngineFront
+from aioserve.engine.questions import HowAreYou, ResetPrefixCache, ShowMetrics, SwitchPolicy
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.keys import ENGINE
@@ -54,23 +55,21 @@ async def health(request: web.Request) -> web.Response:
     `dead`: the engine has stopped. `draining`: the server shuts down. `failing`: the policy did
     something wrong, and has not run a step since, for at most ten seconds after the last time.
     """
-    engine = request.app[ENGINE]
-    if engine.errored is not None:
-        reason = f"{type(engine.errored).__name__}: {engine.errored}"
-        return _json(Health(status="dead", reason=reason), status=503)
-    if engine.is_draining:
+    state = await request.app[ENGINE].ask(HowAreYou())
+    if state.cause_of_death is not None:
+        return _json(Health(status="dead", reason=state.cause_of_death), status=503)
+    if state.is_draining:
         reason = "the server is shutting down"
         return _json(Health(status="draining", reason=reason), status=503)
-    if engine.policy_error is not None:
-        return _json(Health(status="failing", reason=str(engine.policy_error)), status=503)
+    if state.trouble is not None:
+        return _json(Health(status="failing", reason=state.trouble), status=503)
     return _json(Health(status="ok"))
 
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
-    return web.Response(
-        body=request.app[ENGINE].metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
-    )
+    text = await request.app[ENGINE].ask(ShowMetrics())
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def version(request: web.Request) -> web.Response:
@@ -111,10 +110,8 @@ async def switch_policy(request: web.Request) -> web.Response:
     """POST /admin/policy: another policy from the next step on; a bad one changes nothing."""
     body = await decode_body(request, policy_decoder)
     options = body.options or {}
-    engine = request.app[ENGINE]
-    before = engine.config.scheduler
     try:
-        engine.switch_policy(body.policy, options)
+        before = await request.app[ENGINE].ask(SwitchPolicy(body.policy, options))
     except (ConfigError, PolicyError) as error:
         raise RequestError(str(error), param="policy") from error
     return _json(PolicyChange(body.policy, options, PolicyName(before.policy, before.options)))
@@ -122,10 +119,10 @@ async def switch_policy(request: web.Request) -> web.Response:
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """POST /admin/reset_prefix_cache: forget cached prefixes; running requests go on."""
-    return _json(CacheReset(request.app[ENGINE].reset_prefix_cache()))
+    return _json(CacheReset(await request.app[ENGINE].ask(ResetPrefixCache())))
 
 
-def _cards(engine: AsyncEngine) -> list[ModelCard]:
+def _cards(engine: EngineFront[Any]) -> list[ModelCard]:
     model, longest = engine.config.model, engine.max_model_len
     base = ModelCard(
         id=model.served_name, created=_STARTED, max_model_len=longest, root=model.model

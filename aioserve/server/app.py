@@ -10,21 +10,21 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from socket import socket
 from typing import Any
 
 from aiohttp import web
 
 from aioserve.config import EngineConfig
-from aioserve.engine import AsyncEngine
+from aioserve.engine import AsyncEngine, EngineFront
 from aioserve.errors import ConfigError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
-from aioserve.server.responses.store import ResponseStore
+from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
@@ -45,15 +45,21 @@ MAX_DEFAULT_BODY_MIB = 16
 SWITCH_INTERVAL = 1e-4
 
 
-def build_app(engine: AsyncEngine) -> web.Application:
-    """The routes in front of a started engine, which stays its caller's."""
+def build_app(
+    engine: EngineFront[Any],
+    responses: Responses | None = None,
+    running: RunningResponses | None = None,
+) -> web.Application:
+    """The routes in front of a started engine, which stays its caller's. `responses` are those that
+    can be asked for again, `running` those that are being made; by default, of this application.
+    """
     app = web.Application(
         middlewares=[log_requests, answer_errors],
         client_max_size=_max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
-    app[RESPONSES] = ResponseStore()
-    app[RUNNING] = RunningResponses(engine)
+    app[RESPONSES] = responses or ResponseStore()
+    app[RUNNING] = running or RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
     server = engine.config.server
     app[CHAT_FORMAT] = ChatFormat(
@@ -74,7 +80,7 @@ def build_app(engine: AsyncEngine) -> web.Application:
     return app
 
 
-def _max_body_mib(engine: AsyncEngine) -> int:
+def _max_body_mib(engine: EngineFront[Any]) -> int:
     """The setting, or what prompts of this model need: bodies are decoded in one go, on the loop,
     because the decoder keeps the GIL. A MiB of token ids takes some 20 ms.
     """
@@ -86,13 +92,18 @@ def _max_body_mib(engine: AsyncEngine) -> int:
 
 
 @contextlib.asynccontextmanager
-async def listening(engine: AsyncEngine, sockets: list[socket]) -> AsyncIterator[str]:
-    """Serve `engine` on `sockets` inside the block; yields the URL.
+async def listening(
+    engine: EngineFront[Any],
+    sockets: list[socket],
+    responses: Responses | None = None,
+    running: RunningResponses | None = None,
+) -> AsyncIterator[str]:
+    """Serve `engine` on `sockets` inside the block; yields the URL. For the rest see `build_app`.
 
     Raises `ConfigError` if another process took the port in the meantime.
     """
     runner = web.AppRunner(
-        build_app(engine),
+        build_app(engine, responses, running),
         handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
         auto_decompress=False,  # refused by name; aiohttp drops the connection over a bad one
         access_log=None,
@@ -106,13 +117,32 @@ async def listening(engine: AsyncEngine, sockets: list[socket]) -> AsyncIterator
             except OSError as error:
                 host, port = sock.getsockname()[:2]
                 raise cannot_listen(host, port, error) from error
-        host, port = sockets[0].getsockname()[:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield url_of(sockets)
     finally:
         await runner.cleanup()
 
 
-async def serve(config: EngineConfig) -> None:
+def url_of(sockets: list[socket]) -> str:
+    """Where what listens on them can be reached."""
+    host, port = sockets[0].getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+#: Serves an engine on sockets inside its block, and yields the URL; calls what it is given if that
+#: cannot go on, and raises why at the end of the block.
+Site = Callable[
+    [AsyncEngine, list[socket], Callable[[], None]], contextlib.AbstractAsyncContextManager[str]
+]
+
+
+def site_here(
+    engine: AsyncEngine, sockets: list[socket], stop: Callable[[], None]
+) -> contextlib.AbstractAsyncContextManager[str]:
+    """In this process, on the engine's loop."""
+    return listening(engine, sockets)
+
+
+async def serve(config: EngineConfig, site: Site = site_here) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs.
 
     Raises `ConfigError` if the engine or the site cannot start as configured, and, after every
@@ -131,9 +161,9 @@ async def serve(config: EngineConfig) -> None:
     try:
         if not await _unless(signals.first, engine.start()):
             return
-        _exempt_from_garbage_collection()
+        exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
-        async with listening(engine, sockets) as url:
+        async with site(engine, sockets, signals.first.set) as url:
             logger.info(
                 "listening on %s (model %s, policy %s)",
                 url,
@@ -158,7 +188,7 @@ async def serve(config: EngineConfig) -> None:
     logger.info("stopped")
 
 
-def _exempt_from_garbage_collection() -> None:
+def exempt_from_garbage_collection() -> None:
     """Whatever was loaded so far stays: a full collection would look at it again and again.
 
     With torch and transformers imported it took 270 ms (CPython 3.11, AMD EPYC), felt by every

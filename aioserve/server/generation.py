@@ -100,6 +100,9 @@ class Answer(ABC):
     async def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the request is accepted and nothing of it was told yet."""
 
+    async def settle(self) -> None:  # noqa: B027 - likewise
+        """Called once, when the end was made and is not told yet."""
+
     @abstractmethod
     def make_chunk(self, index: int, output: RequestOutput) -> bytes:
         """The events that tell a delta which is not silent."""
@@ -261,7 +264,9 @@ async def _stream(
         if not isinstance(error, AioserveError):
             logger.exception("%s failed while streaming", reply.id)
         return await events.end(reply.failure(error))
-    return await events.end(reply.ending(tally.usage()))
+    ending = reply.ending(tally.usage())
+    await reply.settle()
+    return await events.end(ending)
 
 
 async def _collect(
@@ -284,6 +289,7 @@ async def _collect(
     body = await _told(
         lambda: _encoder.encode(reply.whole(outputs, tally.usage())), outputs=outputs
     )
+    await reply.settle()
     return web.Response(body=body, content_type="application/json")
 
 

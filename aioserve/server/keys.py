@@ -2,17 +2,19 @@
 client chose may look like.
 """
 
+from typing import Any
+
 from aiohttp import web
 
-from aioserve.engine import AsyncEngine
+from aioserve.engine import EngineFront
 from aioserve.errors import RequestError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
-from aioserve.server.responses.store import ResponseStore
+from aioserve.server.responses.store import Responses
 from aioserve.server.running import RunningResponses
 
-ENGINE = web.AppKey("ENGINE", AsyncEngine)
-RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+ENGINE = web.AppKey("ENGINE", EngineFront[Any])
+RESPONSES = web.AppKey("RESPONSES", Responses)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)

@@ -6,15 +6,16 @@ Knows ids and the engine's `abort`. Knows nothing about HTTP.
 import contextlib
 from asyncio import Event
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from aioserve.engine import AsyncEngine
+from aioserve.engine import EngineFront
 from aioserve.errors import RequestIdInUseError
 
 
 class RunningResponses:
     """The responses of one application that are not over."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: EngineFront[Any]) -> None:
         self._engine = engine
         self._running: dict[str, tuple[Event, Sequence[str]]] = {}
 

@@ -34,6 +34,25 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def bind_beside(sock: socket.socket) -> socket.socket:
+    """Another socket for the address of a bound one: connections are spread over those that listen.
+
+    Nobody who did not ask for it can take the address. Raises `OSError`.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    other = socket.socket(sock.family, socket.SOCK_STREAM)
+    try:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sock.family == socket.AF_INET6:
+            other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        other.bind(sock.getsockname())
+    except OSError:
+        other.close()
+        raise
+    return other
+
+
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """The one line that says why there is no server."""
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}")

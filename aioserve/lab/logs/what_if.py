@@ -215,7 +215,7 @@ class _Rerun(RecordSink):
     def _abort(self, request_id: str) -> None:
         self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
+    def _deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """Say what a stop string ended, as the output processor did."""
         stopped = []
         for output in outputs:

@@ -185,6 +185,7 @@ class ResponseAnswer(Answer):
         self._reader: ReplyReader | None = None
         self._writer = ItemWriter(self._format.make_id)
         self._last: RequestOutput | None = None
+        self._kept: Kept | None = None
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         return b"" if self.is_silent(output) else self.make_chunk(index, output)
@@ -223,8 +224,12 @@ class ResponseAnswer(Answer):
         self._writer.end(is_whole=_incomplete(output) is None)
         return self._finished(output, usage)
 
+    async def settle(self) -> None:
+        if self._kept is not None:
+            await self._store.put(self.id, self._kept)
+
     def _finished(self, output: RequestOutput, usage: Usage) -> Response:
-        """The whole, which is remembered."""
+        """The whole, which is to be remembered."""
         details = _incomplete(output)
         response = self._response(
             "completed" if details is None else "incomplete", self._writer.items
@@ -235,8 +240,7 @@ class ResponseAnswer(Answer):
             for item in self._input:
                 item.type = item.type or "message"
                 item.id = item.id or new_id("msg_" if item.type == "message" else "item_")
-            kept = Kept(_encoder.encode(self._input), _encoder.encode(response))
-            self._store.put(self.id, kept)
+            self._kept = Kept(_encoder.encode(self._input), _encoder.encode(response))
         return response
 
     def _read(self, output: RequestOutput) -> list[Event]:

@@ -65,7 +65,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         params = msgspec.structs.replace(
             body.sampling_params(), kept_special_tokens=chat_format.kept_special_tokens
         )
-        before = _before(request, body)
+        before = await _before(request, body)
         items = [*before, *_input(body)]
         turns = template_turns(items, len(before))
         if body.instructions:
@@ -80,11 +80,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         return await respond(request, body, [conversation], params, answer)
 
 
-def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:
+async def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:
     """All that was said up to the end of the response that this one goes on with."""
     if body.previous_response_id is None:
         return []
-    kept = request.app[RESPONSES].get(body.previous_response_id)
+    kept = await request.app[RESPONSES].get(body.previous_response_id)
     if kept is None:
         raise RequestError(
             f"no response {body.previous_response_id[:128]!r} is stored here: it never was, was "
@@ -116,7 +116,7 @@ async def get_response(request: web.Request) -> web.Response:
     """The handler of GET. Raises `UnknownResponseError`, and `RequestError` for a wrong query or a
     stream of it.
     """
-    kept = _kept(request)
+    kept = await _kept(request)
     if decode_query(request.query, Whole).stream:
         raise RequestError("what is stored is told as a whole: no stream of it", param="stream")
     return web.Response(body=kept.response, content_type="application/json")
@@ -126,10 +126,10 @@ async def delete_response(request: web.Request) -> web.Response:
     """The handler of DELETE. Raises `UnknownResponseError`, and `RequestError` for any query.
     What went on with it is kept.
     """
-    _kept(request)
+    await _kept(request)
     decode_query(request.query, RequestPart)
     response_id = request.match_info["id"]
-    request.app[RESPONSES].forget(response_id)
+    await request.app[RESPONSES].forget(response_id)
     deleted = _encoder.encode(Deleted(id=response_id))
     return web.Response(body=deleted, content_type="application/json")
 
@@ -138,7 +138,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     """The handler of GET for all that led to a response, the last of it first. Raises
     `UnknownResponseError`, and `RequestError` for a wrong query.
     """
-    kept = _kept(request)
+    kept = await _kept(request)
     page = decode_query(request.query, Page)
     items = [_shown(item) for item in _items.decode(kept.items)]
     if page.order == "desc":
@@ -163,9 +163,9 @@ def _shown(item: InputItem) -> InputItem:
     return item
 
 
-def _kept(request: web.Request) -> Kept:
+async def _kept(request: web.Request) -> Kept:
     response_id = request.match_info["id"]
-    kept = request.app[RESPONSES].get(response_id)
+    kept = await request.app[RESPONSES].get(response_id)
     if kept is None:
         raise UnknownResponseError(f"no response {response_id[:128]!r} is stored here", param="id")
     return kept

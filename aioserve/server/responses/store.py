@@ -4,7 +4,7 @@ Bounded by number and by bytes. Knows nothing about what they say.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 2**26  # of all of them; each is whole, whatever it shares with others
@@ -17,6 +17,19 @@ class Kept(NamedTuple):
     response: bytes
 
 
+class Responses(Protocol):
+    """Where they are kept, wherever that is."""
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+
+    async def forget(self, response_id: str) -> bool:
+        """False if there is none of that id."""
+
+
 class ResponseStore:
     """By the ids of responses."""
 
@@ -26,21 +39,24 @@ class ResponseStore:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._num_bytes = 0
 
-    def get(self, response_id: str) -> Kept | None:
+    async def get(self, response_id: str) -> Kept | None:
         """None if it was never stored, or is forgotten."""
         if response_id in self._kept:
             self._kept.move_to_end(response_id)
         return self._kept.get(response_id)
 
-    def put(self, response_id: str, kept: Kept) -> None:
+    async def put(self, response_id: str, kept: Kept) -> None:
         """Keep it; those that were not asked for the longest are forgotten for it."""
         self._kept[response_id] = kept
         self._num_bytes += sum(map(len, kept))
         while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
-            self.forget(next(iter(self._kept)))
+            self._forget(next(iter(self._kept)))
 
-    def forget(self, response_id: str) -> bool:
+    async def forget(self, response_id: str) -> bool:
         """False if there is none of that id."""
+        return self._forget(response_id)
+
+    def _forget(self, response_id: str) -> bool:
         forgotten = self._kept.pop(response_id, ())
         self._num_bytes -= sum(map(len, forgotten))
         return bool(forgotten)

@@ -78,18 +78,18 @@ async def test_the_store_forgets_what_was_not_asked_for_the_longest():
         return Kept(b"x" * (length - 5), b"x" * 5)
 
     store = ResponseStore(max_responses=2, max_bytes=100)
-    store.put("a", of(10))
-    store.put("b", of(10))
-    assert store.get("a")
-    store.put("c", of(10))
-    assert [store.get(i) is not None for i in "abc"] == [True, False, True]
-    store.put("d", of(95))
-    assert [store.get(i) is not None for i in "acd"] == [False, False, True]
-    assert [store.forget("d"), store.forget("d")] == [True, False]
-    store.put("e", of(100))
-    assert store.get("e")
-    store.put("f", of(101))
-    assert store.get("e") is store.get("f") is None
+    await store.put("a", of(10))
+    await store.put("b", of(10))
+    assert await store.get("a")
+    await store.put("c", of(10))
+    assert [await store.get(i) is not None for i in "abc"] == [True, False, True]
+    await store.put("d", of(95))
+    assert [await store.get(i) is not None for i in "acd"] == [False, False, True]
+    assert [await store.forget("d"), await store.forget("d")] == [True, False]
+    await store.put("e", of(100))
+    assert await store.get("e")
+    await store.put("f", of(101))
+    assert await store.get("e") is await store.get("f") is None
 
 
 async def test_a_stream_that_fails_ends_with_openais_error(start_server):

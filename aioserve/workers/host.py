@@ -1,0 +1,405 @@
+"""The engine's side of its workers: takes what they ask, and sends them what steps bring.
+
+A worker that is slow gets fewer, longer messages, and nobody waits for it. Knows no HTTP and no
+text; which processes the workers are, `pool` knows.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+from aioserve.engine import AsyncEngine
+from aioserve.engine.questions import (
+    AbortElsewhere,
+    AdapterPaths,
+    LoadAdapter,
+    Question,
+    ShowMetrics,
+    UnloadAdapter,
+)
+from aioserve.engine.samples import Samples, SampleState, wants_only_end
+from aioserve.errors import AioserveError, EngineDeadError
+from aioserve.outputs import EngineCoreOutput, FinishReason
+from aioserve.request import Request
+from aioserve.server.responses.store import ResponseStore
+from aioserve.version import __version__
+from aioserve.workers.line import Calls, Line
+from aioserve.workers.messages import (
+    NO_ANSWER,
+    Abort,
+    AbortHere,
+    Add,
+    Ask,
+    Drop,
+    EngineQuestion,
+    Failed,
+    Failure,
+    FindResponse,
+    ForgetResponse,
+    Greeting,
+    Hello,
+    KeepResponse,
+    KnowAdapters,
+    Listening,
+    MakeReport,
+    Quit,
+    Reply,
+    Stopped,
+    ToEngine,
+    ToWorker,
+    Welcome,
+    decode_spec,
+    decoder,
+    encoder,
+)
+
+logger = logging.getLogger(__name__)
+
+# A worker that does not answer in so many seconds is left out: it hangs, or has no core to run on.
+# A guess.
+ANSWER_SECONDS = 2.0
+
+_to_engine = decoder(ToEngine)
+_hello = decoder(Hello)
+_question = decoder(EngineQuestion)
+
+
+class Host:
+    """All workers of one engine, which has been started."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.responses = ResponseStore()
+        self.workers: list[WorkerClient] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def open(self, name: str, address: str, on_listening: Callable[[], None]) -> "WorkerClient":
+        """Wait at `address` for the worker of that name; `on_listening` is called when it takes
+        connections.
+        """
+        worker = WorkerClient(self, name, self._context, address, on_listening)
+        self.workers.append(worker)
+        return worker
+
+    def close(self, worker: "WorkerClient") -> int:
+        """Its process has ended: so do its requests. Returns how many there were."""
+        self.workers.remove(worker)
+        return worker.close()
+
+    def shutdown(self) -> None:
+        """All workers have ended."""
+        for worker in list(self.workers):
+            self.close(worker)
+        self._context.term()
+
+    async def answer(self, question: Question[Any], asking: "WorkerClient") -> Any:
+        """What a worker asks. Raises what the engine does."""
+        match question:
+            case ShowMetrics():
+                self.engine.metrics.loop_lags = await self._loop_lags()
+            case AbortElsewhere(request_id):
+                others = [worker for worker in self.workers if worker is not asking]
+                return any(await _ask_all(others, AbortHere(request_id)))
+            case KeepResponse(response_id, kept):
+                return await self.responses.put(response_id, kept)
+            case FindResponse(response_id):
+                return await self.responses.get(response_id)
+            case ForgetResponse(response_id):
+                return await self.responses.forget(response_id)
+        answer = await self.engine.ask(question)
+        if isinstance(question, LoadAdapter | UnloadAdapter):
+            # Before the client hears of it, who may ask any worker next.
+            paths = AdapterPaths(dict(self.engine.adapters.paths))
+            await _ask_all(self.workers, KnowAdapters(paths))
+        return answer
+
+    async def _loop_lags(self) -> dict[str, float]:
+        asked = [worker for worker in self.workers if worker.is_listening]
+        reports = await _ask_all(asked, MakeReport())
+        return {
+            worker.name: report.loop_lag
+            for worker, report in zip(asked, reports, strict=True)
+            if report is not None
+        }
+
+
+class _Outbox:
+    """What a worker has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.messages: list[Reply | Ask | Quit] = []
+        self.outputs: list[EngineCoreOutput] = []
+        self.num_cached_tokens: dict[str, int] = {}
+        self.vectors: dict[str, bytes] = {}
+        self.failed: list[Failed] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.outputs or self.failed)
+
+    def encode(self) -> bytes:
+        return encoder.encode(
+            ToWorker(self.messages, self.outputs, self.num_cached_tokens, self.vectors, self.failed)
+        )
+
+    def clear(self) -> None:
+        self.messages, self.outputs, self.failed = [], [], []
+        self.num_cached_tokens, self.vectors = {}, {}
+
+    def merge(self) -> None:
+        """One output per sample: what waits is bounded by what the samples may have."""
+        merged: dict[str, EngineCoreOutput] = {}
+        for output in self.outputs:
+            before = merged.get(output.request_id)
+            merged[output.request_id] = output if before is None else _merge(before, output)
+        self.outputs = list(merged.values())
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nobody will read what these have; their ids may become another's."""
+        gone = set(request_ids)
+        if self.outputs:
+            self.outputs = [output for output in self.outputs if output.request_id not in gone]
+        for by_id in (self.num_cached_tokens, self.vectors):
+            for request_id in gone & by_id.keys():
+                del by_id[request_id]
+        if self.failed:
+            for failed in self.failed:
+                failed.request_ids[:] = [i for i in failed.request_ids if i not in gone]
+
+
+def _merge(before: EngineCoreOutput, newer: EngineCoreOutput) -> EngineCoreOutput:
+    logprobs = before.new_logprobs
+    if newer.new_logprobs is not None:
+        logprobs = (logprobs or []) + newer.new_logprobs
+    return msgspec.structs.replace(
+        newer,
+        new_token_ids=before.new_token_ids + newer.new_token_ids,
+        new_logprobs=logprobs,
+        prompt_logprobs=before.prompt_logprobs or newer.prompt_logprobs,
+    )
+
+
+class _ForwardedState(SampleState):
+    """A sample whose reader is in a worker."""
+
+    __slots__ = ("_worker",)
+
+    def __init__(self, request: Request, samples: Samples, worker: "WorkerClient") -> None:
+        waits = wants_only_end(request.sampling_params)
+        super().__init__(request, samples, waits_for_end=waits)
+        self._worker = worker
+
+    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
+        outbox, request = self._worker.outbox, self.request
+        if not self.num_output_tokens and request.num_cached_tokens:
+            outbox.num_cached_tokens[request.request_id] = request.num_cached_tokens
+        if self.waits_for_end:
+            output = msgspec.structs.replace(output, new_token_ids=request.output_token_ids)
+        if output.embedding is not None:
+            outbox.vectors[request.request_id] = output.embedding.astype("<f4").tobytes()
+            output = msgspec.structs.replace(output, embedding=None)
+        self.num_output_tokens += len(output.new_token_ids)
+        outbox.outputs.append(output)
+        if output.finish_reason is not None:
+            self._worker.on_end(self.samples)
+        return output.finish_reason
+
+    def fail(self, error: BaseException) -> None:
+        self._worker.outbox.failed.append(Failed([self.request.request_id], Failure.of(error)))
+        self._worker.on_end(self.samples)
+
+
+class WorkerClient:
+    """One worker in one life, from before it is connected."""
+
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        on_listening: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.is_listening = False
+        self.outbox = _Outbox()
+        self._host = host
+        self._engine = host.engine
+        self._on_listening = on_listening
+        self._client_index = self._engine.connect(self._send)
+        self._is_welcome = False
+        self._is_sending_soon = False
+        self._calls = Calls()
+        self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
+        self._adding: dict[str, asyncio.Task[None]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._line = Line(
+            context, address, listens=True, on_message=self._on_message, on_room=self._send
+        )
+
+    def quit(self, exit_code: int) -> None:
+        """Have it close what is open, and end."""
+        self._say(Quit(exit_code))
+
+    def close(self) -> int:
+        """It is gone. Returns how many requests of it are dropped."""
+        self._line.close()
+        self._engine.disconnect(self._client_index)
+        num_requests = len(self._samples) + len(self._adding)
+        for task in (*self._adding.values(), *self._answering):
+            task.cancel()
+        self._calls.fail(EngineDeadError(f"{self.name} has ended"))
+        for samples in self._samples.values():
+            self._engine.drop(samples)
+        self._samples.clear()
+        return num_requests
+
+    async def ask(self, question: Question[Any]) -> Any:
+        """Its answer; None if it does not answer in time, or is gone."""
+        number, future = self._calls.begin()
+        self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return decoder(question.answer_type).decode(await future)
+        except (TimeoutError, AioserveError):
+            return None
+
+    def on_end(self, samples: Samples) -> None:
+        """A sample has ended, and has not been taken off the list of those that live."""
+        if samples.num_live == 1:
+            self._samples.pop(samples.request_id, None)
+        self._send_soon()
+
+    def _on_message(self, message: bytes) -> None:
+        if not self._is_welcome:
+            self._greet(_hello.decode(message))
+            return
+        for said in _to_engine.decode(message).messages:
+            match said:
+                case Add():
+                    self._add(said)
+                case Drop(request_id):
+                    self._drop(request_id)
+                case Stopped(num_tokens):
+                    self._stop(num_tokens)
+                case Abort(request_id):
+                    if request_id in self._samples or request_id in self._adding:
+                        self._engine.abort(request_id)
+                case Ask(call_id, question):
+                    self._spawn(self._answer(call_id, bytes(question)))
+                case Reply(call_id, answer, failure):
+                    error = None if failure is None else failure.to_error()
+                    self._calls.settle(call_id, bytes(answer), error)
+                case Listening():
+                    self.is_listening = True
+                    self._on_listening()
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.version != __version__:
+            refusal = f"it is version {hello.version}, the engine is {__version__}: start anew"
+            self._line.send(encoder.encode(Greeting(refusal, NO_ANSWER)))
+            return
+        self._is_welcome = True
+        engine = self._engine
+        welcome = Welcome(
+            engine.config,
+            self._client_index,
+            engine.max_model_len,
+            engine.can_pool,
+            engine.tells_prompts,
+            dict(engine.adapters.paths),
+        )
+        self._line.send(encoder.encode(Greeting("", msgspec.Raw(encoder.encode(welcome)))))
+
+    def _add(self, add: Add) -> None:
+        try:
+            spec = decode_spec(add)
+        except msgspec.ValidationError as error:
+            self._say(Reply(add.call_id, NO_ANSWER, Failure.of(error)))
+            return
+        spec = msgspec.structs.replace(spec, client_index=self._client_index)
+
+        async def run() -> None:
+            failure = None
+            try:
+                samples = await self._engine.accept(
+                    spec,
+                    add.adapter,
+                    add.timeout,
+                    lambda request, samples: _ForwardedState(request, samples, self),
+                )
+                if samples.num_live:
+                    self._samples[spec.request_id] = samples
+            except Exception as error:
+                failure = Failure.of(error)
+                if not isinstance(error, AioserveError):
+                    logger.exception("%s could not be accepted", spec.request_id)
+            self._say(Reply(add.call_id, NO_ANSWER, failure))
+
+        def forget(task: asyncio.Task[None]) -> None:
+            if self._adding.get(spec.request_id) is task:
+                del self._adding[spec.request_id]
+
+        self._adding[spec.request_id] = task = asyncio.create_task(run())
+        task.add_done_callback(forget)
+
+    def _drop(self, request_id: str) -> None:
+        if (task := self._adding.get(request_id)) is not None:
+            task.cancel()
+        if (samples := self._samples.pop(request_id, None)) is not None:
+            self.outbox.forget(samples.ids)
+            self._engine.drop(samples)
+
+    def _stop(self, num_tokens: dict[str, int]) -> None:
+        self.outbox.forget(num_tokens)
+        self._engine.end_stopped(num_tokens)
+        for sample_id in num_tokens:
+            # The id of its request, if that is for one sample; else one of several has ended.
+            samples = self._samples.get(sample_id)
+            if samples is None:
+                self._samples = {i: own for i, own in self._samples.items() if own.num_live}
+            elif not samples.num_live:
+                del self._samples[sample_id]
+
+    async def _answer(self, call_id: int, encoded: bytes) -> None:
+        answer, failure = NO_ANSWER, None
+        try:
+            question = _question.decode(encoded)
+            answer = msgspec.Raw(encoder.encode(await self._host.answer(question, self)))
+        except Exception as error:
+            failure = Failure.of(error)
+            if not isinstance(error, AioserveError):
+                logger.exception("a question of %s could not be answered", self.name)
+        self._say(Reply(call_id, answer, failure))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _say(self, message: Reply | Ask | Quit) -> None:
+        self.outbox.messages.append(message)
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        """What comes in one turn of the loop goes in one message."""
+        if not self._is_sending_soon:
+            self._is_sending_soon = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        """All that is there, if there is room; after each step with outputs of this client."""
+        self._is_sending_soon = False
+        if not self.outbox:
+            return
+        if not self._line.is_full and self._line.send(self.outbox.encode()):
+            self.outbox.clear()
+        else:
+            self.outbox.merge()
+
+
+async def _ask_all(workers: Iterable[WorkerClient], question: Question[Any]) -> list[Any]:
+    return list(await asyncio.gather(*(worker.ask(question) for worker in workers)))

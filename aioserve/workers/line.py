@@ -1,0 +1,133 @@
+"""One end of the connection between a worker and the engine: a ZeroMQ pair on the event loop.
+
+Whole messages, in order, and nothing ever waits. Knows bytes; what they say is `messages`.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+# Messages that are on their way at most, on each side of the connection, before a sender is told
+# that there is no room; the system's own buffer holds some more. A guess: steps for a blink.
+MAX_QUEUED = 32
+
+# Messages that are read before others have a turn on the loop. A guess.
+MAX_AT_ONCE = 64
+
+
+class Line:
+    """To be used, and closed, on the loop on which it was made."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        *,
+        listens: bool,
+        on_message: Callable[[bytes], None],
+        on_room: Callable[[], None],
+    ) -> None:
+        """`listens`: it is the end that is there first. `on_message` gets what the other end sent;
+        `on_room` is called when there is room again after a `send` that found none.
+        """
+        self._on_message = on_message
+        self._on_room = on_room
+        self._loop = asyncio.get_running_loop()
+        self._is_full = False
+        self._is_due = False  # the loop will look at the socket anyway
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.set(zmq.RCVHWM, MAX_QUEUED)
+        if listens:
+            self._socket.bind(address)
+        else:
+            self._socket.connect(address)
+        self._fd = self._socket.fileno()
+        # The descriptor tells that something has changed, once; what, must be asked each time.
+        self._loop.add_reader(self._fd, self._look)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last `send` found no room, and there has been none since."""
+        return self._is_full
+
+    def send(self, message: bytes) -> bool:
+        """False if there is no room: the message is still the caller's."""
+        if self._is_full:
+            return False
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_full = True
+        self._look_again()  # sending may have swallowed the news that something has come
+        return not self._is_full
+
+    def close(self) -> None:
+        """What was not read by the other end is lost. Idempotent."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+
+    @property
+    def _events(self) -> int:
+        return int(self._socket.get(zmq.EVENTS))
+
+    def _look(self) -> None:
+        self._is_due = False
+        for _ in range(MAX_AT_ONCE):
+            if self._socket.closed:
+                return
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._on_message(message)
+        if self._socket.closed:
+            return
+        if self._is_full and self._events & zmq.POLLOUT:
+            self._is_full = False
+            self._on_room()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._is_due or self._socket.closed:
+            return
+        wanted = zmq.POLLIN | zmq.POLLOUT if self._is_full else zmq.POLLIN
+        if self._events & wanted:
+            self._is_due = True
+            self._loop.call_soon(self._look)
+
+
+class Calls:
+    """Questions to the other end that are not answered yet, by number."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._open: dict[int, asyncio.Future[bytes]] = {}
+
+    def begin(self) -> tuple[int, "asyncio.Future[bytes]"]:
+        """A number, and what the answer will be, or an error."""
+        self._last = number = self._last + 1
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._open[number] = future
+        future.add_done_callback(lambda _: self._open.pop(number, None))
+        return number, future
+
+    def is_open(self, number: int) -> bool:
+        """Whether somebody still waits for the answer."""
+        return number in self._open and not self._open[number].done()
+
+    def settle(self, number: int, answer: bytes, error: Exception | None) -> None:
+        """The answer has come; for a call that nobody waits for, nothing happens."""
+        if self.is_open(number):
+            if error is None:
+                self._open[number].set_result(answer)
+            else:
+                self._open[number].set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        """No answer will come any more."""
+        for number in list(self._open):
+            self.settle(number, b"", error)

@@ -1,0 +1,286 @@
+"""What crosses between a worker and the engine's process, as MessagePack.
+
+Requests and outputs are the structs that the engine has anyway. Knows nothing about sockets.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioserve import errors
+from aioserve.config import EngineConfig
+from aioserve.engine.questions import (
+    AbortElsewhere,
+    AdapterPaths,
+    HowAreYou,
+    LoadAdapter,
+    Question,
+    ResetPrefixCache,
+    ShowMetrics,
+    SwitchPolicy,
+    UnloadAdapter,
+)
+from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
+from aioserve.model_source.adapter import NoAdapterError
+from aioserve.outputs import EngineCoreOutput
+from aioserve.request import RequestSpec
+from aioserve.server.responses.store import Kept
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """A worker's first message. Its form never changes: any version can read any other's."""
+
+    version: str
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker must know to serve."""
+
+    config: EngineConfig  # what the settings amount to
+    client_index: int
+    max_model_len: int
+    can_pool: bool
+    tells_prompts: bool
+    adapters: dict[str, Path]
+
+
+class Greeting(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's first message. Its form never changes, either."""
+
+    refusal: str  # why the worker has to end; empty: it is welcome
+    welcome: msgspec.Raw
+
+
+# Of the server, to be answered in the engine's process: what any worker stores, all can find.
+
+
+class KeepResponse(Question[None], frozen=True):
+    """As `ResponseStore.put`."""
+
+    response_id: str
+    kept: Kept
+
+
+class FindResponse(Question[Kept | None], frozen=True):
+    """As `ResponseStore.get`."""
+
+    response_id: str
+
+    answer_type = Kept | None
+
+
+class ForgetResponse(Question[bool], frozen=True):
+    """As `ResponseStore.forget`."""
+
+    response_id: str
+
+    answer_type = bool
+
+
+# Asked of workers.
+
+
+class AbortHere(Question[bool], frozen=True):
+    """Another worker's `AbortElsewhere`."""
+
+    request_id: str
+
+    answer_type = bool
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """How a worker is."""
+
+    loop_lag: float  # seconds, the worst of late
+
+
+class MakeReport(Question[Report], frozen=True):
+    """For the metrics of the whole."""
+
+    answer_type = Report
+
+
+class KnowAdapters(Question[None], frozen=True):
+    """They have changed."""
+
+    adapters: AdapterPaths
+
+
+# From worker to engine.
+
+
+class Add(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """A request, to be answered with a `Reply`."""
+
+    call_id: int
+    spec: bytes  # a `RequestSpec`, of all its samples
+    is_json: bool  # else MessagePack, which knows no integers of more than 64 bits
+    adapter: str
+    timeout: float | None
+
+
+class Drop(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Nobody reads it any more."""
+
+    request_id: str
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """End it; what it has comes as its last output."""
+
+    request_id: str
+
+
+class Stopped(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """By id of a sample: a stop string was found in the last of so many tokens."""
+
+    num_tokens: dict[str, int]
+
+
+class Listening(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The worker takes connections from now on."""
+
+
+# Both ways.
+
+
+class Ask(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """A question, to be answered with a `Reply`."""
+
+    call_id: int
+    question: msgspec.Raw
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """An error, as far as it crosses: what it is, and what it says."""
+
+    kind: str  # the name of its class
+    message: str
+    param: str | None = None
+    retry_after: float = 1.0
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Of one that nobody raised on purpose, its type alone: its text may quote anything."""
+        if not isinstance(error, AioserveError):
+            return cls("", f"internal error ({type(error).__name__})")
+        return cls(
+            type(error).__name__,
+            str(error),
+            error.param if isinstance(error, RequestError) else None,
+            error.retry_after if isinstance(error, EngineOverloadedError) else 1.0,
+        )
+
+    def to_error(self) -> Exception:
+        """As it was raised; one of an unknown class is nobody's fault but ours."""
+        cls = _ERRORS.get(self.kind)
+        if cls is None:
+            return RuntimeError(self.message)
+        if issubclass(cls, RequestError):
+            return cls(self.message, self.param)
+        if issubclass(cls, EngineOverloadedError):
+            return cls(self.message, self.retry_after)
+        return cls(self.message)
+
+
+_ERRORS: dict[str, type[AioserveError]] = {
+    cls.__name__: cls
+    for cls in (*vars(errors).values(), NoAdapterError)
+    if isinstance(cls, type) and issubclass(cls, AioserveError)
+}
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """What came of a call: an answer, or why there is none."""
+
+    call_id: int
+    answer: msgspec.Raw
+    failure: Failure | None = None
+
+
+# From engine to worker.
+
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """These samples get an error instead of more tokens."""
+
+    request_ids: list[str]
+    failure: Failure
+
+
+class Quit(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Close what is open, and end."""
+
+    exit_code: int
+
+
+class ToEngine(msgspec.Struct, array_like=True, frozen=True):
+    """All that a worker has to say now."""
+
+    messages: list[Add | Drop | Abort | Stopped | Listening | Ask | Reply]
+
+
+class ToWorker(msgspec.Struct, array_like=True, frozen=True):
+    """All that the engine has to say to one worker now, in the order in which it is to be read:
+    a request is accepted before it has outputs, and fails after them.
+    """
+
+    messages: list[Reply | Ask | Quit]
+    outputs: list[EngineCoreOutput]  # of a step
+    num_cached_tokens: dict[str, int]  # by sample, with its first output, if there are any
+    vectors: dict[str, bytes]  # of prompts that were pooled, float32, little endian
+    failed: list[Failed]
+
+
+EngineQuestion = (
+    HowAreYou
+    | ShowMetrics
+    | SwitchPolicy
+    | ResetPrefixCache
+    | LoadAdapter
+    | UnloadAdapter
+    | AbortElsewhere
+    | KeepResponse
+    | FindResponse
+    | ForgetResponse
+)
+WorkerQuestion = AbortHere | MakeReport | KnowAdapters
+
+
+def _encode_other(value: Any) -> Any:
+    """Paths as text."""
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Of what `encoder` made of a `kind`."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other)
+
+
+NO_ANSWER = msgspec.Raw(encoder.encode(None))
+_spec_decoder = msgspec.msgpack.Decoder(RequestSpec)
+
+
+def encode_spec(spec: RequestSpec) -> tuple[bytes, bool]:
+    """As `Add` has it: the bytes, and whether they are JSON."""
+    try:
+        return encoder.encode(spec), False
+    except OverflowError:  # JSON clients may write any integers, in a schema for example
+        return msgspec.json.encode(spec), True
+
+
+def decode_spec(add: Add) -> RequestSpec:
+    """What was asked for."""
+    if add.is_json:
+        return msgspec.json.decode(add.spec, type=RequestSpec)
+    return _spec_decoder.decode(add.spec)

@@ -1,0 +1,190 @@
+"""The worker processes of one server: started, watched, started again, ended.
+
+Knows processes and sockets; what is said between them, `host` knows.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_USAGE
+from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError, WorkerError
+from aioserve.server.app import HANDLER_TIMEOUT, url_of
+from aioserve.server.sockets import bind_beside
+from aioserve.workers.host import Host
+
+logger = logging.getLogger(__name__)
+
+# So often in a row a worker may end before it serves: it will not serve the next time, either.
+MAX_FAILED_STARTS = 3
+
+# Seconds before a worker is started again; twice as many each time, unless it served for a while.
+FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.1, 5.0, 10.0
+
+# Seconds in which a worker that was told to end may do so: what handlers have, and as much again.
+QUIT_SECONDS = 3 * HANDLER_TIMEOUT
+
+
+@contextlib.asynccontextmanager
+async def workers_listening(
+    engine: AsyncEngine, sockets: list[socket.socket], stop: Callable[[], None]
+) -> AsyncIterator[str]:
+    """Serve a started `engine` on the addresses of `sockets` inside the block, by workers; yields
+    the URL. `stop` is called when they cannot go on.
+
+    Raises `WorkerError` if that is so.
+    """
+    with tempfile.TemporaryDirectory(prefix="aioserve-") as folder:  # for this user alone
+        pool = WorkerPool(engine, sockets, Path(folder), stop)
+        try:
+            await pool.start()
+            yield url_of(sockets)
+        finally:
+            await pool.close()
+    if pool.failure is not None:
+        raise pool.failure
+
+
+class WorkerPool:
+    """So many workers as the settings say, each kept alive by a task."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        sockets: list[socket.socket],
+        folder: Path,
+        stop: Callable[[], None],
+    ) -> None:
+        """`folder` is private: whoever can write there can speak to the engine."""
+        self.failure: Exception | None = None
+        self._engine = engine
+        self._sockets = sockets
+        self._folder = folder
+        self._stop = stop
+        self._host = Host(engine)
+        self._lives = 0
+        self._closing = asyncio.Event()
+        self._lifeline = os.pipe()  # its other end closes with this process, however that ends
+        self._keepers: list[asyncio.Task[None]] = []
+        self._processes: set[asyncio.subprocess.Process] = set()
+
+    async def start(self) -> None:
+        """Return when all are listening. Raises `WorkerError` if one cannot."""
+        names = [f"worker-{number}" for number in range(self._engine.config.server.api_workers)]
+        starting = set(names)
+        is_up = asyncio.Event()
+
+        def on_listening(name: str) -> None:  # for the first time, or anew
+            starting.discard(name)
+            if not starting:
+                is_up.set()
+
+        for name in names:
+            keeper = self._keep(name, functools.partial(on_listening, name))
+            self._keepers.append(asyncio.create_task(keeper))
+        waiting = asyncio.create_task(is_up.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {waiting, *self._keepers}, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiting.cancel()
+        for task in done - {waiting}:
+            task.result()
+        if (failure := self.failure) is not None:
+            raise failure
+
+    async def close(self) -> None:
+        """Have all workers end, and wait until they have. Idempotent."""
+        self._closing.set()
+        exit_code = EXIT_ENGINE_DEAD if self._engine.errored is not None else 0
+        for worker in self._host.workers:
+            worker.quit(exit_code)
+        try:
+            if self._keepers:
+                _, late = await asyncio.wait(self._keepers, timeout=QUIT_SECONDS)
+                for process in self._processes:  # of those that are late
+                    process.kill()
+                if late:
+                    await asyncio.wait(late)
+        finally:
+            for task in self._keepers:
+                task.cancel()
+            for end in self._lifeline:
+                os.close(end)
+            self._host.shutdown()
+
+    async def _keep(self, name: str, on_listening: Callable[[], None]) -> None:
+        """One worker, life after life, until the server ends."""
+        num_failed, delay = 0, FIRST_DELAY
+        while not self._closing.is_set():
+            since = time.monotonic()
+            exit_code, was_listening = await self._live(name, on_listening)
+            if self._closing.is_set():
+                return
+            num_failed = 0 if was_listening else num_failed + 1
+            if num_failed == MAX_FAILED_STARTS or (num_failed and exit_code == EXIT_USAGE):
+                times = "" if num_failed == 1 else f" {num_failed} times"
+                self._fail(
+                    WorkerError(
+                        f"{name} has ended{times} before it served, with exit code {exit_code}: "
+                        "its own last line says why"
+                    )
+                )
+                return
+            if time.monotonic() - since > STEADY_SECONDS:
+                delay = FIRST_DELAY
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY)
+
+    async def _live(self, name: str, on_listening: Callable[[], None]) -> tuple[int, bool]:
+        """One life: its exit code, and whether it has served."""
+        self._lives += 1
+        address = f"ipc://{self._folder}/{self._lives}"
+        worker = self._host.open(name, address, on_listening)
+        try:
+            process = await self._spawn(address)
+            self._processes.add(process)
+            exit_code = await process.wait()
+            self._processes.discard(process)
+        finally:
+            num_dropped = self._host.close(worker)
+        if not self._closing.is_set():
+            logger.error(
+                "%s (process %d) has ended with exit code %d: its %d requests are aborted",
+                *(name, process.pid, exit_code, num_dropped),
+            )
+        return exit_code, worker.is_listening
+
+    async def _spawn(self, address: str) -> asyncio.subprocess.Process:
+        """On sockets of its own for the addresses that we hold: the system spreads connections
+        over all that listen, and over the others when it dies.
+        """
+        own = [bind_beside(sock) for sock in self._sockets]
+        try:
+            inherited = (self._lifeline[0], *(sock.fileno() for sock in own))
+            command = ("-m", "aioserve.workers.worker", address, *map(str, inherited))
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                pass_fds=inherited,
+                start_new_session=True,  # Ctrl-C is for the engine's process
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start a worker: {error}") from error
+        finally:
+            for sock in own:
+                sock.close()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._stop()

@@ -1,0 +1,364 @@
+"""An engine in another process, as its front half in a worker: what the server asks of an engine.
+
+Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Knows no HTTP.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import zmq
+
+from aioserve.engine.clock import Clock, LoopLag, clock_of
+from aioserve.engine.front import Answer, EngineFront, Register
+from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.pooling import PoolingDoor
+from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
+from aioserve.engine.samples import Samples
+from aioserve.errors import ConfigError, EngineDeadError, UnknownModelError
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import EngineCoreOutput, FinishReason
+from aioserve.request import Request, RequestSpec
+from aioserve.server.responses.store import Kept
+from aioserve.version import __version__
+from aioserve.workers.line import Calls, Line
+from aioserve.workers.messages import (
+    NO_ANSWER,
+    Abort,
+    AbortHere,
+    Add,
+    Ask,
+    Drop,
+    Failure,
+    FindResponse,
+    ForgetResponse,
+    Greeting,
+    Hello,
+    KeepResponse,
+    KnowAdapters,
+    Listening,
+    MakeReport,
+    Quit,
+    Reply,
+    Report,
+    Stopped,
+    ToEngine,
+    ToWorker,
+    Welcome,
+    WorkerQuestion,
+    decoder,
+    encode_spec,
+    encoder,
+)
+
+logger = logging.getLogger(__name__)
+
+# An engine whose loop has not come round in so many seconds is not well. A guess.
+HEALTH_SECONDS = 5.0
+
+_greeting = decoder(Greeting)
+_to_worker = decoder(ToWorker)
+_question = decoder(WorkerQuestion)
+
+
+class RemoteParts(NamedTuple):
+    """What the front half is made of."""
+
+    input_processor: InputProcessor
+    pooling: PoolingDoor
+    output_processor: OutputProcessor
+    clock: Clock
+
+
+class KnownAdapters:
+    """Which adapters the engine has, as it told us last."""
+
+    def __init__(self, model: str, paths: Mapping[str, Path]) -> None:
+        self._model = model
+        self.paths = paths
+
+    def check_name(self, name: str) -> None:
+        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
+        if name != self._model and name not in self.paths:
+            known = ", ".join(map(repr, (self._model, *self.paths)))
+            raise UnknownModelError(
+                f"model {name!r} does not exist; this server has {known}", param="model"
+            )
+
+
+class _StopCounts:
+    """Counts nothing but the tokens of those that a stop string has ended: the engine does."""
+
+    def __init__(self) -> None:
+        self.num_generation_tokens = 0
+        self.num_tokens: dict[str, int] = {}
+
+    def on_prompt_computed(self, request: Request, now: float) -> None:
+        pass
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        pass
+
+    def on_finished(
+        self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
+    ) -> None:
+        if reason is FinishReason.STOP:
+            self.num_tokens[request.request_id] = num_output_tokens
+
+
+class RemoteEngine(EngineFront[RemoteParts]):
+    """Made, started and closed in one event loop. It dies with its engine, and for good."""
+
+    def __init__(self, address: str) -> None:
+        """Nothing is known yet: `start` learns it."""
+        #: What ends one request, or a response of several, of this worker.
+        self.abort_here: Callable[[str], bool] = self.abort
+        #: Set when the engine wants us to end: our exit code.
+        self.is_over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._adapters: KnownAdapters | None = None
+        self._parts: RemoteParts | None = None
+        self._error: EngineDeadError | None = None
+        self._counts = _StopCounts()
+        self._loop_lag = LoopLag()
+        self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls = Calls()
+        self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
+        self._unsent: list[Add | Drop | Abort | Stopped | Listening | Ask | Reply] = []
+        self._is_sending_soon = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._line = Line(
+            self._context,
+            address,
+            listens=False,
+            on_message=self._on_message,
+            on_room=self._send,
+        )
+
+    @property
+    def adapters(self) -> KnownAdapters:
+        if self._adapters is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._adapters
+
+    async def start(self) -> None:
+        """Say who we are, and learn what to serve. Raises `ConfigError` if we are refused, or the
+        tokenizer cannot be read here.
+        """
+        self._line.send(encoder.encode(Hello(__version__)))
+        greeting: Greeting = _greeting.decode(await self._greeting)
+        if greeting.refusal:
+            raise ConfigError(f"the engine refuses this worker: {greeting.refusal}")
+        welcome: Welcome = decoder(Welcome).decode(greeting.welcome)
+        self.config = config = welcome.config
+        self.model_info = info = ModelInfo(config.model)
+        self.max_model_len = welcome.max_model_len
+        self._adapters = KnownAdapters(config.model.served_name, welcome.adapters)
+        self._parts = RemoteParts(
+            InputProcessor(
+                info,
+                welcome.max_model_len,
+                # Of workers with the same seed, all would draw the same.
+                config.runner.seed + (welcome.client_index << 32),
+                tells_prompts=welcome.tells_prompts,
+            ),
+            PoolingDoor(info, can_pool=welcome.can_pool),
+            OutputProcessor(info.tokenizer, self._counts, may_wait=False),
+            clock_of(asyncio.get_running_loop()),
+        )
+
+    def begin(self) -> None:
+        """We take connections from now on."""
+        self._say(Listening())
+
+    def die(self, reason: str) -> None:
+        """The engine is gone: everybody here hears it."""
+        self._error = EngineDeadError(f"the engine has died: {reason}")
+        self._calls.fail(self._error)
+        if self._parts is not None:
+            self._parts.output_processor.fail_requests(None, self._error, self._parts.clock())
+
+    def close(self) -> None:
+        """Nothing is sent or received any more."""
+        self._line.close()
+        self._context.term()
+        if self._parts is not None:
+            self._parts.input_processor.close()
+
+    def abort(self, request_id: str) -> bool:
+        if self._parts is None or self._error is not None:
+            return False
+        return self._abort_if_here(request_id, self._parts)
+
+    async def ask(self, question: Question[Answer]) -> Answer:
+        asked: Question[Any] = question
+        match asked:
+            case HowAreYou():
+                return cast(Answer, await self._ask_health(asked))
+            case AbortElsewhere() if self._error is not None:
+                return cast(Answer, False)
+        return await self._ask(question)
+
+    async def _ask_health(self, question: HowAreYou) -> Health:
+        if self._error is not None:
+            return Health(cause_of_death=str(self._error))
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return await self._ask(question)
+        except TimeoutError:
+            return Health(trouble=f"the engine has not answered in {HEALTH_SECONDS:g} s")
+
+    async def _ask(self, question: Question[Answer]) -> Answer:
+        self._alive()
+        number, future = self._calls.begin()
+        self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
+        answer: Answer = decoder(question.answer_type).decode(await future)
+        return answer
+
+    def _alive(self) -> RemoteParts:
+        if self._error is not None:
+            raise EngineDeadError(str(self._error)) from self._error
+        if self._parts is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._parts
+
+    def _arriving(self, num_tokens: int, parts: RemoteParts) -> AbstractContextManager[None]:
+        return nullcontext()  # whether there is room in the queue, the engine knows
+
+    async def _submit(
+        self,
+        spec: RequestSpec,
+        samples: Samples,
+        adapter: str,
+        seconds: float | None,
+        register: Register,
+        parts: RemoteParts,
+    ) -> None:
+        self._alive()
+        requests = [Request(own) for own in samples.specs(spec)]
+
+        def accept() -> None:
+            for index, request in enumerate(requests):
+                register(request, index)
+
+        number, future = self._calls.begin()
+        # Not before: until then there may be outputs of one that had its id, and was dropped.
+        self._accepting[number] = accept
+        samples.let_go = lambda: self._say(Abort(samples.request_id))
+        try:
+            self._say(Add(number, *encode_spec(spec), adapter, seconds))
+            await future
+        finally:
+            samples.let_go = None
+            del self._accepting[number]
+
+    def _drop(self, samples: Samples, parts: RemoteParts) -> None:
+        if parts.output_processor.samples_of(samples.request_id) is not samples:
+            return  # it has ended
+        parts.output_processor.drop(samples, parts.clock())
+        if self._error is None:
+            self._say(Drop(samples.request_id))
+
+    def _abort(self, samples: Samples, parts: RemoteParts) -> bool:
+        self._say(Abort(samples.request_id))
+        return True
+
+    def _on_message(self, message: bytes) -> None:
+        if not self._greeting.done():
+            self._greeting.set_result(message)
+            return
+        said: ToWorker = _to_worker.decode(message)
+        parts = self._parts
+        for one in said.messages:
+            match one:
+                case Reply(call_id, answer, failure):
+                    accept = self._accepting.get(call_id)
+                    if accept is not None and failure is None and self._calls.is_open(call_id):
+                        accept()
+                    error = None if failure is None else failure.to_error()
+                    self._calls.settle(call_id, bytes(answer), error)
+                case Ask(call_id, question):
+                    self._answer(call_id, bytes(question))
+                case Quit(exit_code):
+                    if not self.is_over.done():
+                        self.is_over.set_result(exit_code)
+        if parts is None:
+            return
+        if said.outputs:
+            self._deliver(said, parts)
+        for failed in said.failed:
+            error = failed.failure.to_error()
+            parts.output_processor.fail_requests(failed.request_ids, error, parts.clock())
+
+    def _deliver(self, said: ToWorker, parts: RemoteParts) -> None:
+        for request_id, num_tokens in said.num_cached_tokens.items():
+            parts.output_processor.set_num_cached_tokens(request_id, num_tokens)
+        outputs = said.outputs
+        if said.vectors:
+            outputs = [_with_vector(output, said.vectors) for output in outputs]
+        stopped = parts.output_processor.process_outputs(outputs, parts.clock())
+        if stopped:
+            counted = self._counts.num_tokens
+            self._say(Stopped({sample_id: counted[sample_id] for sample_id in stopped}))
+        self._counts.num_tokens.clear()
+
+    def _answer(self, call_id: int, encoded: bytes) -> None:
+        answer: Any = None
+        failure = None
+        try:
+            match _question.decode(encoded):
+                case AbortHere(request_id):
+                    answer = self.abort_here(request_id)
+                case MakeReport():
+                    answer = Report(self._loop_lag())
+                case KnowAdapters(adapters):
+                    self.adapters.paths = adapters.paths
+        except Exception as error:
+            logger.exception("a question of the engine could not be answered")
+            failure = Failure.of(error)
+        told = NO_ANSWER if failure else msgspec.Raw(encoder.encode(answer))
+        self._say(Reply(call_id, told, failure))
+
+    def _say(self, message: Add | Drop | Abort | Stopped | Listening | Ask | Reply) -> None:
+        """What comes in one turn of the loop goes in one message."""
+        self._unsent.append(message)
+        if not self._is_sending_soon:
+            self._is_sending_soon = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_sending_soon = False
+        if self._unsent and self._line.send(encoder.encode(ToEngine(self._unsent))):
+            self._unsent = []
+
+
+def _with_vector(output: EngineCoreOutput, vectors: Mapping[str, bytes]) -> EngineCoreOutput:
+    import numpy as np
+
+    if output.request_id not in vectors:
+        return output
+    vector = np.frombuffer(vectors[output.request_id], dtype="<f4").astype(np.float32)
+    return msgspec.structs.replace(output, embedding=vector)
+
+
+class RemoteResponses:
+    """`ResponseStore`, kept by the engine's process for all workers."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    async def get(self, response_id: str) -> Kept | None:
+        """None if it was never stored, or is forgotten."""
+        return await self._engine.ask(FindResponse(response_id))
+
+    async def put(self, response_id: str, kept: Kept) -> None:
+        """Keep it; those that were not asked for the longest are forgotten for it."""
+        await self._engine.ask(KeepResponse(response_id, kept))
+
+    async def forget(self, response_id: str) -> bool:
+        """False if there is none of that id."""
+        return await self._engine.ask(ForgetResponse(response_id))

@@ -1,0 +1,108 @@
+"""One worker process: an HTTP server in front of an engine in another process.
+
+Ends when the engine wants it to, and with the engine. Knows sockets and exit codes; what it serves,
+it learns from the engine.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
+from aioserve.errors import AioserveError, ConfigError
+from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
+from aioserve.server.running import RunningResponses
+from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker; returns its exit code."""
+    # A signal to all processes means the engine's: that drains, and then tells us to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser("aioserve.workers.worker")
+    parser.add_argument("address", help="where the engine is")
+    parser.add_argument("lifeline", type=int, help="a descriptor that ends with the engine")
+    parser.add_argument("sockets", type=int, nargs="+", help="descriptors to listen on")
+    given = parser.parse_args(argv)
+    sockets = [socket.socket(fileno=number) for number in given.sockets]
+    try:
+        return run(_serve(given.address, given.lifeline, sockets))
+    except AioserveError as error:
+        print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> int:
+    engine = RemoteEngine(address)
+    try:
+        has_died = _watch(lifeline)
+        starting = asyncio.create_task(engine.start())
+        await asyncio.wait({starting, has_died}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return EXIT_ENGINE_DEAD
+        starting.result()
+        logging.getLogger().setLevel(engine.config.server.log_level.upper())
+        running = RunningResponses(engine)
+        engine.abort_here = running.abort
+        async with listening(engine, sockets, RemoteResponses(engine), running):
+            exempt_from_garbage_collection()
+            engine.begin()
+            ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if engine.is_over.done():
+                return engine.is_over.result()
+            logger.critical("the engine's process has ended")
+            engine.die("its process has ended")
+            return EXIT_ENGINE_DEAD
+    finally:
+        engine.close()
+        gc.unfreeze()
+
+
+def _watch(lifeline: int) -> "asyncio.Future[None]":
+    """Done when the engine's process has ended. Then this one does soon, even if its loop hangs."""
+    loop = asyncio.get_running_loop()
+    has_died: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not has_died.done():
+            has_died.set_result(None)
+
+    def wait() -> None:
+        os.read(lifeline, 1)  # nobody writes: it returns when the other end is closed
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has ended by itself
+            return
+        _end_late()
+
+    threading.Thread(target=wait, name="aioserve-lifeline", daemon=True).start()
+    return has_died
+
+
+def _end_late() -> None:
+    """End the process unless it has ended by itself; handlers have their time first."""
+    threading.Event().wait(3 * HANDLER_TIMEOUT)
+    os._exit(EXIT_ENGINE_DEAD)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    )
+    sys.exit(main())

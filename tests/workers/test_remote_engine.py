@@ -1,0 +1,273 @@
+"""The front half in a worker: requests, outputs and refusals as in the engine's process."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.questions import (
+    AbortElsewhere,
+    HowAreYou,
+    ResetPrefixCache,
+    ShowMetrics,
+    SwitchPolicy,
+)
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    RequestIdInUseError,
+    RunnerDeadError,
+    UnknownModelError,
+)
+from aioserve.outputs import FinishReason
+from aioserve.pooling_params import PoolingParams
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.sampling_params import SamplingParams
+from aioserve.server.responses.store import Kept
+from aioserve.structured_outputs import StructuredOutputs
+from aioserve.workers import remote_engine
+from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
+from tests.server.serving import SIMULATED
+from tests.workers.joined import idle, joined, read
+
+MODEL = EngineConfig(cache=CacheConfig(num_kv_blocks=256), runner=RunnerConfig(threads=1))
+SLOW = msgspec.structs.replace(SIMULATED, runner=RunnerConfig(runner="simulated", step_base_ms=5))
+ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+CASES = {
+    "greedy": ("Who's there?", SamplingParams(temperature=0, max_tokens=24)),
+    "seeded": ("Who's there?", SamplingParams(seed=7, max_tokens=24)),
+    "samples": ("Who's there?", SamplingParams(seed=7, n=3, max_tokens=9, stop="e")),
+    "at the end": ("Enter", SamplingParams(seed=1, max_tokens=20, output_kind="final_only")),
+    "at the end, all of them": (
+        "Enter",
+        SamplingParams(seed=1, n=2, max_tokens=20, output_kind="final_only", stop=("th", "zz")),
+    ),
+    "stopped": (
+        "O Romeo",
+        SamplingParams(temperature=0, max_tokens=60, stop=(",",), include_stop_str_in_output=True),
+    ),
+    "logprobs": ("O Romeo", SamplingParams(seed=3, max_tokens=5, logprobs=2, prompt_logprobs=1)),
+    "ids": (
+        [5, 6, 7],
+        SamplingParams(seed=3, max_tokens=5, logit_bias={9: 20.0}, detokenize=False),
+    ),
+    "chat": ([{"role": "user", "content": "Speak!"}], SamplingParams(temperature=0, max_tokens=9)),
+    "choice": (
+        "Say",
+        SamplingParams(structured_outputs=StructuredOutputs(choice=("yes", "no")), seed=5),
+    ),
+    "bad words": ("the", SamplingParams(temperature=0, max_tokens=9, bad_words=("the", "and"))),
+    "pooled": ("A vector", PoolingParams()),
+}
+
+
+async def test_all_that_comes_of_a_request_is_the_same_with_a_worker():
+    async with joined(MODEL) as (engine, _, [remote], _):
+        for name, (prompt, params) in CASES.items():
+            here = await read(engine, prompt, params, request_id="x", cache_salt="here")
+            there = await read(remote, prompt, params, request_id="x", cache_salt="there")
+            await idle(engine)  # what a stop string has ended, it hears of later than the reader
+            for one, other in zip(here, there, strict=True):
+                if one.embedding is not None:
+                    np.testing.assert_array_equal(one.embedding, other.embedding)
+                    one.embedding = other.embedding = None
+                assert one == other, name
+        long = "A prompt with some tokens that are found the second time. " * 4
+        for front in (engine, remote):
+            [output] = await read(front, long, SamplingParams(max_tokens=1, temperature=0))
+            cached = output.num_cached_tokens
+        assert cached > 16
+
+
+async def test_integers_that_messagepack_does_not_know_cross():
+    schema = {"enum": [10**30]}
+    params = SamplingParams(
+        structured_outputs=StructuredOutputs(json=schema), max_tokens=10**20, temperature=0
+    )
+    async with joined(MODEL) as (engine, _, [remote], _):
+        [here], [there] = [await read(front, "Say", params) for front in (engine, remote)]
+        assert here.text == there.text != ""
+
+
+async def test_what_is_refused_is_refused_in_the_same_words():
+    config = msgspec.structs.replace(MODEL, scheduler=SchedulerConfig(max_waiting_requests=1))
+    bad = [
+        ("", None, {}),
+        ("x " * 5000, None, {}),
+        ("x", SamplingParams(structured_outputs=StructuredOutputs(regex="(")), {}),
+        ("x", SamplingParams(stop_token_ids=(10**9,)), {}),
+        ("x", PoolingParams(dimensions=3), {}),
+        ("x", None, {"adapter": "nobody's"}),
+        ("x", None, {"timeout": 0}),
+        ("x", SamplingParams(n=3), {}),  # two of them are one too many for the queue
+    ]
+    async with joined(config) as (engine, _, [remote], _):
+        for prompt, params, fields in bad:
+            errors = []
+            for front in (engine, remote):
+                with pytest.raises((RequestError, EngineOverloadedError)) as caught:
+                    await front.add_request(prompt, params, **fields)
+                error = caught.value
+                errors.append((type(error), str(error), vars(error).get("param")))
+            assert errors[0] == errors[1]
+        await idle(engine)
+
+
+async def test_a_reader_that_leaves_frees_its_blocks_and_its_id():
+    async with joined(SLOW) as (engine, _, [remote], [client]):
+        for _ in range(3):
+            async with await remote.add_request([1, 2, 3], ENDLESS, request_id="x") as stream:
+                await anext(stream)
+                assert engine.get_stats().num_running_reqs == 1
+        await idle(engine)
+        assert not client._samples
+
+
+async def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_one_before():
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    async with joined(SIMULATED) as (_, _, [remote], _):
+        [alone] = await read(remote, [9, 9, 9], params, request_id="x")
+        for _ in range(5):
+            async with await remote.add_request([1, 2], ENDLESS, request_id="x") as stream:
+                await anext(stream)
+            [again] = await read(remote, [9, 9, 9], params, request_id="x")
+            assert again.token_ids == alone.token_ids
+
+
+async def test_an_id_that_another_worker_has_is_in_use():
+    async with joined(SLOW, 2) as (_, _, [one, other], _):
+        async with await one.add_request([1], ENDLESS, request_id="x") as stream:
+            await anext(stream)
+            with pytest.raises(RequestIdInUseError):
+                await other.add_request([1], ENDLESS, request_id="x")
+        assert await read(other, [1], SamplingParams(max_tokens=1), request_id="x")
+
+
+async def test_an_abort_reaches_the_requests_of_other_workers():
+    async with joined(SLOW, 2) as (engine, _, [one, other], _):
+        async with await one.add_request([1], ENDLESS, request_id="x") as stream:
+            await anext(stream)
+            assert not other.abort("x")
+            assert await other.ask(AbortElsewhere("x"))
+            assert not await other.ask(AbortElsewhere("y"))
+            assert [o.finish_reason async for o in stream][-1] is FinishReason.ABORT
+        await idle(engine)
+
+
+async def test_an_abort_brings_what_there_is_though_nobody_looked_before():
+    params = msgspec.structs.replace(ENDLESS, output_kind="final_only")
+    async with joined(SLOW) as (engine, _, [remote], _):
+        async with await remote.add_request([1], params, request_id="x") as stream:
+            while engine.get_stats().num_decode_tokens < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert remote.abort("x")
+            [output] = [output async for output in stream]
+        assert output.finish_reason is FinishReason.ABORT
+        assert output.num_output_tokens == len(output.token_ids) > 0
+
+
+async def test_a_timeout_is_told():
+    async with joined(SLOW) as (_, _, [remote], _):
+        [output] = await read(remote, [1], ENDLESS, timeout=0.05)
+        assert output.finish_reason is FinishReason.TIMEOUT
+
+
+async def test_a_worker_that_does_not_read_holds_up_nobody_and_misses_nothing():
+    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
+    runner = RunnerConfig(runner="simulated", step_base_ms=0.1, step_decode_us=1)
+    config = msgspec.structs.replace(SIMULATED, runner=runner)
+    async with joined(config, 2) as (engine, _, [slow, quick], [client, _]):
+        stream = await slow.add_request([7], params)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(slow._line._fd)  # as if it were stopped
+        [beside] = await read(quick, [7], params)
+        assert len(beside.token_ids) == 1500
+        await idle(engine)
+        assert client._line.is_full
+        assert len(client.outbox.outputs) == 1  # and not thousands
+        loop.add_reader(slow._line._fd, slow._line._look)
+        slow._line._look()
+        text = "".join([output.text async for output in stream])
+        assert text == beside.text
+
+
+async def test_a_worker_that_is_gone_takes_its_requests_along():
+    async with joined(SLOW, 2) as (engine, host, [one, other], [client, _]):
+        streams = [await one.add_request([i], ENDLESS) for i in range(3)]
+        async with await other.add_request([1], ENDLESS) as stream:
+            await anext(stream)
+            assert host.close(client) == 3
+            assert engine.get_stats().num_running_reqs == 1
+            await anext(stream)
+        await idle(engine)
+        one.die("we are alone")
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="we are alone"):
+                async for _ in stream:
+                    pass
+
+
+async def test_an_engine_that_dies_tells_the_readers_of_its_workers(monkeypatch):
+    compute = SimulatedRunner._compute
+
+    def die(runner, step):
+        if step.step_id == 20:
+            raise RunnerDeadError("the device is gone")
+        return compute(runner, step)
+
+    monkeypatch.setattr(SimulatedRunner, "_compute", die)
+    async with joined(SLOW) as (_, _, [remote], _):
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await read(remote, [1], ENDLESS)
+        assert "the device is gone" in (await remote.ask(HowAreYou())).cause_of_death
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await remote.add_request([1])
+
+
+async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
+    async with joined(SLOW) as (engine, _, [remote], _):
+        async with await remote.add_request([1], ENDLESS) as stream:
+            await anext(stream)
+            draining = asyncio.create_task(engine.shutdown(drain_timeout=30))
+            await asyncio.sleep(0)
+            assert (await remote.ask(HowAreYou())).is_draining
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await remote.add_request([1])
+        await draining  # the last reader has left
+
+
+async def test_a_worker_of_another_version_is_refused(monkeypatch):
+    async with joined(SIMULATED) as (_, host, _, [client]):
+        monkeypatch.setattr(remote_engine, "__version__", "0.0.1")
+        address = client._line._socket.last_endpoint.decode() + "-new"
+        host.open("late", address, lambda: None)
+        late = RemoteEngine(address)
+        with pytest.raises(ConfigError, match=r"it is version 0\.0\.1, the engine is"):
+            await late.start()
+        late.close()
+
+
+async def test_what_the_server_asks_is_answered_by_the_whole():
+    async with joined(SIMULATED, 2) as (engine, _, [one, other], _):
+        await read(one, [1] * 40, SamplingParams(max_tokens=3))
+        await read(other, [1] * 40, SamplingParams(max_tokens=4))
+        text = (await one.ask(ShowMetrics())).decode()
+        assert "aioserve_generation_tokens_total 7.0" in text
+        for process in ("engine", "worker-0", "worker-1"):
+            assert f'aioserve_event_loop_lag_seconds{{process="{process}"}}' in text
+        before = await one.ask(SwitchPolicy("priority", {}))
+        assert (before.policy, engine.config.scheduler.policy) == ("chunked_prefill", "priority")
+        with pytest.raises(ConfigError, match="no-such"):
+            await one.ask(SwitchPolicy("no-such", {}))
+        assert await other.ask(ResetPrefixCache()) is True
+        await RemoteResponses(one).put("r", Kept(b"[]", b"{}"))
+        assert await RemoteResponses(other).get("r") == Kept(b"[]", b"{}")
+        assert await RemoteResponses(other).forget("r")
+        assert await RemoteResponses(one).get("r") is None
+        with pytest.raises(UnknownModelError, match="this server has 'embedded'"):
+            one.adapters.check_name("x")
