@@ -54,8 +54,8 @@ class Line:
         return self._is_full
 
     def send(self, message: bytes) -> bool:
-        """False if there is no room: the message is still the caller's."""
-        if self._is_full:
+        """False if there is no room, or it is closed: the message is still the caller's."""
+        if self._is_full or self._socket.closed:
             return False
         try:
             self._socket.send(message, zmq.NOBLOCK)

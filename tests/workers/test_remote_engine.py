@@ -140,11 +140,12 @@ async def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_one_before()
 
 
 async def test_an_id_that_another_worker_has_is_in_use():
-    async with joined(SLOW, 2) as (_, _, [one, other], _):
+    async with joined(SLOW, 2) as (engine, _, [one, other], _):
         async with await one.add_request([1], ENDLESS, request_id="x") as stream:
             await anext(stream)
             with pytest.raises(RequestIdInUseError):
                 await other.add_request([1], ENDLESS, request_id="x")
+        await idle(engine)  # it knows that the reader has left
         assert await read(other, [1], SamplingParams(max_tokens=1), request_id="x")
 
 
