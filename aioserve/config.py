@@ -126,6 +126,28 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool, Meta(description="share the blocks of equal prompt prefixes")
     ] = True
+    kv_connector: Annotated[
+        Literal["none", "memory", "disk"],
+        Meta(
+            description="where else KV blocks are kept; memory: those that the pool evicts, in "
+            "host memory; disk: all that are computed, in a directory that engines may share"
+        ),
+    ] = "none"
+    kv_connector_gib: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="most host memory for such blocks, taken as it fills"),
+    ] = 1.0
+    kv_connector_path: Annotated[
+        str | None, Meta(description="the directory of --kv-connector disk")
+    ] = None
+    kv_connector_disk_gib: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="most bytes of that directory, of all who share it; the oldest go first"),
+    ] = 10.0
+    kv_role: Annotated[
+        Literal["both", "producer", "consumer"],
+        Meta(description="whether the engine hands blocks to the connector, takes them, or both"),
+    ] = "both"
     watermark: Annotated[
         float,
         Meta(ge=0, lt=1, description="share of the pool that admission keeps free"),
@@ -482,6 +504,24 @@ _RULES = (
         ("kv_cache_gib",),
         lambda config: config.cache.num_kv_blocks is None,
         "cache.num_kv_blocks says how large the KV pool is",
+    ),
+    _Rule(
+        "cache",
+        ("kv_connector_gib", "kv_role"),
+        lambda config: config.cache.kv_connector != "none",
+        "cache.kv_connector is none",
+    ),
+    _Rule(
+        "cache",
+        ("kv_connector_path", "kv_connector_disk_gib"),
+        lambda config: config.cache.kv_connector == "disk",
+        "cache.kv_connector is not disk",
+    ),
+    _Rule(
+        "cache",
+        ("kv_connector",),
+        lambda config: config.cache.enable_prefix_caching,
+        "cache.enable_prefix_caching is off, so no block is found again",
     ),
     _Rule(
         "shadow",

@@ -57,6 +57,9 @@ class WaitReason(enum.StrEnum):
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
     PREEMPTED = "preempted"  # it gave way in this very step
+    REMOTE_KVS = (
+        "remote_kvs"  # its blocks are being read: it is in no line, and nobody waits for it
+    )
     IN_FLIGHT = "in_flight"  # preempted; a step that still has it is not back
     POLICY = "policy"  # the policy did not ask for it
 
@@ -136,6 +139,7 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
@@ -182,6 +186,7 @@ class Request:
         self.num_target_tokens = self.num_tokens  # what `num_computed_tokens` chases
         self.num_preemptions = 0  # how often it lost its blocks
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
+        self.num_external_tokens = 0  # of these, loaded from outside the KV cache
         self.draft_token_ids: list[int] = []  # to be verified by its next step
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
         self.wait_step_id = 0  # the last step in which it was passed over with a reason

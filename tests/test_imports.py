@@ -50,6 +50,7 @@ ALLOWED = {
     },
     "aioserve.kv_cache": {"aioserve.errors", "aioserve.request"},
     "aioserve.routing": {"aioserve.errors", "aioserve.kv_cache.events", "aioserve.nearest"},
+    "aioserve.kv_connector": {"aioserve.errors", "aioserve.kv_cache", "aioserve.request"},
     "aioserve.scheduler": {
         "aioserve.config",
         "aioserve.errors",
@@ -62,6 +63,8 @@ ALLOWED = {
     },
     "aioserve.kernels": {"aioserve.errors"},
     "aioserve.runner": {
+        "aioserve.kv_connector",
+        "aioserve.kv_cache",
         "aioserve.config",
         "aioserve.errors",
         "aioserve.kernels",
@@ -93,6 +96,8 @@ ALLOWED = {
         "aioserve.version",
     },
     "aioserve.engine": {
+        "aioserve.kv_connector",
+        "aioserve.version",
         "aioserve.output_file",
         "aioserve.config",
         "aioserve.errors",
@@ -144,6 +149,7 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.testing": {
+        "aioserve.kv_connector",
         "aioserve.config",
         "aioserve.errors",
         "aioserve.kv_cache",

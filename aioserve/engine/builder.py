@@ -19,13 +19,14 @@ from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore
 from aioserve.engine.delivery import Delivery
 from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.kv_connector import check_connector, make_connector
 from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.request_log import RequestLog
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVEvent
+from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent
 from aioserve.model_info import ModelInfo
 from aioserve.output_file import check_writable
 from aioserve.runner.interface import RunnerInterface
@@ -92,6 +93,7 @@ class EngineBuilder:
         check_writable(config.scheduler.request_log, "request log")
         if runner is None:
             config.check_effects()
+            check_connector(config)
             runner = make_runner(config, model_info)
         self.runner = runner
         self.config, self._metrics = _with_runner(config, runner), metrics
@@ -111,7 +113,9 @@ class EngineBuilder:
         """The parts around the runner, which is loaded. Raises `ConfigError` or `PolicyError`."""
         config, clock, metrics = self.config, self._clock, self._metrics
         kv_cache = self._make_kv_cache(
-            self.runner.num_kv_blocks, record_events=on_kv_event is not None
+            self.runner.num_kv_blocks,
+            record_events=on_kv_event is not None,
+            connector=make_connector(config, self._model_info, self.runner, metrics.kv_connector),
         )
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         scheduler = self._make_scheduler(kv_cache, max_model_len)
@@ -165,7 +169,13 @@ class EngineBuilder:
             self.runner.tells_prompts,
         )
 
-    def _make_kv_cache(self, num_blocks: int, *, record_events: bool = False) -> KVCacheManager:
+    def _make_kv_cache(
+        self,
+        num_blocks: int,
+        *,
+        record_events: bool = False,
+        connector: KVConnectorBase | None = None,
+    ) -> KVCacheManager:
         cache = self.config.cache
         return KVCacheManager(
             num_blocks,
@@ -173,6 +183,7 @@ class EngineBuilder:
             enable_prefix_caching=cache.enable_prefix_caching,
             watermark=cache.watermark,
             record_events=record_events,
+            connector=connector,
         )
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
@@ -287,6 +298,10 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
+        if config.cache.kv_connector != "none":
+            raise ConfigError(
+                "cache.kv_connector is for the CPU: give --device cpu, or leave it out"
+            )
         method = config.speculation.speculative_method
         if method == "draft":
             raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, PolicyError, RequestFailedError, RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
-from aioserve.request import Request, RequestStatus
+from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import describe_result, place
@@ -79,6 +79,8 @@ class EngineCore:
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
         self._timer_due = math.inf
         self._throttles: dict[str, _Throttle] = {}
+        if (connector := scheduler.get_kv_connector()) is not None:
+            connector.wake = self._wakeup.set
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises what the scheduler raises."""
@@ -198,6 +200,9 @@ class EngineCore:
         if self._in_flight or not self.scheduler.has_unfinished_requests():
             self._stalled_since = None
             return
+        if set(self.scheduler.get_wait_reasons().values()) == {WaitReason.REMOTE_KVS}:
+            self._stalled_since = None  # nobody whom a policy could serve
+            return
         now = self._clock()
         if self._stalled_since is None:
             self._stalled_since = now
@@ -221,6 +226,8 @@ class EngineCore:
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()
+        if (connector := self.scheduler.get_kv_connector()) is not None:
+            connector.update_connector_output(output.step_id)
         if output.total_num_scheduled_tokens == 0:
             return {}
         return self._update(output, result)

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.engine.adapter_metrics import AdapterMetrics
+from aioserve.engine.kv_connector import KVConnectorMetrics
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, WaitReason
 from aioserve.watch.shadow import Shadow
@@ -115,6 +116,7 @@ class EngineMetrics(Collector):
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
         self.adapters = AdapterMetrics(self._registry)
+        self.kv_connector = KVConnectorMetrics(self._registry)
         #: By process, in seconds: how late its event loop was of late. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
         self.num_prompt_tokens = 0

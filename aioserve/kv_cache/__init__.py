@@ -1,16 +1,28 @@
 """Block ids, reference counts and prefix hashes. No tensors: those belong to the runner."""
 
 from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.connector import (
+    BlockNotes,
+    ExternalPrefix,
+    KVConnectorBase,
+    KVConnectorMetadata,
+    KVConnectorStats,
+)
 from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
 
 __all__ = [
     "AllBlocksCleared",
+    "BlockNotes",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "EncoderCacheManager",
+    "ExternalPrefix",
     "KVCacheManager",
+    "KVConnectorBase",
+    "KVConnectorMetadata",
+    "KVConnectorStats",
     "KVEvent",
 ]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from aioserve.errors import InvariantError
+from aioserve.kv_cache.connector import BlockNotes
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
 
@@ -20,9 +21,18 @@ class BlockPool:
     break this raises `InvariantError`.
     """
 
-    def __init__(self, num_blocks: int, events: list[KVEvent] | None = None) -> None:
-        """To `events` is appended every content that leaves the index."""
+    def __init__(
+        self,
+        num_blocks: int,
+        events: list[KVEvent] | None = None,
+        notes: BlockNotes | None = None,
+    ) -> None:
+        """To `events` is appended every content that leaves the index; `notes` say what they are
+        kept for.
+        """
         self._events = events
+        self._notes = notes = notes or BlockNotes()
+        self._stored, self._evicted = notes.stored, notes.evicted
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks  # that `allocate` can hand out, evicting if need be
         self.ref_counts = [0] * num_blocks
@@ -39,6 +49,11 @@ class BlockPool:
     def num_used_blocks(self) -> int:
         """Blocks that somebody holds."""
         return self.num_blocks - self.num_free_blocks
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """Blocks without content that nobody holds."""
+        return len(self._unused)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks off the free list, evicting cached ones last, oldest first."""
@@ -100,6 +115,8 @@ class BlockPool:
                     raise InvariantError(f"block {block_id} gets content, but nobody holds it")
                 index[block_hash] = block_id
                 hashes[block_id] = block_hash
+                if self._stored is not None:
+                    self._stored[block_hash] = block_id
 
     def unregister(self, block_id: int) -> None:
         """Make a held block unfindable, because it will not be computed after all."""
@@ -108,6 +125,8 @@ class BlockPool:
         if (block_hash := self._hashes[block_id]) is not None:
             self._hashes[block_id] = None
             del self._index[block_hash]
+            if self._stored is not None:
+                self._stored.pop(block_hash, None)
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash))
 
@@ -116,6 +135,7 @@ class BlockPool:
         self._unused.extend(reversed(self._take_evictable()))
         self._index.clear()
         self._hashes = [None] * self.num_blocks
+        self._notes.clear()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
@@ -133,6 +153,8 @@ class BlockPool:
             del index[block_hash]
             block_ids.append(block_id)
             num_blocks -= 1
+            if self._evicted is not None:
+                self._evicted[block_hash] = block_id
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash))
 

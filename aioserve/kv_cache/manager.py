@@ -4,15 +4,13 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 """
 
 from bisect import bisect_left
-from hashlib import blake2b
-from struct import pack
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
+from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.request import Request
-
-HASH_BYTES = 16
 
 
 class KVCacheManager:
@@ -26,14 +24,19 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         watermark: float = 0.01,
         record_events: bool = False,
+        connector: KVConnectorBase | None = None,
     ) -> None:
         """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
-        for `take_events` what becomes findable and what is lost.
+        for `take_events` what becomes findable and what is lost. What is not here may be loaded
+        through the `connector`.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
         self._events: list[KVEvent] | None = [] if record_events else None
-        self.pool = BlockPool(num_blocks, self._events)
+        self.connector = connector
+        self.pool = BlockPool(
+            num_blocks, self._events, None if connector is None else connector.notes
+        )
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
@@ -51,7 +54,7 @@ class KVCacheManager:
         if not (self.enable_prefix_caching and request.takes_cached_prefix):
             return []
         num_blocks = (request.num_tokens - 1) // self.block_size
-        self._hash_blocks(request, num_blocks)
+        hash_blocks(request, num_blocks, self.block_size)
         found = []
         for block_hash in request.block_hashes[:num_blocks]:
             block_id = self.pool.lookup(block_hash)
@@ -67,7 +70,7 @@ class KVCacheManager:
         if not (self.enable_prefix_caching and request.takes_cached_prefix):
             return 0
         num_blocks = (request.num_tokens - 1) // self.block_size
-        self._hash_blocks(request, num_blocks)
+        hash_blocks(request, num_blocks, self.block_size)
         num_found = bisect_left(
             range(num_blocks),
             True,
@@ -103,8 +106,32 @@ class KVCacheManager:
         num_kept = 0 if is_alone else self.num_watermark_blocks
         return num_needed + num_revived + num_kept <= self.pool.num_free_blocks
 
-    def admit(self, request: Request, computed_blocks: list[int], num_slots: int) -> None:
-        """Take the cached prefix and room for `num_slots` tokens, after `can_admit`.
+    def get_num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """How many tokens behind the cached prefix can be loaded through the connector."""
+        if self.connector is None or not (
+            self.enable_prefix_caching and request.takes_cached_prefix
+        ):
+            return 0
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_external_prefix(self, request: Request) -> ExternalPrefix:
+        """What could be loaded behind the cached prefix, were it admitted now, and its price."""
+        num_cached = len(self.get_computed_blocks(request)) * self.block_size
+        if self.connector is None or not (
+            self.enable_prefix_caching and request.takes_cached_prefix
+        ):
+            return ExternalPrefix(0, 0.0, 0.0)
+        return self.connector.get_external_prefix(request, num_cached)
+
+    def admit(
+        self,
+        request: Request,
+        computed_blocks: list[int],
+        num_slots: int,
+        num_external_tokens: int = 0,
+    ) -> None:
+        """Take the cached prefix and room for `num_slots` tokens, after `can_admit`; behind the
+        prefix, `num_external_tokens` are loaded in this step.
 
         Room for the whole prompt at once: a prompt that is computed in chunks can then never run
         out of blocks half-way, and nobody is admitted only to be thrown out.
@@ -126,6 +153,10 @@ class KVCacheManager:
         if request.takes_cached_prefix:
             self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
+        if self.connector is not None:
+            request.num_computed_tokens += num_external_tokens
+            self.connector.update_state_after_alloc(request, num_external_tokens)
+            self.cache_full_blocks(request)  # they are there before anybody reads
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append new blocks to the request and return them; the pool must have them."""
@@ -148,7 +179,7 @@ class KVCacheManager:
         if first >= end or not self.enable_prefix_caching:
             return []
         if end > len(request.block_hashes):
-            self._hash_blocks(request, end)
+            hash_blocks(request, end, self.block_size)
         block_ids, hashes = request.block_ids[first:end], request.block_hashes[first:end]
         if self._events is not None:
             for i, block_hash in enumerate(hashes, start=first):
@@ -157,6 +188,12 @@ class KVCacheManager:
         self.pool.register(block_ids, hashes)
         request.num_cached_blocks = end
         return block_ids
+
+    def clear_index(self) -> None:
+        """Forget which block has which content: a step failed, or it is not wanted any more."""
+        self.pool.clear_index()
+        if self.connector is not None:
+            self.connector.forget_unsettled()
 
     def free(self, request: Request) -> None:
         """Give back all blocks, tail first so that a head outlives its tail in the index."""
@@ -180,41 +217,7 @@ class KVCacheManager:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
-        """Extend `request.block_hashes`: each hash covers its block and, by chaining, all before.
-
-        A cryptographic hash, since equal hashes share memory between strangers.
-        """
-        hashes, size = request.block_hashes, self.block_size
-        start, end = len(hashes) * size, num_blocks * size
-        if start >= end:
-            return
-        parent, encoder_inputs = hashes[-1] if hashes else _root(request), request.encoder_inputs
-        data = pack(f"<{end - start}I", *request.token_ids[start:end])
-        for offset in range(0, len(data), 4 * size):
-            block = parent + data[offset : offset + 4 * size]
-            if encoder_inputs:
-                position = start + offset // 4
-                block += _encoder_key(request, position, position + size)
-            parent = blake2b(block).digest()[:HASH_BYTES]
-            hashes.append(parent)
-
     def _stored(self, request: Request, i: int) -> BlockStored:
         hashes = request.block_hashes
         tokens = request.token_ids[i * self.block_size : (i + 1) * self.block_size]
         return BlockStored(hashes[i], hashes[i - 1] if i else None, tokens)
-
-
-def _root(request: Request) -> bytes:
-    """What must match besides tokens: salt and adapter; the length keeps them apart."""
-    salt, adapter = request.cache_salt.encode(), request.adapter_id.encode()
-    return blake2b(b"%d:%b%b" % (len(salt), salt, adapter)).digest()[:HASH_BYTES]
-
-
-def _encoder_key(request: Request, start: int, end: int) -> bytes:
-    """Contents of the encoder inputs that reach into tokens `start` to `end`, and where."""
-    return b"".join(
-        b"|%d:%b" % (item.position - start, item.content_hash.encode())
-        for item in request.encoder_inputs
-        if item.position < end and item.end > start
-    )

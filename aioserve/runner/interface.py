@@ -15,6 +15,7 @@ from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+    from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
 
 
@@ -47,6 +48,12 @@ class RunnerInterface(ABC):
     @abstractmethod
     def num_kv_blocks(self) -> int:
         """Size of the KV pool in blocks of `block_size` tokens; known after `load`."""
+
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        """What copies blocks between its KV cache and at most `num_bytes` of host memory, as steps
+        tell it; after `load`. Raises `ConfigError`.
+        """
+        raise ConfigError("this engine's runner has no KV connector (cache.kv_connector)")
 
     @property
     def num_compute_threads(self) -> int | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
-from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
+from aioserve.kv_cache import EncoderCacheManager, KVCacheManager, KVConnectorBase
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
@@ -20,6 +20,7 @@ from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
 from aioserve.scheduler.blame import place
 from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.results import take_results
@@ -73,7 +74,9 @@ class BaseScheduler(Switchable):
         )  # the state that the verbs write; a policy reads the part of it that follows
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
-        self._step_time = OnlineStepTime() if self.uses_step_time else None
+        self._step_time: OnlineStepTime | None = None
+        if self.uses_step_time or kv_cache.connector is not None:
+            self._step_time = OnlineStepTime()
 
     @property
     def running(self) -> list[Request]:
@@ -207,10 +210,17 @@ class BaseScheduler(Switchable):
         request.bound_length(self.max_model_len)
         check_size(request, self.kv_cache.num_slots)
         check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
-        check_queue(request.num_tokens, self.waiting, self._config)
+        self.check_queue(request.num_tokens, 0, 0)
+        if (connector := self.kv_cache.connector) is not None:
+            connector.step_time = self._step_time  # that of the policy in charge
         self.book.add(request, self._ask_order)
 
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
+        loading = self.book.loading  # they wait, too
+        num_arriving, arriving_tokens = (
+            num_arriving + len(loading),
+            arriving_tokens + loading.num_tokens,
+        )
         check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 
     def next_expiry(self) -> float | None:
@@ -241,7 +251,7 @@ class BaseScheduler(Switchable):
         return len(self.book.requests)
 
     def get_wait_reasons(self) -> dict[str, WaitReason]:
-        return self.book.wait_reasons()
+        return wait_reasons(self.book)
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.book.requests) - len(self.running)
@@ -253,11 +263,20 @@ class BaseScheduler(Switchable):
         return bool(self.book.finished_req_ids)
 
     def reset_prefix_cache(self) -> bool:
-        self.kv_cache.pool.clear_index()
+        self.kv_cache.clear_index()
+        if (connector := self.kv_cache.connector) is not None:
+            connector.reset()
         return self.kv_cache.pool.num_used_blocks == 0
 
+    def get_kv_connector(self) -> KVConnectorBase | None:
+        return self.kv_cache.connector
+
     def make_stats(self) -> SchedulerStats:
-        return self.book.stats()
+        return stats(self.book)
+
+    def shutdown(self) -> None:
+        if (connector := self.kv_cache.connector) is not None:
+            connector.shutdown()
 
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())

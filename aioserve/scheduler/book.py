@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
-from aioserve.outputs import SchedulerStats
-from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.in_flight import StepsInFlight
+from aioserve.scheduler.loading import Loading
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.timers import Timers
@@ -41,8 +41,8 @@ class OpenStep:
 
 
 class RequestBook:
-    """All requests that have not ended, each in `waiting` or `running`, and whatever the runner is
-    still to return or to be told. One book passes from policy to policy.
+    """All requests that have not ended, each in `waiting`, `loading` or `running`, and whatever the
+    runner is still to return or to be told. One book passes from policy to policy.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class RequestBook:
         self.encoder_cache = encoder_cache
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
         self.waiting = RequestQueue()
+        self.loading = Loading(kv_cache)  # in no line until their blocks have been read
         self.running: list[Request] = []  # replaced, never shrunk in place
         self.ended: set[Request] = set()  # finished, but a step in flight may write their blocks
         self.in_flight = StepsInFlight()
@@ -69,11 +70,11 @@ class RequestBook:
         self._untold_preempted: list[str] = []  # from a step that the runner never saw
         self._last_decodes = Decodes([])
         self._num_added = 0
-        self._num_preemptions = 0
+        self.num_preemptions = 0
         self.num_draft_tokens = 0  # that came back
         self.num_accepted_tokens = 0
-        self._num_prefill_tokens = 0
-        self._num_decode_tokens = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
 
     # Who comes, and in which order.
 
@@ -81,6 +82,8 @@ class RequestBook:
         """A new request, in line. After a `PolicyError` nothing remains of it."""
         request.order_key = (order(request), self._num_added)
         self._line_up(request)
+        if self.loading.takes(request):
+            self.waiting.remove(request)
         self.requests[request.request_id] = request
         self.timers.add(request)
         self._num_added += 1
@@ -154,7 +157,7 @@ class RequestBook:
                 request.status, request.num_computed_tokens = status, num_computed
                 request.num_preemptions, request.order_key = num_preemptions, key
             raise
-        self._num_preemptions += sum(status is None for status in requests.values())
+        self.num_preemptions += sum(status is None for status in requests.values())
         self.running = [r for r in self.running if r not in requests]
 
     def take_back(self, request: Request) -> None:
@@ -176,6 +179,8 @@ class RequestBook:
         self.open_step = step
         step.tokens = {}
         step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
+        for request in self.loading.begin_step():
+            self._line_up(request)
 
     def close_step(self, step: OpenStep) -> list[str]:
         """The step is planned; returns the ids of the ended that it has to tell the runner."""
@@ -202,8 +207,8 @@ class RequestBook:
         if not requests:
             return
         self.in_flight.append((output, requests))
-        self._num_prefill_tokens += num_prefill_tokens
-        self._num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
+        self.num_prefill_tokens += num_prefill_tokens
+        self.num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
         if self.encoder_cache.has_holders:
             for request in requests:  # steps run in order: who comes later cannot be too early
                 self._release_encoder_outputs(request, request.num_computed_tokens)
@@ -212,6 +217,7 @@ class RequestBook:
         """Nothing after `last_step_id` goes to the runner; returns who was touched and lives."""
         step, output = self.open_step, self.last_output
         self.open_step = None
+        self.loading.discard_steps(last_step_id)
         touched: list[Request] = []
         if step is not None:
             touched += step.tokens
@@ -260,7 +266,7 @@ class RequestBook:
             self.drop_finished()
         if finished_status is RequestStatus.FINISHED_ERROR:
             # A step that failed may not have written what is listed as computed by it.
-            self.kv_cache.pool.clear_index()
+            self.kv_cache.clear_index()
             self.encoder_cache.forget_released()
         return finished
 
@@ -273,6 +279,7 @@ class RequestBook:
         request.status = status
         del self.requests[request.request_id]
         self.timers.forget(request)
+        self.loading.finish(request)
         self._release_encoder_outputs(request)
         if request.block_ids and status is not RequestStatus.FINISHED_ERROR:
             self.kv_cache.cache_full_blocks(request, self._num_written_tokens(request))
@@ -299,52 +306,3 @@ class RequestBook:
         for item in request.encoder_inputs:
             if computed is None or item.end <= computed:
                 self.encoder_cache.release(request.request_id, item)
-
-    # What is asked.
-
-    def num_common_prefix_blocks(self) -> int:
-        """Leading blocks that every holder of blocks shares."""
-        running = self.running
-        if len(running) < 2:
-            return len(running[0].block_ids) if running else 0
-        num_holders = len(running) + len(self.ended)
-        ref_counts = self.kv_cache.pool.ref_counts
-        count = 0
-        for block_id in running[0].block_ids:
-            if ref_counts[block_id] != num_holders:
-                break
-            count += 1
-        return count
-
-    def wait_reasons(self) -> dict[str, WaitReason]:
-        """As `SchedulerInterface.get_wait_reasons`."""
-        in_flight = self.in_flight.requests()
-        return {
-            request.request_id: (
-                WaitReason.IN_FLIGHT
-                if request in in_flight
-                else request.wait_reason
-                if request.wait_step_id == self.num_steps
-                else WaitReason.POLICY
-            )
-            for request in self.waiting
-        }
-
-    def stats(self) -> SchedulerStats:
-        """As `SchedulerInterface.make_stats`."""
-        kv_cache = self.kv_cache
-        return SchedulerStats(
-            num_steps=self.num_steps,
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.requests) - len(self.running),
-            num_waiting_tokens=self.waiting.num_tokens,
-            num_kv_blocks=kv_cache.pool.num_blocks,
-            num_used_kv_blocks=kv_cache.pool.num_used_blocks,
-            num_preemptions=self._num_preemptions,
-            num_prefill_tokens=self._num_prefill_tokens,
-            num_decode_tokens=self._num_decode_tokens,
-            num_prefix_queried_tokens=kv_cache.num_queried_tokens,
-            num_prefix_hit_tokens=kv_cache.num_hit_tokens,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-        )

@@ -6,10 +6,10 @@ from `BaseScheduler`, which does everything but the decision.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
@@ -138,8 +138,10 @@ class SchedulerInterface(ABC):
         """The state after the last call, for metrics; None if the scheduler keeps none."""
         return None
 
-    def get_kv_connector(self) -> Any | None:
-        """What moves KV blocks between machines; None without one."""
+    def get_kv_connector(self) -> KVConnectorBase | None:
+        """What finds KV blocks outside the cache; None without one. The engine tells it when a step
+        is back, by `update_connector_output`, before the result is taken in.
+        """
         return None
 
     def shutdown(self) -> None:  # noqa: B027 - a default that does nothing is the point

@@ -5,6 +5,7 @@ Full data once for a request that enters the batch; afterwards only what changed
 
 import msgspec
 
+from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.sampling_params import SamplingParams
@@ -57,3 +58,4 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     #: Encoder inputs to run before this step, by request: indices into its `encoder_inputs`.
     scheduled_encoder_inputs: dict[str, list[int]] = {}
     free_encoder_hashes: list[str] = []  # encoder outputs that the runner may drop
+    kv_connector_metadata: KVConnectorMetadata | None = None  # blocks to copy before the step

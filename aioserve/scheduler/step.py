@@ -11,6 +11,7 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.adapters import has_place
 from aioserve.scheduler.book import OpenStep, Order, RequestBook
 from aioserve.scheduler.encoder_plan import EncoderPlan
+from aioserve.scheduler.inquiry import num_common_prefix_blocks
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -188,7 +189,9 @@ class Step(OpenStep):
         if not has_place(request, book.running, self._config.max_loras):
             return self.hold(request, WaitReason.ADAPTERS)
         computed_blocks = kv_cache.get_computed_blocks(request)
-        num_computed = len(computed_blocks) * kv_cache.block_size
+        num_cached = len(computed_blocks) * kv_cache.block_size
+        num_external = kv_cache.get_num_external_tokens(request, num_cached)
+        num_computed = num_cached + num_external
         num_lacking = request.num_target_tokens - num_computed
         if whole and num_lacking > limit:
             return self.hold(request, WaitReason.BUDGET)
@@ -203,9 +206,10 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.BLOCKS)
         for owner in {self._fresh_blocks[b] for b in computed_blocks if b in self._fresh_blocks}:
             self._dependents.setdefault(owner, []).append(request)
-        kv_cache.admit(request, computed_blocks, num_slots)
+        kv_cache.admit(request, computed_blocks, num_slots, num_external)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = num_computed
+            request.num_external_tokens = num_external
         self._admitted[request] = request.status
         book.start(request)
         return self.run(request, max_tokens)
@@ -272,10 +276,11 @@ class Step(OpenStep):
             total_num_scheduled_tokens=total,
             preempted_req_ids=self.preempted_req_ids,
             finished_req_ids=finished_req_ids,
-            num_common_prefix_blocks=book.num_common_prefix_blocks(),
+            num_common_prefix_blocks=num_common_prefix_blocks(book),
             scheduled_spec_decode_tokens=self._drafts,
             scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
             free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
+            kv_connector_metadata=book.loading.build_meta(self.step_id) if is_sent else None,
         )
         book.commit(output, requests, self._num_prefill_tokens)
         if self._on_output is not None:

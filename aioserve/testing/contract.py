@@ -9,6 +9,7 @@ In a suite of your own:
 From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MyScheduler`.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -222,6 +223,35 @@ class PolicyContract:
                         harness.fail_switch(where)
                     harness.switch_policy(successor, dict(its_options))
                 harness.run_until_idle()
+
+    def test_blocks_from_outside_are_as_good_as_computed_ones(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Conversations come again after others took their blocks; one leaves at each moment of
+        its loading, one read fails.
+        """
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else has a connector
+        for kind, num_answers in itertools.product(("memory", "disk"), range(4)):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=14,
+                max_num_seqs=2,
+                max_model_len=40,
+                num_host_slots=40,
+                kv_connector=kind,
+            ) as harness:
+                for turn in range(3):
+                    for i in range(4):
+                        harness.add_request(f"r{turn}{i}", [i] * 30, max_tokens=3)
+                    for answer in range(num_answers):
+                        harness.blocks_come(fails=turn + answer == 3)
+                    harness.finish(f"r{turn}1")
+                    harness.step()
+                    harness.finish(f"r{turn}2")
+                    harness.run_until_idle()
+                if harness.connector is None or not harness.connector.stats.num_hit_tokens:
+                    raise ContractViolation("what a connector has was computed again")
 
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int

@@ -14,6 +14,7 @@ import msgspec
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
 from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager
+from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.replies import Drafter, Masked, Reply
 from aioserve.testing.successors import FAILURES
+from aioserve.testing.toy_connector import ToyStore, ToyWorker
 from aioserve.testing.toy_runner import ToyRunner
 from aioserve.testing.violation import ContractViolation, Starvation
 
@@ -66,9 +68,12 @@ class SchedulerHarness:
         step_seconds: float = 1.0,
         drafter: Drafter | None = None,
         tolerates_errors: bool = False,
+        kv_connector: str = "none",
+        num_host_slots: int = 8,
         **settings: Any,
     ) -> None:
         """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
+        `kv_connector` is as in `CacheConfig`, with so many blocks in host memory.
 
         `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
         as in the engine, the requests of that step end with an error; `errors` keeps what was
@@ -86,12 +91,19 @@ class SchedulerHarness:
         )
         self.max_model_len = max_model_len
         self.findable: set[bytes] = set()  # block hashes, as KV events tell
+        worker = ToyWorker(num_host_slots)
+        self.store = ToyStore(worker)
+        self.connector: OffloadingConnector | None = None
+        if kv_connector != "none":
+            store = self.store if kv_connector == "disk" else None
+            self.connector = OffloadingConnector(worker, block_size, store=store)
         self.kv_cache = KVCacheManager(
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
             watermark=watermark,
             record_events=True,
+            connector=self.connector,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         with blamed(policy, "__init__()"):
@@ -105,6 +117,7 @@ class SchedulerHarness:
             max_encoder_tokens=self.config.max_encoder_tokens,
             encoder_cache_tokens=self.config.encoder_cache_tokens,
             drafter=drafter,
+            kv_worker=worker,
         )
         self.ledger = Ledger()
         budget = self.config.step_budget(max_model_len)
@@ -270,6 +283,8 @@ class SchedulerHarness:
     def receive(self) -> None:
         """Bring back the oldest step in flight."""
         step = self._in_flight.popleft()
+        if self.connector is not None:
+            self.connector.update_connector_output(step.output.step_id)
         result = self.runner.execute(step.output, self._namespaces(step), self._replies(step))
         if step.output.total_num_scheduled_tokens:
             self._update(step, result)
@@ -292,12 +307,19 @@ class SchedulerHarness:
         return self._enter(output)
 
     @kept
+    def blocks_come(self, fails: bool = False) -> None:
+        """The store of the connector does what it was asked first, or fails to."""
+        self.store.answer(fails)
+        self.check()
+
+    @kept
     def step(self) -> list[SchedulerOutput]:
         """What the engine task does: fill the pipeline, then take one result.
 
         Returns the steps that it planned, in order: at pipeline depth 2 the first call plans two.
         """
         outputs = []
+        self.store.answer()
         while len(self._in_flight) < self.config.depth:
             output = self.plan()
             if output is not None:
@@ -423,6 +445,12 @@ class SchedulerHarness:
         pool = self.kv_cache.pool
         if pool.num_free_blocks != pool.num_blocks:
             raise ContractViolation(f"{self._where}: {pool.num_used_blocks} blocks leaked")
+        while self.store:
+            self.store.answer()
+        if self.connector is not None and self.connector.slots.num_used_blocks:
+            raise ContractViolation(
+                f"{self._where}: {self.connector.slots.num_used_blocks} slots of host memory leaked"
+            )
         lost_hashes = [h for h in self.findable if pool.lookup(h) is None]
         if lost_hashes:
             raise ContractViolation(
@@ -470,10 +498,11 @@ class SchedulerHarness:
 
     def _check_places(self, scheduler: BaseScheduler) -> None:
         """Whoever lives runs or waits: one of both, and its status says which."""
-        running = set(scheduler.running)
+        running, loading = set(scheduler.running), scheduler.book.loading.requests
         for life in self.ledger.alive.values():
             request = life.request
-            runs, waits = request in running, request in scheduler.waiting
+            runs = request in running
+            waits = (request in scheduler.waiting) != (request in loading)
             if runs == waits or runs != (request.status is RequestStatus.RUNNING):
                 places = [w for w, there in (("running", runs), ("waiting", waits)) if there]
                 raise ContractViolation(
@@ -508,7 +537,8 @@ class SchedulerHarness:
 
     def _check_stall(self, output: SchedulerOutput) -> None:
         """The engine's rule: with nothing in flight, somebody is scheduled within a time."""
-        if output.total_num_scheduled_tokens or self._in_flight or not self.ledger.alive:
+        alive = {life.request for life in self.ledger.alive.values()}
+        if output.total_num_scheduled_tokens or self._in_flight or alive <= self._loading:
             self._stalled_since = None
             return
         if self._stalled_since is None:
@@ -527,9 +557,8 @@ class SchedulerHarness:
         if not isinstance(scheduler, BaseScheduler) or scheduler.admits_in_order is None:
             return
         requests = [life.request for life in self.ledger.alive.values()]
-        waiting = [
-            r for r in requests if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        ]
+        waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        waiting = [r for r in requests if r.status in waits and r not in self._loading]
         for data in output.scheduled_new_reqs:
             admitted = self.requests[data.request_id]
             for request in waiting:
@@ -579,6 +608,12 @@ class SchedulerHarness:
         }
 
     # Bookkeeping.
+
+    @property
+    def _loading(self) -> set[Request]:
+        """Who waits for blocks, and so is in nobody's way."""
+        scheduler = self.scheduler
+        return scheduler.book.loading.requests if isinstance(scheduler, BaseScheduler) else set()
 
     @property
     def _where(self) -> str:

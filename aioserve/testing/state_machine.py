@@ -127,6 +127,11 @@ class PolicyMachine(RuleBasedStateMachine):
     def a_step_comes_back(self) -> None:
         self._do("receive")
 
+    @precondition(lambda self: len(self.harness.store) > 0)
+    @rule(fails=BOOLEANS)
+    def blocks_come(self, fails: bool) -> None:
+        self._do("blocks_come", fails=fails)
+
     @rule(what=st.sampled_from(RARE_EVENTS), number=NUMBERS)
     def something_rare_happens(self, what: str, number: int) -> None:
         """One rule for all of it, so that it stays rarer than ordinary steps."""

@@ -13,6 +13,7 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
+from aioserve.testing.toy_connector import ToyWorker
 from aioserve.testing.violation import ContractViolation
 
 
@@ -62,6 +63,7 @@ class ToyRunner:
         max_encoder_tokens: int | None = None,
         encoder_cache_tokens: int | None = None,
         drafter: Drafter | None = None,
+        kv_worker: ToyWorker | None = None,
     ) -> None:
         """Limits are checked where given. `drafter` proposes what comes after a sequence."""
         self._block_size = block_size
@@ -70,6 +72,9 @@ class ToyRunner:
         self._encoder_cache_tokens = encoder_cache_tokens
         self._drafter = drafter
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._kv_worker = kv_worker
+        if kv_worker is not None:
+            kv_worker.blocks = self._slots
         self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
         self._rows: dict[str, _Row] = {}
         self._encoder_outputs: dict[str, int] = {}  # sizes in tokens, by content
@@ -124,6 +129,8 @@ class ToyRunner:
     ) -> None:
         for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._rows.pop(request_id, None)
+        if output.kv_connector_metadata is not None and self._kv_worker is not None:
+            self._kv_worker.transfer(output.kv_connector_metadata)
         for content_hash in output.free_encoder_hashes:
             self._encoder_outputs.pop(content_hash, None)
         entered = set()

@@ -18,8 +18,10 @@ RARELY = st.sampled_from([False] * 9 + [True])
 EXTRAS = (
     "drafter",
     "encoder_inputs",
+    "kv_connector",
     "max_encoder_tokens",
     "max_loras",
+    "num_host_slots",
     "num_lookahead_tokens",
     "pooling_params",
 )
@@ -54,6 +56,9 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
         settings["max_encoder_tokens"] = draw(st.sampled_from([4, 9]))
         settings["encoder_cache_tokens"] = draw(st.sampled_from([4, 5, 9]))
     settings["max_loras"] = 1 + settings["num_blocks"] % 3
+    if draw(SOMETIMES):
+        settings["kv_connector"] = draw(st.sampled_from(["memory", "disk"]))
+        settings["num_host_slots"] = draw(st.sampled_from([40, 10, 2]))
     if draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))

@@ -4,9 +4,9 @@ Knows nothing. What stands between engine and policy derives from it and overrid
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from aioserve.config import SchedulerConfig
+from aioserve.kv_cache import KVConnectorBase
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
@@ -78,7 +78,7 @@ class DelegatingScheduler(SchedulerInterface):
     def make_stats(self) -> SchedulerStats | None:
         return self.live.make_stats()
 
-    def get_kv_connector(self) -> Any | None:
+    def get_kv_connector(self) -> KVConnectorBase | None:
         return self.live.get_kv_connector()
 
     def shutdown(self) -> None:

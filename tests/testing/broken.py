@@ -497,3 +497,37 @@ class KeepsWrongDrafts(SoundScheduler):
         for request, num_computed in zip(drafted, computed, strict=True):
             request.num_computed_tokens = num_computed
         return outputs
+
+
+# Blocks from outside the KV cache.
+
+
+@caught_by(r"\w+ reads position \d+ in block \d+ and finds what")
+class ForgetsToLoad(SoundScheduler):
+    """Admits with blocks that a connector has, and does not have them copied."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        if output.kv_connector_metadata is not None:
+            output.kv_connector_metadata.loads.clear()
+        return output
+
+
+@caught_by(r"\w+ has status WAITING and is in neither|\d+ slots of host memory leaked")
+class LosesTheLoading(SoundScheduler):
+    """Drops who waits for its blocks out of the set of those, and does not put it in line."""
+
+    def schedule(self) -> SchedulerOutput:
+        self.book.loading.requests.clear()
+        return super().schedule()
+
+
+@caught_by(r"\d+ slots of host memory leaked|\w+ is scheduled, but has ended")
+class KeepsSlotsOfTheEnded(SoundScheduler):
+    """Does not tell the connector who has ended."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        self.book.loading.finish = self.book.loading.requests.discard  # type: ignore[method-assign]
+        return super().finish_requests(request_ids, finished_status)

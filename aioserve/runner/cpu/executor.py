@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.runner.adapter_rows import LoadedAdapters
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
@@ -19,6 +20,7 @@ from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.prompts import forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.drafter import Drafter
+from aioserve.runner.host_blocks import HostBlocks
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
@@ -65,6 +67,7 @@ class StepExecutor:
         self._drafter = drafter
         self._takes_guesses = takes_guesses
         self._block_size = block_size
+        self._host_blocks: HostBlocks | None = None
         self.num_kv_blocks = backend.memory.num_blocks
 
     @property
@@ -85,6 +88,8 @@ class StepExecutor:
         others can go on.
         """
         self._batch.apply(scheduler_output)
+        if (transfers := scheduler_output.kv_connector_metadata) is not None:
+            self._transfer(transfers)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         started = time.perf_counter()
@@ -129,6 +134,20 @@ class StepExecutor:
             inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs, vectors
         )
 
+    def make_host_blocks(self, num_bytes: int) -> HostBlocks:
+        """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
+        memory, backend = self._backend.memory, self._backend
+        caches = [*memory.key_caches, *memory.value_caches]
+        self._host_blocks = HostBlocks(
+            caches, num_bytes, f"{self._model.name}, {backend.description}"
+        )
+        return self._host_blocks
+
+    def _transfer(self, transfers: KVConnectorMetadata) -> None:
+        assert self._host_blocks is not None, "there is a connector"
+        self._backend.memory.commit(1 + max((block for _, block in transfers.loads), default=-1))
+        self._host_blocks.transfer(transfers)
+
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""
         if hasattr(self, "_backend"):
@@ -136,7 +155,9 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-        for name in ("_model", "_backend", "_batch", "adapters"):
+            if self._host_blocks is not None:
+                self._host_blocks.close()
+        for name in ("_model", "_backend", "_batch", "_host_blocks", "adapters"):
             self.__dict__.pop(name, None)
 
 

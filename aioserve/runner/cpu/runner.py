@@ -17,6 +17,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.cpu.executor import StepExecutor
 
@@ -60,6 +61,10 @@ class ThreadedRunner(RunnerInterface):
     @property
     def num_compute_threads(self) -> int | None:
         return None if self._executor is None else self._executor.num_compute_threads
+
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        assert self._executor is not None, "load() first"
+        return self._executor.make_host_blocks(num_bytes)
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
         if (executor := self._executor) is None:

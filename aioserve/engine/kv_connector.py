@@ -1,0 +1,147 @@
+"""Makes the KV connector that the settings ask for, and shows Prometheus what it does.
+
+Knows settings and constructors. Knows no request and no block.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVConnectorBase
+from aioserve.kv_connector import (
+    BlockDirectory,
+    BlockStore,
+    KVConnectorWorker,
+    OffloadingConnector,
+    fingerprint,
+)
+from aioserve.model_info import ModelInfo
+from aioserve.runner.interface import RunnerInterface
+from aioserve.version import __version__
+
+GIB = 1 << 30
+
+
+def check_connector(config: EngineConfig) -> None:
+    """Raises `ConfigError` for what a connector cannot go along with, before anything is loaded."""
+    kind = config.cache.kv_connector
+    if kind == "none":
+        return
+    if config.speculation.speculative_method == "draft":
+        raise ConfigError(
+            f"cache.kv_connector is {kind}, but a draft model has a KV cache of its own, which is "
+            "not kept: give --speculative-method ngram, or no connector"
+        )
+    if config.scheduler.decision_log is not None:
+        raise ConfigError(
+            f"cache.kv_connector is {kind}, and what it finds is not in a decision log: such a log "
+            "could not be replayed; give one of both"
+        )
+    if kind == "disk" and config.cache.kv_connector_path is None:
+        raise ConfigError("cache.kv_connector is disk, but there is no cache.kv_connector_path")
+    if kind == "memory" and config.cache.kv_role != "both":
+        raise ConfigError(
+            f"cache.kv_role is {config.cache.kv_role}, but nobody else sees what kv_connector "
+            "memory keeps: give disk, or leave the role out"
+        )
+
+
+def make_connector(
+    config: EngineConfig,
+    model_info: ModelInfo,
+    runner: RunnerInterface,
+    metrics: "KVConnectorMetrics",
+) -> KVConnectorBase | None:
+    """For a runner that is loaded, on its event loop. None: there is to be none. Raises
+    `ConfigError`.
+    """
+    cache = config.cache
+    if cache.kv_connector == "none":
+        return None
+    worker = runner.make_kv_worker(int(cache.kv_connector_gib * GIB))
+    store: BlockStore | None = None
+    if cache.kv_connector == "disk":
+        assert cache.kv_connector_path is not None, "check_connector"
+        store = BlockDirectory(
+            Path(cache.kv_connector_path),
+            _identity(config, model_info, worker),
+            worker.block_bytes,
+            worker.memory,
+            max_bytes=int(cache.kv_connector_disk_gib * GIB),
+        )
+    connector = OffloadingConnector(worker, cache.block_size, store=store, role=cache.kv_role)
+    metrics.connector = connector
+    return connector
+
+
+def _identity(
+    config: EngineConfig, model_info: ModelInfo, worker: KVConnectorWorker
+) -> dict[str, str]:
+    """All that the bytes of a block depend on, besides tokens, salt and adapter: those are in its
+    hash. What computes with other kernels or versions rounds differently: it is another engine.
+    """
+    model = config.model
+    return {
+        "aioserve": __version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "model": fingerprint(model_info.source.path),
+        "weights": f"{model.dtype}, {model.quantization} by {model.quantization_group_size}, "
+        f"fused {model.fused}",
+        "block size": str(config.cache.block_size),
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "layout": worker.layout,
+        "byte order": sys.byteorder,
+    }
+
+
+class KVConnectorMetrics(Collector):
+    """Since the start. Nothing is told without a connector."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.connector: KVConnectorBase | None = None  # set once it is made
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape."""
+        if self.connector is None:
+            return
+        stats = self.connector.make_stats()
+        for name, documentation, value in (
+            (
+                "queried_tokens",
+                "Tokens that the prefix cache lacked when requests were admitted",
+                stats.num_queried_tokens,
+            ),
+            ("hit_tokens", "Of these, loaded from host memory", stats.num_hit_tokens),
+            ("saved_tokens", "Tokens copied to host memory", stats.num_saved_tokens),
+            ("unsaved_tokens", "Tokens that found no room there", stats.num_unsaved_tokens),
+            ("fetched_tokens", "Tokens read from the directory", stats.num_fetched_tokens),
+            (
+                "passed_tokens",
+                "Tokens that are held, and that were cheaper to compute",
+                stats.num_passed_tokens,
+            ),
+            ("failures", "Blocks that could not be read or written", stats.num_failures),
+            ("loaded_bytes", "Copied from host memory to the KV cache", stats.num_bytes_loaded),
+            ("saved_bytes", "Copied from the KV cache to host memory", stats.num_bytes_saved),
+            ("read_bytes", "Read from the directory", stats.num_bytes_read),
+            ("written_bytes", "Written to the directory", stats.num_bytes_written),
+            ("load_seconds", "That steps took to load blocks", stats.load_seconds),
+            ("read_seconds", "That reads from the directory took", stats.read_seconds),
+        ):
+            yield CounterMetricFamily(f"aioserve_kv_connector_{name}", documentation, value)
+        yield GaugeMetricFamily(
+            "aioserve_kv_connector_host_blocks", "Blocks in host memory", stats.num_host_blocks
+        )
+        yield GaugeMetricFamily(
+            "aioserve_kv_connector_host_slots", "Room for blocks there", stats.num_host_slots
+        )

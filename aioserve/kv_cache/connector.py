@@ -1,0 +1,146 @@
+"""The scheduler's side of a KV connector, which knows of blocks that are not in the paged cache.
+
+Names are those of vLLM's `KVConnectorBase_V1` where the meaning is the same. Plain data crosses to
+the runner: block ids and slots. No tensors; nothing here waits for anything.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from aioserve.request import Request
+
+
+class KVConnectorMetadata(msgspec.Struct, frozen=True, gc=False):
+    """What the runner copies before the forward pass of a step: all `saves`, then all `loads`."""
+
+    saves: list[tuple[int, int]]  # (block id, slot): out of the paged cache
+    loads: list[tuple[int, int]]  # (slot, block id): into it
+
+
+class KVConnectorStats(msgspec.Struct):
+    """What a connector did since the start. Tokens are those of whole blocks."""
+
+    num_queried_tokens: int = 0  # that the prefix cache lacked at admissions
+    num_hit_tokens: int = 0  # of these, loaded
+    num_saved_tokens: int = 0  # copied out of the paged cache
+    num_unsaved_tokens: int = 0  # that found no room to be copied to
+    num_fetched_tokens: int = 0  # read from the directory
+    num_passed_tokens: int = 0  # held elsewhere, and cheaper to compute
+    num_failures: int = 0  # reads that were damaged, foreign or too slow; writes that failed
+    num_bytes_loaded: int = 0
+    num_bytes_saved: int = 0
+    num_bytes_read: int = 0  # from the directory
+    num_bytes_written: int = 0
+    load_seconds: float = 0.0  # that steps took to copy blocks into the paged cache
+    read_seconds: float = 0.0  # from the first lookup until the blocks are in host memory
+    num_host_blocks: int = 0  # in host memory now
+    num_host_slots: int = 0
+
+
+class ExternalPrefix(NamedTuple):
+    """What is held elsewhere of a request, behind what the prefix cache has, and its price."""
+
+    num_tokens: int
+    load_seconds: float  # to copy it into the paged cache
+    compute_seconds: float  # to compute it instead; 0: not known yet
+
+
+class BlockNotes:
+    """What the block pool notes for a connector: contents by hash, with their block. The connector
+    takes them. None: of no interest.
+    """
+
+    def __init__(self, *, stored: bool = False, evicted: bool = False) -> None:
+        self.stored: dict[bytes, int] | None = {} if stored else None  # became findable
+        self.evicted: dict[bytes, int] | None = {} if evicted else None  # intact until a step runs
+
+    def clear(self) -> None:
+        """Nothing that was noted counts."""
+        for notes in (self.stored, self.evicted):
+            if notes is not None:
+                notes.clear()
+
+
+class StepTime(Protocol):
+    """What a connector asks to know the price of computing."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the price is known by now."""
+
+    @property
+    def seconds_per_prompt_token(self) -> float:
+        """What one more prompt token costs."""
+
+
+class KVConnectorBase(ABC):
+    """The scheduler's side. Called from one event loop; no method waits."""
+
+    notes: BlockNotes
+    #: Told that a request has its blocks: somebody may be asleep.
+    wake: Callable[[], None] = staticmethod(lambda: None)
+    #: Of the policy that decides; None: the price of computing is not known.
+    step_time: StepTime | None = None
+
+    @abstractmethod
+    def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
+        """A request came, whose `block_hashes` are known. Whether blocks behind the first
+        `num_computed_blocks` are being looked for: then it waits until `begin_step` returns it.
+        """
+
+    @abstractmethod
+    def begin_step(self) -> list[Request]:
+        """A step is about to be planned. What was stored until now is computed by steps before
+        it. Returns who has waited long enough: its blocks are there, or will not come.
+        """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """How many further tokens can be loaded in this very step: whole blocks, and fewer than
+        all of its tokens. 0 also if they are cheaper to compute. Changes nothing.
+        """
+
+    @abstractmethod
+    def get_external_prefix(self, request: Request, num_computed_tokens: int) -> ExternalPrefix:
+        """The same with its price, also if it is cheaper to compute."""
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+        """The request is admitted, and has blocks for what was matched, at `num_computed_tokens`
+        and before: they are loaded in this step.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, step_id: int) -> KVConnectorMetadata | None:
+        """What the runner has to do in the step that was planned; None: nothing."""
+
+    @abstractmethod
+    def update_connector_output(self, step_id: int) -> None:
+        """A step is back, and so are all before it: what it saved is there."""
+
+    @abstractmethod
+    def discard_steps(self, last_step_id: int) -> None:
+        """No step after `last_step_id` goes to the runner."""
+
+    @abstractmethod
+    def forget_unsettled(self) -> None:
+        """A step failed: nothing counts that a step in flight, or none, has saved."""
+
+    @abstractmethod
+    def request_finished(self, request: Request) -> None:
+        """The request needs nothing any more; it may never have run."""
+
+    @abstractmethod
+    def make_stats(self) -> KVConnectorStats:
+        """For metrics."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what is in host memory."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give back what is held outside; what is still to be written is. May wait for that."""

@@ -1,0 +1,316 @@
+"""KV blocks as files in a directory that engines may share, one file per block.
+
+A file is believed if its checksum fits, and never before it has its name. Knows names, bytes and
+threads. Knows no requests, and nothing about what is in a block.
+"""
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from aioserve.errors import ConfigError
+from aioserve.kv_connector.interface import BlockStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 1
+PREFIX, SUFFIX, TEMPORARY = "aioserve-kv-", ".kv", ".tmp"
+NAMESPACE_FILE = "namespace.json"
+_HEADER = struct.Struct("<16s16sQ32s")  # magic, hash of the block, its bytes, checksum
+_MAGIC = b"aioserve kv %d\n" % FORMAT
+NUM_READERS = 2  # a second request need not wait for a long one; a guess
+RESCAN_SHARE = 1 / 16  # of the limit: after so much was written, the directory is looked at again
+ABANDONED_SECONDS = 3600.0  # a temporary file of that age is of somebody who has died
+PAUSE_SECONDS = 10.0  # without a write after one has failed: a full disk is not asked every time
+LOG_SECONDS = 60.0  # between two lines about the same trouble
+
+
+class _BadFileError(Exception):
+    """What is there is not the block that is looked for."""
+
+
+class _Entry(NamedTuple):
+    used: float  # when it was last wanted, seconds since 1970
+    size: int
+    path: str
+
+
+class BlockDirectory(BlockStore):
+    """The blocks of one namespace: those of engines that would compute the same bytes."""
+
+    def __init__(
+        self,
+        path: Path,
+        identity: dict[str, str],
+        block_bytes: int,
+        memory: Callable[[int], memoryview],
+        *,
+        max_bytes: int,
+    ) -> None:
+        """`identity` is all that must be equal for blocks to be the same; `memory` gives the bytes
+        of a slot. To be made on the event loop. Raises `ConfigError` if the directory is of no use.
+        """
+        self._root = path.expanduser().absolute()
+        self._block_bytes = block_bytes
+        self._memory = memory
+        self._max_bytes = max_bytes
+        self._identity = identity | {"block bytes": str(block_bytes)}
+        digest = hashlib.sha256(msgspec.json.encode(self._identity, order="sorted")).hexdigest()
+        self._folder = self._root / f"{PREFIX}{digest[:32]}"
+        self._make_folder()
+        self._loop = asyncio.get_running_loop()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="aioserve-kv-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="aioserve-kv-write")
+        self._is_closed = False
+        # What follows is the writer's, and read elsewhere.
+        self._num_bytes_unseen = 0  # written since the directory was last looked at
+        self._num_written = 0
+        self._paused_until = 0.0
+        self._trouble = _Trouble()
+        self._lock = threading.Lock()  # around the counts that several threads raise
+        self._writer.submit(self._clean_up)
+
+    @property
+    def folder(self) -> Path:
+        """Where the blocks of the namespace are."""
+        return self._folder
+
+    # On the event loop.
+
+    def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
+        self._run(self._readers, partial(self._find, list(block_hashes)), on_found, 0)
+
+    def read(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
+    ) -> None:
+        work = partial(self._read_all, list(zip(block_hashes, slots, strict=True)))
+        self._run(self._readers, work, on_read, 0)
+
+    def write(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_written: Callable[[], None]
+    ) -> None:
+        work = partial(self._write_all, list(zip(block_hashes, slots, strict=True)))
+        self._run(self._writer, work, lambda _: on_written(), None)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        return self._loop.call_later(seconds, callback).cancel
+
+    def seconds_to_read(self, num_blocks: int) -> float:
+        num_read = self.num_bytes_read // self._block_bytes
+        return self.read_seconds / num_read * num_blocks if num_read else 0.0
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+
+    def _run(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[], T],
+        callback: Callable[[T], None],
+        nothing: T,
+    ) -> None:
+        """Call back with what the work returns, or with `nothing` if it raises."""
+
+        def done(future: asyncio.Future[T]) -> None:
+            if self._is_closed or future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._note_failure("failed", error)
+            callback(nothing if error is not None else future.result())
+
+        self._loop.run_in_executor(pool, work).add_done_callback(done)
+
+    # On a thread that reads.
+
+    def _find(self, block_hashes: list[bytes]) -> int:
+        for i, block_hash in enumerate(block_hashes):
+            if not self._path(block_hash).exists():
+                return i
+        return len(block_hashes)
+
+    def _read_all(self, pairs: list[tuple[bytes, int]]) -> int:
+        began, num_read = time.perf_counter(), 0
+        for block_hash, slot in pairs:
+            if not self._read_one(block_hash, slot):
+                break
+            num_read += 1
+        with self._lock:
+            self.num_bytes_read += num_read * self._block_bytes
+            self.read_seconds += time.perf_counter() - began
+        return num_read
+
+    def _read_one(self, block_hash: bytes, slot: int) -> bool:
+        path = self._path(block_hash)
+        memory, header = self._memory(slot), bytearray(_HEADER.size)
+        try:
+            with path.open("rb", buffering=0) as file:
+                num_bytes = os.readv(file.fileno(), [header, memory])
+                rest = file.read(1)
+            _check(block_hash, header, memory, num_bytes, rest)
+            os.utime(path)  # wanted: not the next to go
+            return True
+        except FileNotFoundError:
+            return False  # it has given way meanwhile
+        except _BadFileError as error:
+            self._note_failure(f"does not believe {path}", error)
+            with suppress(OSError):
+                path.unlink()  # it would be in the way of a good one
+        except OSError as error:
+            self._note_failure(f"cannot read {path}", error)
+        return False
+
+    # On the thread that writes.
+
+    def _write_all(self, pairs: list[tuple[bytes, int]]) -> None:
+        for block_hash, slot in pairs:
+            if time.monotonic() < self._paused_until:
+                return
+            path = self._path(block_hash)
+            if path.exists():
+                continue
+            try:
+                self._write_one(path, block_hash, self._memory(slot))
+            except OSError as error:
+                self._paused_until = time.monotonic() + PAUSE_SECONDS
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                what = "is full" if full else f"cannot write {path}"
+                self._note_failure(f"{what}, and goes on without new blocks", error)
+                return
+            if self._num_bytes_unseen > self._max_bytes * RESCAN_SHARE:
+                self._clean_up()
+
+    def _write_one(self, path: Path, block_hash: bytes, memory: memoryview) -> None:
+        """All of it, or nothing under that name."""
+        self._num_written += 1
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.{self._num_written}{TEMPORARY}")
+        header = _HEADER.pack(_MAGIC, block_hash, len(memory), _checksum(block_hash, memory))
+        try:
+            try:
+                file = temporary.open("xb", buffering=0)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = temporary.open("xb", buffering=0)
+            with file:
+                num_bytes = os.writev(file.fileno(), [header, memory])
+            if num_bytes < len(header) + len(memory):
+                raise OSError(errno.ENOSPC, "only a part of the block could be written")
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        self._num_bytes_unseen += num_bytes
+        self.num_bytes_written += num_bytes
+
+    def _clean_up(self) -> None:
+        """Have no more bytes in the directory than may be: what was not wanted longest goes first,
+        whoever wrote it. Other files are left alone, and not counted.
+        """
+        entries: list[_Entry] = []
+        for folder in self._root.glob(f"{PREFIX}*/??"):
+            try:
+                with os.scandir(folder) as found:
+                    for item in found:
+                        if item.name.endswith(SUFFIX):
+                            stat = item.stat()
+                            entries.append(_Entry(stat.st_mtime, stat.st_size, item.path))
+                        elif item.name.endswith(TEMPORARY):
+                            if item.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                                os.unlink(item.path)
+            except OSError:
+                continue  # somebody else cleans up as well
+        self._num_bytes_unseen = 0
+        too_many = sum(entry.size for entry in entries) - self._max_bytes * (1 - RESCAN_SHARE)
+        for entry in sorted(entries):
+            if too_many <= 0:
+                return
+            with suppress(OSError):
+                os.unlink(entry.path)
+            too_many -= entry.size
+
+    # Anywhere.
+
+    def _path(self, block_hash: bytes) -> Path:
+        name = block_hash.hex()
+        return self._folder / name[:2] / f"{name}{SUFFIX}"
+
+    def _make_folder(self) -> None:
+        note = self._folder / NAMESPACE_FILE
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not note.exists():
+                temporary = note.with_suffix(f".{os.getpid()}{TEMPORARY}")
+                temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self._identity)))
+                temporary.replace(note)
+            written = msgspec.json.decode(note.read_bytes())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"cache.kv_connector_path {self._root} cannot be used: {error}"
+            ) from error
+        if written != self._identity:
+            raise ConfigError(
+                f"cache.kv_connector_path: {note} is not of this model and these settings: remove "
+                f"{self._folder}"
+            )
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        with self._lock:
+            self.num_failures += 1
+            num_held = self._trouble.let_through()
+        if num_held is not None:
+            more = f" ({num_held} more were not logged)" if num_held else ""
+            logger.warning("kv connector: %s %s: %s%s", self._root, what, error, more)
+
+
+class _Trouble:
+    """Lets one line through in `LOG_SECONDS`, and counts what it held back."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._num_held = 0
+
+    def let_through(self) -> int | None:
+        """How many were held back since the last one; None: hold this one back, too."""
+        now = time.monotonic()
+        if self._last is not None and now - self._last < LOG_SECONDS:
+            self._num_held += 1
+            return None
+        num_held, self._num_held, self._last = self._num_held, 0, now
+        return num_held
+
+
+def _checksum(block_hash: bytes, memory: memoryview) -> bytes:
+    """With the hash: a file under another's name is not believed."""
+    digest = hashlib.sha256(block_hash)
+    digest.update(memory)
+    return digest.digest()
+
+
+def _check(
+    block_hash: bytes, header: bytearray, memory: memoryview, num_bytes: int, rest: bytes
+) -> None:
+    if num_bytes != _HEADER.size + len(memory) or rest:
+        raise _BadFileError("it has another length than a block")
+    magic, own_hash, length, checksum = _HEADER.unpack(header)
+    if magic.rstrip(b"\0") != _MAGIC or own_hash != block_hash or length != len(memory):
+        raise _BadFileError("it is not a block, or another one")
+    if checksum != _checksum(block_hash, memory):
+        raise _BadFileError("its checksum does not fit")

@@ -1,0 +1,69 @@
+"""What a connector stands on: copies in the runner, and a store outside this process.
+
+Knows slots of host memory, which the scheduler's side gives out, and hashes. Knows no requests.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from aioserve.kv_cache import KVConnectorMetadata
+
+
+class KVConnectorWorker(ABC):
+    """The runner's side: slots of host memory, each with room for one block of all layers."""
+
+    num_slots: int
+    block_bytes: int
+    #: What must be equal, besides the model and the block size, for a block to mean the same.
+    layout: str
+    num_loaded: int = 0  # blocks, since the start
+    load_seconds: float = 0.0  # that they took
+
+    @abstractmethod
+    def transfer(self, metadata: KVConnectorMetadata) -> None:
+        """Copy blocks, in the runner's thread and in the order of the steps."""
+
+    @abstractmethod
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of a slot, of which nobody else may want anything now."""
+
+
+class BlockStore(ABC):
+    """Where blocks lie outside the memory of this process. Calls come from the event loop, what is
+    waited for happens elsewhere, and every callback comes on the loop, once, after the call.
+    """
+
+    num_failures: int = 0  # reads that were damaged or foreign, writes that failed
+    read_seconds: float = 0.0  # that all reads took
+    num_bytes_read: int = 0
+    num_bytes_written: int = 0
+
+    @abstractmethod
+    def find(self, block_hashes: Sequence[bytes], on_found: Callable[[int], None]) -> None:
+        """How many of these there are, from the first on without a gap."""
+
+    @abstractmethod
+    def read(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
+    ) -> None:
+        """Read each into its slot; how many could be, from the first on. Nobody else touches the
+        slots until then.
+        """
+
+    @abstractmethod
+    def write(
+        self, block_hashes: Sequence[bytes], slots: Sequence[int], on_written: Callable[[], None]
+    ) -> None:
+        """Write each out of its slot, if it is not there; what cannot be written is dropped."""
+
+    @abstractmethod
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """On the loop's clock; what is returned calls it off."""
+
+    @abstractmethod
+    def seconds_to_read(self, num_blocks: int) -> float:
+        """As measured so far; 0: nothing is known."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was begun. Idempotent."""

@@ -1,0 +1,76 @@
+"""Blocks of the paged cache in host memory: the runner's side of a KV connector.
+
+Copies whole blocks of all layers between the caches and slots. Knows tensors and bytes; knows
+nothing about hashes, requests or files.
+"""
+
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVConnectorMetadata
+from aioserve.kv_connector import KVConnectorWorker
+
+# No other process is to see it; where there is no such flag, mmap is private anyway.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+
+
+class HostBlocks(KVConnectorWorker):
+    """As many slots as fit a number of bytes: address space at once, memory as they fill."""
+
+    def __init__(self, caches: Sequence[Tensor], num_bytes: int, layout: str) -> None:
+        """`caches` are K and V of every layer, [num_blocks, ...], each block in one piece. Raises
+        `ConfigError` if there is no room for a single block.
+        """
+        sizes = [cache[0].numel() * cache.dtype.itemsize for cache in caches]
+        self.block_bytes = sum(sizes)
+        self.num_slots = num_bytes // self.block_bytes
+        if not self.num_slots:
+            raise ConfigError(
+                f"cache.kv_connector_gib is {num_bytes:,} bytes, but a block of the KV cache has "
+                f"{self.block_bytes:,}"
+            )
+        shapes = [tuple(cache.shape[1:]) for cache in caches]
+        self.layout = f"{layout}; {caches[0].dtype}; {shapes}"
+        try:
+            self._memory = mmap.mmap(-1, self.num_slots * self.block_bytes, **_PRIVATE)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"the system does not give {num_bytes >> 20:,} MiB for KV blocks: {error} "
+                "(cache.kv_connector_gib)"
+            ) from error
+        memory = np.frombuffer(self._memory, np.uint8)
+        slots = memory.reshape(self.num_slots, self.block_bytes)
+        # numpy, on one thread: torch would wake its threads for each of these small copies.
+        self._pairs = [
+            (cache.view(torch.uint8).view(len(cache), -1).numpy(), slots[:, end - size : end])
+            for cache, size, end in zip(caches, sizes, itertools.accumulate(sizes), strict=True)
+        ]
+
+    def transfer(self, metadata: KVConnectorMetadata) -> None:
+        if metadata.saves:
+            block_ids, slots = np.array(metadata.saves).T
+            for cache, of_slots in self._pairs:
+                of_slots[slots] = cache[block_ids]
+        if metadata.loads:
+            began = time.perf_counter()
+            slots, block_ids = np.array(metadata.loads).T
+            for cache, of_slots in self._pairs:
+                cache[block_ids] = of_slots[slots]
+            self.load_seconds += time.perf_counter() - began
+            self.num_loaded += len(slots)
+
+    def close(self) -> None:
+        """Let go of the caches. What is in the slots can still be read."""
+        self._pairs = []
+
+    def memory(self, slot: int) -> memoryview:
+        begin = slot * self.block_bytes
+        return memoryview(self._memory)[begin : begin + self.block_bytes]

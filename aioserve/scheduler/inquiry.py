@@ -1,0 +1,60 @@
+"""What others ask about a book: statistics, who waits why, which blocks all have in common.
+
+Reads the book and changes nothing.
+"""
+
+from aioserve.outputs import SchedulerStats
+from aioserve.request import WaitReason
+from aioserve.scheduler.book import RequestBook
+
+
+def num_common_prefix_blocks(book: RequestBook) -> int:
+    """Leading blocks that every holder of blocks shares."""
+    running = book.running
+    if len(running) < 2:
+        return len(running[0].block_ids) if running else 0
+    num_holders = len(running) + len(book.ended)
+    ref_counts = book.kv_cache.pool.ref_counts
+    count = 0
+    for block_id in running[0].block_ids:
+        if ref_counts[block_id] != num_holders:
+            break
+        count += 1
+    return count
+
+
+def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
+    """As `SchedulerInterface.get_wait_reasons`."""
+    in_flight = book.in_flight.requests()
+    reasons = {
+        request.request_id: (
+            WaitReason.IN_FLIGHT
+            if request in in_flight
+            else request.wait_reason
+            if request.wait_step_id == book.num_steps
+            else WaitReason.POLICY
+        )
+        for request in book.waiting
+    }
+    loading = (request.request_id for request in book.loading.requests)
+    return reasons | dict.fromkeys(loading, WaitReason.REMOTE_KVS)
+
+
+def stats(book: RequestBook) -> SchedulerStats:
+    """As `SchedulerInterface.make_stats`."""
+    kv_cache = book.kv_cache
+    return SchedulerStats(
+        num_steps=book.num_steps,
+        num_running_reqs=len(book.running),
+        num_waiting_reqs=len(book.requests) - len(book.running),
+        num_waiting_tokens=book.waiting.num_tokens + book.loading.num_tokens,
+        num_kv_blocks=kv_cache.pool.num_blocks,
+        num_used_kv_blocks=kv_cache.pool.num_used_blocks,
+        num_preemptions=book.num_preemptions,
+        num_prefill_tokens=book.num_prefill_tokens,
+        num_decode_tokens=book.num_decode_tokens,
+        num_prefix_queried_tokens=kv_cache.num_queried_tokens,
+        num_prefix_hit_tokens=kv_cache.num_hit_tokens,
+        num_draft_tokens=book.num_draft_tokens,
+        num_accepted_tokens=book.num_accepted_tokens,
+    )
