@@ -102,8 +102,9 @@ async def _serve(config: EngineConfig) -> None:
         from aioserve.server.app import serve
 
         if config.server.api_workers:
-            from aioserve.workers.pool import workers_listening
+            from aioserve.workers.pool import check_platform, workers_listening
 
+            check_platform()
             await serve(config, workers_listening)
         else:
             await serve(config)  # on again once it serves

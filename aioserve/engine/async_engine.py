@@ -6,6 +6,7 @@ handlers, opens no ports, starts no processes.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -68,6 +69,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         """
         self.config = config or EngineConfig()
         self.model_info = ModelInfo(self.config.model)
+        self.started_at = int(time.time())
         self.max_model_len = 0  # known after start: the setting, or what the KV pool can hold
         self.metrics = EngineMetrics(
             self.get_stats,
@@ -286,19 +288,21 @@ class AsyncEngine(EngineFront[EngineParts]):
     @property
     def can_pool(self) -> bool:
         """Whether prompts can be made into vectors."""
-        return self._alive().can_pool
+        return self._runner is not None and self._runner.can_pool
 
     @property
     def tells_prompts(self) -> bool:
         """Whether it says how likely the tokens of prompts are."""
-        return self._alive().tells_prompts
+        return self._runner is not None and self._runner.tells_prompts
 
     def connect(self, send_off: Callable[[], None]) -> int:
         """A number for a new client; `send_off` is called when a step's outputs were delivered to
-        its requests.
+        its requests. Raises `EngineDeadError` before the start and after the end.
         """
+        if self._parts is None:
+            raise EngineDeadError("there is no engine to connect to")
         self._num_clients += 1
-        self._alive().delivery.send_off[self._num_clients] = send_off
+        self._parts.delivery.send_off[self._num_clients] = send_off
         return self._num_clients
 
     def disconnect(self, client_index: int) -> None:

@@ -54,8 +54,6 @@ class EngineParts(NamedTuple):
     request_log: RequestLog | None
     arrivals: Arrivals
     delivery: Delivery
-    can_pool: bool
-    tells_prompts: bool
 
     def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
@@ -165,8 +163,6 @@ class EngineBuilder:
             self._request_log,
             Arrivals(input_processor, self.adapters, core, metrics, clock),
             delivery,
-            self.runner.can_pool,
-            self.runner.tells_prompts,
         )
 
     def _make_kv_cache(

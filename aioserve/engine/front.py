@@ -61,6 +61,7 @@ class EngineFront(ABC, Generic[Parts]):
     config: EngineConfig
     model_info: ModelInfo
     max_model_len: int  # known after start
+    started_at: int  # in seconds since 1970; the same for all that are in front of one engine
 
     @property
     @abstractmethod

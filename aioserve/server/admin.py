@@ -3,7 +3,6 @@
 Only the admin routes change anything, and they exist only where the settings enable them.
 """
 
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +20,6 @@ from aioserve.server.validation import BodyDecoder
 from aioserve.version import __version__
 
 _encoder = msgspec.json.Encoder()
-_STARTED = int(time.time())
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -125,11 +123,17 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 def _cards(engine: EngineFront[Any]) -> list[ModelCard]:
     model, longest = engine.config.model, engine.max_model_len
     base = ModelCard(
-        id=model.served_name, created=_STARTED, max_model_len=longest, root=model.model
+        id=model.served_name, created=engine.started_at, max_model_len=longest, root=model.model
     )
     adapters = engine.adapters.paths.items()
     return [base] + [
-        ModelCard(id=name, created=_STARTED, max_model_len=longest, root=str(path), parent=base.id)
+        ModelCard(
+            id=name,
+            created=engine.started_at,
+            max_model_len=longest,
+            root=str(path),
+            parent=base.id,
+        )
         for name, path in adapters
     ]
 

@@ -307,6 +307,7 @@ class WorkerClient:
         welcome = Welcome(
             engine.config,
             self._client_index,
+            engine.started_at,
             engine.max_model_len,
             engine.can_pool,
             engine.tells_prompts,

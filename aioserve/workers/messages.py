@@ -39,6 +39,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
     config: EngineConfig  # what the settings amount to
     client_index: int
+    started_at: int
     max_model_len: int
     can_pool: bool
     tells_prompts: bool

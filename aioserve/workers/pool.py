@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_USAGE
 from aioserve.engine import AsyncEngine
-from aioserve.errors import ConfigError, WorkerError
+from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.app import HANDLER_TIMEOUT, url_of
 from aioserve.server.sockets import bind_beside
 from aioserve.workers.host import Host
@@ -32,6 +32,15 @@ FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.1, 5.0, 10.0
 
 # Seconds in which a worker that was told to end may do so: what handlers have, and as much again.
 QUIT_SECONDS = 3 * HANDLER_TIMEOUT
+
+
+def check_platform() -> None:
+    """Raises `ConfigError` where the system does not spread connections over sockets."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            "server.api_workers needs Linux, which spreads connections over the sockets of a port: "
+            "leave it at 0"
+        )
 
 
 @contextlib.asynccontextmanager
@@ -128,7 +137,10 @@ class WorkerPool:
         num_failed, delay = 0, FIRST_DELAY
         while not self._closing.is_set():
             since = time.monotonic()
-            exit_code, was_listening = await self._live(name, on_listening)
+            try:
+                exit_code, was_listening = await self._live(name, on_listening)
+            except EngineDeadError:  # it has been shut down: so will we be
+                return
             if self._closing.is_set():
                 return
             num_failed = 0 if was_listening else num_failed + 1
@@ -152,7 +164,7 @@ class WorkerPool:
         address = f"ipc://{self._folder}/{self._lives}"
         worker = self._host.open(name, address, on_listening)
         try:
-            process = await self._spawn(address)
+            process = await self._spawn(name, address)
             self._processes.add(process)
             exit_code = await process.wait()
             self._processes.discard(process)
@@ -165,14 +177,14 @@ class WorkerPool:
             )
         return exit_code, worker.is_listening
 
-    async def _spawn(self, address: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, name: str, address: str) -> asyncio.subprocess.Process:
         """On sockets of its own for the addresses that we hold: the system spreads connections
         over all that listen, and over the others when it dies.
         """
         own = [bind_beside(sock) for sock in self._sockets]
         try:
             inherited = (self._lifeline[0], *(sock.fileno() for sock in own))
-            command = ("-m", "aioserve.workers.worker", address, *map(str, inherited))
+            command = ("-m", "aioserve.workers.worker", name, address, *map(str, inherited))
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,

@@ -156,6 +156,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         welcome: Welcome = decoder(Welcome).decode(greeting.welcome)
         self.config = config = welcome.config
         self.model_info = info = ModelInfo(config.model)
+        self.started_at = welcome.started_at
         self.max_model_len = welcome.max_model_len
         self._adapters = KnownAdapters(config.model.served_name, welcome.adapters)
         self._parts = RemoteParts(

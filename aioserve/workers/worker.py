@@ -31,10 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser("aioserve.workers.worker")
+    parser.add_argument("name", help="what it is called in the log")
     parser.add_argument("address", help="where the engine is")
     parser.add_argument("lifeline", type=int, help="a descriptor that ends with the engine")
     parser.add_argument("sockets", type=int, nargs="+", help="descriptors to listen on")
     given = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)-7s {given.name} %(name)s: %(message)s",
+    )
     sockets = [socket.socket(fileno=number) for number in given.sockets]
     try:
         return run(_serve(given.address, given.lifeline, sockets))
@@ -102,7 +107,4 @@ def _end_late() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
     sys.exit(main())
