@@ -299,10 +299,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
                 "cache.kv_connector is for the CPU: give --device cpu, or leave it out"
             )
         method = config.speculation.speculative_method
-        if method == "draft":
-            raise ConfigError(
-                "speculation.speculative_method draft is for the CPU: give --device cpu, or ngram"
-            )
         if method != "none" and config.scheduler.pipeline_depth != 1:
             raise ConfigError(
                 f"speculation.speculative_method is {method}, but on a CUDA device a step begins "

@@ -126,6 +126,10 @@ class DraftLength:
         """So many were sent, and so many were right before the first that was not."""
         self._record(request).note(num_drafts, num_right)
 
+    def forget_times(self) -> None:
+        """What took time so far was no step like those that come."""
+        self._cost, self.price = _StepCost(), 0.0
+
     def limit(self, request: Hashable) -> int:
         """The most draft tokens that pay for it now: the n-th is right with chance ** n."""
         if limit := self._paying(request):
@@ -167,6 +171,10 @@ class ModelDraftLength(DraftLength):
         self._seconds_since_trial = 0.0  # of steps
         self._row_seconds = math.inf  # of a step, for one of its rows
         self._all = _Record()
+
+    def forget_times(self) -> None:
+        super().forget_times()
+        self._draft_cost, self._seconds_since_trial = _StepCost(), 0.0
 
     def drafted(self, num_tokens: int, seconds: float) -> None:
         """The model that makes drafts has computed so many tokens in one pass."""

@@ -7,7 +7,7 @@ Two implementations: `loader.AnyModel` (modules of `transformers` as they are) a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,11 +17,19 @@ from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.low_rank import TokenAdapters
 
 
-class Taps(NamedTuple):
+def _keep_nothing(slots: Tensor, states: Tensor) -> None:
+    """Until somebody wants them."""
+
+
+@dataclass(slots=True)
+class Taps:
     """What whoever builds on a model's inner states is given of it."""
 
+    layers: tuple[int, ...]
     embedding: Callable[[Tensor], Tensor]  # token ids [T] -> [T, hidden]
-    states: Callable[[], Tensor]  # [layers, T, hidden], what entered these in the last pass
+    #: Told in every pass, where it computes: the slots of its T tokens, and what entered the
+    #: layers, [layers, T, hidden], which is not to be held on to.
+    keep: Callable[[Tensor, Tensor], None] = _keep_nothing
 
 
 class ServedModel(ABC):
@@ -50,6 +58,6 @@ class ServedModel(ABC):
         """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""
 
     def tap(self, layers: Sequence[int]) -> Taps | None:
-        """Keep what enters `layers` from now on; None if that cannot be had."""
+        """Tell what enters `layers` from now on; None if that cannot be had."""
         del layers
         return None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import aioserve
@@ -20,13 +21,14 @@ from aioserve.config import ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.cpu import draft_model, load
+from aioserve.runner.cpu import drafts, load
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
-from aioserve.runner.cpu.draft_model import DraftModel
+from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.model_drafter import DraftModel
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
 from tests.slow import mostly_slow
@@ -113,12 +115,13 @@ async def test_a_draft_model_has_read_what_it_says(
         nonlocal num_compared
         found = guesses(self, rows, others, *rest)
         texts = rest[-1]
+        assert isinstance(self._runner, CpuDraftRunner)
         for row in (*rows, *others):
             size = min(int(self._num_read[row]), int(texts.num_tokens([row])[0]) - 1)
             blocks = torch.from_numpy(texts.blocks(row)).long()
             ours, theirs = (
                 caches.value_caches[-1][blocks].transpose(1, 2).flatten(0, 1)[:size]
-                for caches in (self._backend, served[0])
+                for caches in (self._runner.backend, served[0])
             )
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
             num_compared += size
@@ -129,7 +132,7 @@ async def test_a_draft_model_has_read_what_it_says(
         return served[-1]
 
     monkeypatch.setattr(load, "create_attention_backend", create)
-    monkeypatch.setattr(draft_model, "sample", sample_badly)
+    monkeypatch.setattr(drafts, "sample", sample_badly)
     monkeypatch.setattr(ModelDraftLength, "limits", limits)
     monkeypatch.setattr(DraftModel, "guesses", checked)
     guessed, stats = await generate(ITSELF)
@@ -209,6 +212,64 @@ async def test_guesses_taken_unseen_would_be_noticed(
     assert await chi_square(stranger) > 2 * LIMIT
 
 
+def pad(path: Path, size: int, scale: float) -> Path:
+    """The embedded model with a vocabulary of `size`: what is new is what is old, times `scale`."""
+    shutil.copytree(EMBEDDED, path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": size}), encoding="utf-8")
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if len(weight) == 2048:
+            more = scale * weight[300 : 300 + size - len(weight)]
+            weights[name] = torch.cat((weight, more)).contiguous()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+async def test_a_draft_model_that_is_padded_proposes_no_padding(
+    tmp_path: Path, plain: list[list[RequestOutput]]
+) -> None:
+    """Though by its weights that would often come first."""
+    draft = pad(tmp_path / "padded", 2112, 3.0)
+    padded = SpeculationConfig(speculative_method="draft", draft_model=str(draft))
+    guessed, stats = await generate(padded)
+    check_equal(guessed, plain)
+    assert stats.num_accepted_tokens >= 0.99 * stats.num_draft_tokens
+
+
+async def test_a_draft_model_may_know_less_than_a_padded_model(tmp_path: Path) -> None:
+    """What it does not know it neither guesses nor is asked to read: torch would notice."""
+    target = str(pad(tmp_path / "padded", 2112, 1.0))
+
+    async def say(speculation: SpeculationConfig) -> list[list[int]]:
+        config = EngineConfig(
+            model=ModelConfig(model=target, max_model_len=128, dtype="float32", fused=False),
+            speculation=speculation,
+        )
+        async with AsyncEngine(config) as engine:
+
+            async def one(prompt: list[int], temperature: float) -> list[int]:
+                bias = {2100: 6.0} if temperature else None
+                params = SamplingParams(
+                    temperature=temperature, seed=1, max_tokens=40, logit_bias=bias
+                )
+                found: list[int] = []
+                async for output in engine.generate(prompt, params):
+                    found += output.token_ids
+                return found
+
+            prompts = ([40, 41, 42], [2111, 40, 2050, 41])
+            said = await asyncio.gather(*(one(p, t) for p in prompts for t in (0.0, 1.0)))
+            stats = engine.get_stats()
+            assert stats is not None
+            assert (stats.num_accepted_tokens > 5) == (speculation is ITSELF)
+            return said
+
+    guessed = await say(ITSELF)
+    assert guessed == await say(NONE)
+    assert any(token_id >= 2048 for own in guessed for token_id in own)  # it was read again
+
+
 async def refusal(draft: Path | str | None, **settings: Any) -> str:
     speculation = SpeculationConfig(
         speculative_method="draft", draft_model=None if draft is None else str(draft)
@@ -228,6 +289,13 @@ async def test_a_draft_model_that_cannot_work_is_refused_in_one_line(tmp_path: P
     vocabulary["ing"], vocabulary["th"] = there, here = vocabulary["th"], vocabulary["ing"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     assert f"embedded: 'ing' is {there} in it, and {here} here" in await refusal(other)
+    twisted = make_stranger(tmp_path / "twisted", vocab_size=2112)
+    tokenizer = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"].reverse()
+    (twisted / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert "its tokenizer joins other pieces" in await refusal(twisted)
+    small = make_stranger(tmp_path / "small", vocab_size=2000)
+    assert "2,000 tokens, not 2,048" in await refusal(small)
     assert "nowhere" in await refusal("./nowhere")
     assert "there is no speculation.draft_model" in await refusal(None)
     ahead = await refusal("embedded", scheduler=SchedulerConfig(pipeline_depth=2))

@@ -46,11 +46,12 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 async def generate(
     speculation: SpeculationConfig,
     make_runner: Callable[[EngineConfig], RunnerInterface] | None = None,
+    model: str = "embedded",
     **scheduler: Any,
 ) -> tuple[list[list[RequestOutput]], SchedulerStats]:
     """What comes of the `WAYS`, one list of samples each."""
     config = EngineConfig(
-        model=ModelConfig(max_model_len=256, dtype="float32"),
+        model=ModelConfig(model=model, max_model_len=256, dtype="float32"),
         cache=CacheConfig(block_size=4, num_kv_blocks=66),
         scheduler=SchedulerConfig(max_num_seqs=12, **scheduler),
         speculation=speculation,
@@ -122,21 +123,18 @@ async def test_speculation_with_steps_in_flight_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("method", "depth", "hint"),
-    [("ngram", None, "give --pipeline-depth 1"), ("draft", 1, "draft is for the CPU")],
-)
-async def test_what_a_cuda_device_cannot_speculate_with_is_refused(
-    method: str, depth: int | None, hint: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+async def test_speculation_on_a_cuda_device_with_steps_in_flight_is_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which is what it has if nobody says otherwise."""
     monkeypatch.setattr(devices, "choose_device", lambda config: "cuda")
     config = EngineConfig(
-        scheduler=SchedulerConfig(pipeline_depth=depth),
         speculation=SpeculationConfig(
             speculative_method=method,  # type: ignore[arg-type]
             draft_model="embedded" if method == "draft" else None,
         ),
     )
-    with pytest.raises(ConfigError, match=hint):
+    with pytest.raises(ConfigError, match="give --pipeline-depth 1"):
         async with AsyncEngine(config):
             pass

@@ -11,12 +11,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from aioserve import AsyncEngine, SamplingParams
-from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from aioserve.errors import ConfigError
 from aioserve.model_source.adapter import read_adapter
 from aioserve.runner import noise
@@ -250,6 +258,16 @@ async def test_overlapped_steps_give_the_tokens_of_one_at_a_time(with_tokenizer:
     one_by_one = await generate(settings(with_tokenizer, 1, "float32"), 100)
     same = sum(a == b for a, b in zip(overlapped, one_by_one, strict=True))
     assert same >= 98  # a near tie may fall either way, as cuBLAS sums in another order
+
+
+async def test_a_draft_model_changes_no_token(with_tokenizer: Path) -> None:
+    """Itself, so that most guesses are right; of a request in two, drawn."""
+    config = settings(with_tokenizer, 1, "float32")
+    draft = SpeculationConfig(speculative_method="draft", draft_model=str(with_tokenizer))
+    guessed = await generate(msgspec.structs.replace(config, speculation=draft), 40)
+    plain = await generate(config, 40)
+    same = sum(a == b for a, b in zip(guessed, plain, strict=True))
+    assert same >= 38  # a near tie may fall either way, as cuBLAS sums in another order
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(path: Path) -> None:

@@ -6,9 +6,7 @@ a step is done is known elsewhere.
 
 import gc
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 import msgspec
 import torch
@@ -22,19 +20,19 @@ from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.draft_model import DraftModel
-from aioserve.runner.cpu.eagle import NUM_TAPS, EagleHead, is_eagle, read_eagle, tapped_layers
-from aioserve.runner.cpu.eagle_drafter import EagleDrafter
+from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.executor import StepExecutor
 from aioserve.runner.cpu.fused import CpuPlace
+from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.memory import (
     MIB,
     check_memory,
     choose_num_kv_blocks,
     expected_bytes_per_token,
 )
-from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.drafter import Drafter
+from aioserve.runner.drafts import Draft, find_draft, load_draft
+from aioserve.runner.eagle import NUM_TAPS, is_eagle
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
@@ -56,12 +54,22 @@ def load_on_cpu(
         draft_info = find_draft(config, info)
         _check_memory(config, info, draft_info)
         model = load_model_on_cpu(config.model, info)
-        draft = None if draft_info is None else _load_draft(config, draft_info, model, info)
+        draft: Draft | None = None
+        if draft_info is not None:
+            draft = load_draft(
+                draft_info,
+                model,
+                info,
+                load=lambda info: load_model_on_cpu(info.config, info),
+                linear=lambda weight: pack_linear(weight, None),
+                device=CpuPlace.device,
+            )
         machine.give_back_freed_memory()
         spec, block_size = with_kv_dtype(model.kv_cache_spec, config), config.cache.block_size
         bytes_per_token = spec.bytes_per_token
         if draft is not None:
-            bytes_per_token += draft.bytes_per_token
+            draft_spec = with_kv_dtype(draft.spec, config)
+            bytes_per_token += draft_spec.bytes_per_token + draft.state_bytes
         num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
@@ -69,7 +77,8 @@ def load_on_cpu(
         if draft is None:
             drafter = ngram_drafter(config.speculation)
         else:
-            drafter = draft.make_drafter(config, num_blocks)
+            draft_backend = create_attention_backend(draft_spec, num_blocks, block_size)
+            drafter = draft.make_drafter(config, CpuDraftRunner(draft_backend, block_size))
         undo.pop_all()
     executor = StepExecutor(
         model,
@@ -101,95 +110,6 @@ def load_on_cpu(
         "" if is_fixed else ", fewer while steps wait for a core",
     )
     return executor
-
-
-def find_draft(config: EngineConfig, info: ModelInfo) -> ModelInfo | None:
-    """The model that makes guesses for that of `info`, if one is to. Raises `ConfigError`."""
-    speculation = config.speculation
-    if speculation.speculative_method != "draft":
-        return None
-    assert speculation.draft_model is not None, "EngineConfig.check_effects"
-    settings = msgspec.structs.replace(
-        config.model, model=speculation.draft_model, revision=None, max_model_len=None
-    )
-    if speculation.draft_model.endswith(".gguf"):  # served in the types that it has
-        settings = msgspec.structs.replace(settings, quantization=None)
-    own_length = ModelInfo(settings).max_model_len
-    length = min(own_length, info.max_model_len)
-    draft = ModelInfo(msgspec.structs.replace(settings, max_model_len=length))
-    why_not = None
-    if is_eagle(draft.source.known_config):
-        return draft  # which has no tokenizer; what else must fit is seen when it is read
-    if draft.vocab_size != info.vocab_size:
-        why_not = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
-    elif not config.model.skip_tokenizer_init:
-        ours, theirs = (model.tokenizer.get_vocab() for model in (info, draft))
-        if ours != theirs:
-            token = min(ours.items() ^ theirs.items())[0]
-            why_not = f"{token!r} is {theirs.get(token)} in it, and {ours.get(token)} here"
-    if why_not is not None:
-        raise ConfigError(
-            f"speculation.draft_model {speculation.draft_model} has another vocabulary than "
-            f"{config.model.model}: {why_not}"
-        )
-    return draft
-
-
-class _Draft:
-    """What makes guesses, and is loaded; its pool of blocks is not made yet."""
-
-    def __init__(
-        self,
-        info: ModelInfo,
-        spec: KVCacheSpec,
-        more_bytes_per_token: int,
-        make: Callable[..., Drafter],
-    ) -> None:
-        self._info, self._spec, self._make = info, spec, make
-        self.bytes_per_token = spec.bytes_per_token + more_bytes_per_token
-
-    def make_drafter(self, config: EngineConfig, num_blocks: int) -> Drafter:
-        """With as many blocks as the served model has."""
-        return self._make(
-            create_attention_backend(self._spec, num_blocks, config.cache.block_size),
-            ModelDraftLength(config.speculation.num_speculative_tokens),
-            block_size=config.cache.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=self._info.max_model_len,
-            max_step_tokens=config.scheduler.step_budget(self._info.max_model_len),
-        )
-
-
-def _load_draft(
-    config: EngineConfig, info: ModelInfo, target: ServedModel, target_info: ModelInfo
-) -> _Draft:
-    """The model of `info`, or the head for `target`. Raises `ConfigError`."""
-    stated = info.source.known_config
-    if not is_eagle(stated):
-        model = load_model_on_cpu(info.config, info)
-        logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
-        spec = with_kv_dtype(model.kv_cache_spec, config)
-        return _Draft(info, spec, 0, partial(DraftModel, model))
-    num_layers = len(target.attention_calls)
-    layers = tapped_layers(stated, num_layers)
-    if len(layers) != NUM_TAPS or not all(0 <= layer < num_layers for layer in layers):
-        raise ConfigError(
-            f"the EAGLE-3 head {info.source.path} looks at layers {layers}: three of the "
-            f"{num_layers} of {target.name} are needed"
-        )
-    weights = read_eagle(info.source.path, target_info.hidden_size, target_info.vocab_size)
-    taps = target.tap(layers)
-    if taps is None:
-        raise ConfigError(
-            f"{target.name} does not tell of its layers, which an EAGLE-3 head needs: only fused "
-            "models do (model.fused)"
-        )
-    dtype = target.kv_cache_spec.dtype
-    head = EagleHead(*weights, taps.embedding, dtype, target_info.vocab_size)
-    logger.info("drafts by an EAGLE-3 head, %.1fM parameters", head.num_parameters / 1e6)
-    state_bytes = NUM_TAPS * head.target_size * dtype.itemsize
-    spec = with_kv_dtype(head.kv_cache_spec, config)
-    return _Draft(info, spec, state_bytes, partial(EagleDrafter, head, taps))
 
 
 def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:

@@ -47,6 +47,7 @@ class WholeDecoder(FusedDecoder):
         self._kernels = load_kernels()
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
         self._scratch = torch.empty(0, dtype=embedding.dtype)
+        self._tapped = torch.empty(0, dtype=embedding.dtype)
         # Gone with their adapters.
         self._compiled_adapters = WeakKeyDictionary[Adapter, CompiledAdapter]()
 
@@ -72,10 +73,11 @@ class WholeDecoder(FusedDecoder):
         if self._scratch.numel() < size:
             self._scratch = self._scratch.new_empty(size)
         logits = self._scratch.new_empty(num_sampling, self.embedding.shape[0])
-        num_taps = len(self.tap_layers)
+        taps = self.taps
+        num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:
-            self.tapped = self.tapped.new_empty(num_taps, num_tokens, self.embedding.shape[1])
-        tap_layers = (ctypes.c_int64 * num_taps)(*self.tap_layers)
+            self._tapped = self._tapped.new_empty(num_taps, num_tokens, self.embedding.shape[1])
+        tap_layers = (ctypes.c_int64 * num_taps)(*(taps.layers if taps is not None else ()))
         step = StepStruct(
             inputs.input_ids.data_ptr(),
             inputs.positions.data_ptr(),
@@ -90,10 +92,12 @@ class WholeDecoder(FusedDecoder):
             num_sampling,
             *self._adapters(tokens, inputs.logits_adapters),
             ctypes.addressof(tap_layers),
-            self.tapped.data_ptr(),
+            self._tapped.data_ptr(),
             num_taps,
         )
         self._kernels.decode(self._struct, step, self._scratch, logits)
+        if taps is not None:
+            taps.keep(inputs.slots, self._tapped)
         return logits
 
     def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:

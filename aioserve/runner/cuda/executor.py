@@ -25,7 +25,7 @@ from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
-from aioserve.runner.cuda.sampler import DeviceSampler, Draw, SamplePlan, read_result
+from aioserve.runner.cuda.sampler import DeviceSampler, SamplePlan, read_result
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
@@ -70,20 +70,18 @@ class StepExecutor:
         device: Device,
         model: ServedModel,
         attention: DeviceAttention,
-        draw: Draw,
+        sampler: DeviceSampler,
         layout: Layout,
         arena: Tensor,
         *,
         max_model_len: int,
-        vocab_size: int,
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
         adapter_room: int = 0,
     ) -> None:
-        """`arena` [layout.size], int32 on the device, is where steps are staged. With a `drafter`,
-        no step may be launched before the one before it is finished. `adapter_room`: bytes on the
-        device that adapters may take.
+        """`sampler`: for the limits of `layout`, whose `arena` [layout.size], int32 on the device,
+        is where steps are staged. `adapter_room`: bytes on the device that adapters may take.
         """
         limits = layout.limits
         self._device = device
@@ -93,7 +91,7 @@ class StepExecutor:
             limits.num_rows,
             max_model_len,
             limits.page_size,
-            vocab_size,
+            sampler.vocab_size,
             grammars=grammars,
             eos_token_ids=eos_token_ids,
             drafter=drafter,
@@ -105,7 +103,7 @@ class StepExecutor:
         self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
-        self._sampler = DeviceSampler(device, limits.num_rows, limits.num_samples, vocab_size, draw)
+        self._sampler = sampler
         self._arena = arena
         self._arrays = layout.split(arena)
         self._graphs = DecodeGraphs()
@@ -116,6 +114,13 @@ class StepExecutor:
     def tells_prompts(self) -> bool:
         """As `RunnerInterface.tells_prompts`."""
         return self._model.has_hidden
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether each step must be finished, by the thread that launches, before the next one:
+        what is guessed from it is made on the device as well.
+        """
+        return self._drafter is not None
 
     @property
     def num_kv_blocks(self) -> int:
@@ -164,6 +169,8 @@ class StepExecutor:
         ):
             if (launched := self.launch(step)) is not None:
                 self.finish(launched)
+        if self._drafter is not None:
+            self._drafter.length.forget_times()
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | None:
         """Start a step; None if it has no tokens. What raises here leaves its requests in an
@@ -260,7 +267,9 @@ class StepExecutor:
         self._batch.close()
 
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
-        """Wait for a step and read its tokens; may be called from another thread, in order."""
+        """Wait for a step and read its tokens; may be called from another thread, in order, unless
+        `is_one_by_one`.
+        """
         try:
             step.event.wait()
             words = step.result.array

@@ -5,9 +5,11 @@ known elsewhere.
 """
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,6 +21,7 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import stored_parameters
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
+from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
@@ -28,6 +31,7 @@ from aioserve.runner.cuda.attention import (
 )
 from aioserve.runner.cuda.cuda_device import CudaDevice
 from aioserve.runner.cuda.device import CardMemory, Device
+from aioserve.runner.cuda.drafts import DeviceDraftRunner
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
 from aioserve.runner.cuda.fused import CudaPlace
@@ -35,8 +39,13 @@ from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
+from aioserve.runner.drafter import Drafter
+from aioserve.runner.drafts import Draft, find_draft, load_draft
+from aioserve.runner.fused import Place
+from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.grammar_rows import MAX_GUESSES
 from aioserve.runner.loader import load_model, num_weight_bytes
+from aioserve.runner.model_drafter import Forward
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.prompt_logprobs import largest_piece
 from aioserve.runner.served_model import ServedModel
@@ -59,11 +68,35 @@ def load_on_cuda(
         )
     device = CudaDevice()
     card = device.card()
-    model_config = with_dtype(config.model)
     place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
-    check_weights_fit(card, config, num_weight_bytes(model_config, info, place))
-    model = load_model(model_config, info, place)
-    return make_executor(config, info, model, device, card, grammars)
+    draft_info = find_draft(config, info)
+    parts = [info] if draft_info is None else [info, draft_info]
+    needed = sum(num_weight_bytes(with_dtype(part.config), part, place) for part in parts)
+    check_weights_fit(card, config, needed)
+    model, draft = load_models(info, draft_info, place)
+    return make_executor(config, info, model, device, card, grammars, draft)
+
+
+def load_models(
+    info: ModelInfo, draft_info: ModelInfo | None, place: Place
+) -> tuple[ServedModel, Draft | None]:
+    """The weights of both. Raises `ConfigError`."""
+
+    def load(info: ModelInfo) -> ServedModel:
+        return load_model(with_dtype(info.config), info, place)
+
+    model = load(info)
+    if draft_info is None:
+        return model, None
+    draft = load_draft(
+        draft_info,
+        model,
+        info,
+        load=load,
+        linear=lambda weight: PlainLinear(weight, None),
+        device=place.device,
+    )
+    return model, draft
 
 
 def make_executor(
@@ -73,75 +106,74 @@ def make_executor(
     device: Device,
     card: CardMemory,
     grammars: GrammarCompiler | None = None,
+    draft: Draft | None = None,
 ) -> StepExecutor:
     """All but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
     query_dtype, max_model_len = model.kv_cache_spec.dtype, info.max_model_len
-    spec = with_kv_dtype(model.kv_cache_spec, config)
-    num_rows = config.scheduler.max_num_seqs
+    num_rows, page_size = config.scheduler.max_num_seqs, config.cache.block_size
     num_tokens = config.scheduler.step_budget(max_model_len)
-    drafter = ngram_drafter(config.speculation)
     num_drafts = 0
-    if drafter is not None:  # or what a grammar forces
+    if config.speculation.speculative_method != "none":  # or what a grammar forces
         num_drafts = max(config.speculation.num_speculative_tokens, MAX_GUESSES)
     choose_token = choose_draw(device)
-    flashinfer = find_flashinfer(model, spec, query_dtype)
+    kinds = [_Kind.of(model.kv_cache_spec, model.attention_calls, config)]
+    bytes_per_token = kinds[0].spec.bytes_per_token
+    if draft is not None:
+        kinds.append(_Kind.of(draft.spec, draft.attention_calls, config))
+        bytes_per_token += kinds[1].spec.bytes_per_token + draft.state_bytes
     sizes: tuple[int, ...] = ()
-    if flashinfer is not None and not config.runner.enforce_eager:
+    if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
         sizes = capture_sizes(min(num_rows, num_tokens))
-    activations = (
-        device.measure(
-            lambda: run_largest(
-                model, spec, device, num_tokens, num_rows * (1 + num_drafts), choose_token
-            )
-        )
-        + workspace_bytes(model.attention_calls, len(sizes))
-        + DeviceSampler.num_bytes(num_rows, info.vocab_size)
-    )
+
+    def largest() -> None:
+        num_samples = num_rows * (1 + num_drafts)
+        run_largest(model, kinds[0].spec, device, num_tokens, num_samples, choose_token)
+
+    def largest_of_drafts() -> None:
+        assert draft is not None
+        run_pass(draft.forward, kinds[1].spec, device, num_tokens, num_rows, choose_token)
+
+    activations = max(map(device.measure, [largest, largest_of_drafts][: len(kinds)]))
+    activations += DeviceSampler.num_bytes(num_rows, info.vocab_size)
+    activations += workspace_bytes(kinds[0].calls, len(sizes))
+    activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
     memory = plan_memory(
         card,
         config,
         weights=weights,
         activations=activations,
         graphs=GRAPH_RESERVE if sizes else 0,
-        page_bytes=spec.bytes_per_token * config.cache.block_size,
+        page_bytes=bytes_per_token * page_size,
         max_model_len=max_model_len,
         adapters=adapter_bytes(config, model),
     )
     limits = Limits(
         num_rows=num_rows,
         num_tokens=num_tokens,
-        num_row_pages=-(-(max_model_len + 1) // config.cache.block_size),
-        page_size=config.cache.block_size,
+        num_row_pages=-(-(max_model_len + 1) // page_size),
+        page_size=page_size,
         num_pages=memory.num_pages,
         num_drafts=num_drafts,
     )
     layout = Layout(limits)
     arena = torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
-    attention: DeviceAttention
-    if flashinfer is None:
-        attention = TorchDeviceAttention(spec, limits, device.torch_device)
-    else:
-        attention = FlashInferAttention(
-            flashinfer,
-            spec,
-            model.attention_calls,
-            limits,
-            device,
-            query_dtype,
-            max_model_len=max_model_len,
-            capture_sizes=sizes,
-            arrays=layout.split(arena),
-        )
+    sampler = DeviceSampler(device, num_rows, limits.num_samples, info.vocab_size, choose_token)
+    drafter: Drafter | None = ngram_drafter(config.speculation)
+    if draft is not None:
+        own_layout = Layout(replace(limits, num_drafts=0))
+        own_arena = torch.zeros(own_layout.size, dtype=torch.int32, device=device.torch_device)
+        own = kinds[1].make_attention(own_layout, own_arena, device, max_model_len, ())
+        runner = DeviceDraftRunner(device, own, sampler, own_layout, own_arena)
+        drafter = draft.make_drafter(config, runner)
     executor = StepExecutor(
         device,
         model,
-        attention,
-        choose_token,
+        kinds[0].make_attention(layout, arena, device, max_model_len, sizes),
+        sampler,
         layout,
         arena,
         max_model_len=max_model_len,
-        vocab_size=info.vocab_size,
         grammars=grammars,
         eos_token_ids=info.eos_token_ids,
         drafter=drafter,
@@ -165,6 +197,43 @@ def make_executor(
     if sizes:
         logger.info("CUDA graphs took %.2f GiB", graphs / GIB)
     return executor
+
+
+class _Kind(NamedTuple):
+    """What a model's attention is made of, and by."""
+
+    spec: KVCacheSpec  # in the type in which K and V are kept
+    calls: Sequence[AttentionCall]
+    query_dtype: torch.dtype
+    flashinfer: Any  # None: plain torch
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec, calls: Sequence[AttentionCall], config: EngineConfig) -> "_Kind":
+        kept = with_kv_dtype(spec, config)
+        return cls(kept, calls, spec.dtype, find_flashinfer(kept, calls, spec.dtype))
+
+    def make_attention(
+        self,
+        layout: Layout,
+        arena: Tensor,
+        device: Device,
+        max_model_len: int,
+        sizes: Sequence[int],
+    ) -> DeviceAttention:
+        """For steps in `arena`, of which decodes of these `sizes` will be captured."""
+        if self.flashinfer is None:
+            return TorchDeviceAttention(self.spec, layout.limits, device.torch_device)
+        return FlashInferAttention(
+            self.flashinfer,
+            self.spec,
+            self.calls,
+            layout.limits,
+            device,
+            self.query_dtype,
+            max_model_len=max_model_len,
+            capture_sizes=sizes,
+            arrays=layout.split(arena),
+        )
 
 
 def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
@@ -218,17 +287,32 @@ def run_largest(
     choose_token: Draw,
 ) -> None:
     """The step that takes most memory, sampling included, but for attention."""
+    vocab_size = run_pass(model.forward, spec, device, num_tokens, num_samples, choose_token)
+    if not model.has_hidden:
+        return
+    place = device.torch_device  # every token, and the largest piece of their logits
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
+    attention = NoAttention(spec, place)
+    states = model.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
+    size = min(num_tokens, largest_piece(vocab_size))
+    out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
+    width = min(MAX_LOGPROBS, vocab_size)
+    write_logprobs(model.logits(states[:size]), tokens[:size], width, out)
+
+
+def run_pass(
+    forward: Forward,
+    spec: KVCacheSpec,
+    device: Device,
+    num_tokens: int,
+    num_samples: int,
+    choose_token: Draw,
+) -> int:
+    """So many tokens, of which so many sample; returns how many tokens there are to choose from."""
     place = device.torch_device
     rows = torch.arange(min(num_samples, num_tokens), device=place)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
-    attention = NoAttention(spec, place)
-    logits = model.forward(ModelInputs(tokens, tokens, tokens, rows), attention)
-    if model.has_hidden:  # every token, and the largest piece of their logits
-        states = model.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
-        size = min(num_tokens, largest_piece(logits.shape[1]))
-        out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
-        width = min(MAX_LOGPROBS, logits.shape[1])
-        write_logprobs(model.logits(states[:size]), tokens[:size], width, out)
+    logits = forward(ModelInputs(tokens, tokens, tokens, rows), NoAttention(spec, place))
     ones = torch.ones(len(rows), device=place)
     columns = draw.DrawColumns(
         temperature=ones,
@@ -239,6 +323,7 @@ def run_largest(
         is_limited=True,
     )
     choose_token(logits.float() - 1, columns)
+    return logits.shape[1]
 
 
 def choose_draw(device: Device) -> Draw:
@@ -253,9 +338,11 @@ def choose_draw(device: Device) -> Draw:
     return triton_kernels.draw
 
 
-def find_flashinfer(model: ServedModel, spec: KVCacheSpec, query_dtype: torch.dtype) -> Any:
+def find_flashinfer(
+    spec: KVCacheSpec, calls: Sequence[AttentionCall], query_dtype: torch.dtype
+) -> Any:
     """The module, if it is there and serves this model; else None, and a log line says why."""
-    reason = why_not(spec, model.attention_calls, query_dtype)
+    reason = why_not(spec, calls, query_dtype)
     if reason is None:
         try:
             import flashinfer

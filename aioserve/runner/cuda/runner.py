@@ -1,7 +1,8 @@
 """The overlapped runner: one thread launches steps, another reads their results.
 
 So the next step is on its way before the last one's tokens are read, and whoever waits for the
-device keeps nobody else waiting. Free of torch until `load`.
+device keeps nobody else waiting. Where tokens are guessed, one thread does both, one step after
+another. Free of torch until `load`.
 """
 
 import asyncio
@@ -155,7 +156,10 @@ class OverlappedRunner(RunnerInterface):
 
     def _launch_step(self, executor: "StepExecutor", step: SchedulerOutput) -> "_Launched":
         try:
-            return executor.launch(step) or EMPTY_RUNNER_OUTPUT
+            launched = executor.launch(step)
+            if launched is None:
+                return EMPTY_RUNNER_OUTPUT
+            return executor.finish(launched) if executor.is_one_by_one else launched
         except Exception as error:
             return executor.explain(error)
 

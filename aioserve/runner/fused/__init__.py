@@ -52,8 +52,8 @@ class FusedModel(ServedModel):
         return self.decoder.forward(inputs, attention)
 
     def tap(self, layers: Sequence[int]) -> Taps:
-        self.decoder.tap_layers = tuple(layers)
-        return Taps(self.decoder.embedding, lambda: self.decoder.tapped)
+        self.decoder.taps = Taps(tuple(layers), self.decoder.embedding)
+        return self.decoder.taps
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.hidden(inputs, attention)

@@ -13,6 +13,7 @@ from torch import Tensor
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Embedding, Linear, Ops, RMSNorm
 from aioserve.runner.low_rank import TokenAdapters
+from aioserve.runner.served_model import Taps
 
 #: What adapters know the products by: a layer's by its number and name, and the head's.
 HEAD = "head"
@@ -95,8 +96,7 @@ class FusedDecoder:
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
         self._head = head
         self.ops = ops
-        self.tap_layers: tuple[int, ...] = ()  # as `ServedModel.tap`
-        self.tapped = torch.empty(0, dtype=embedding.dtype)
+        self.taps: Taps | None = None  # as `ServedModel.tap`
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """As `ServedModel.forward`."""
@@ -110,10 +110,11 @@ class FusedDecoder:
         if inputs.adapters is not None:
             inputs.adapters.embed(inputs.input_ids, x)
         state = self.layers[0].start(x, ops, inputs.adapters)
-        taps: dict[int, Tensor] = {}
+        wanted = () if self.taps is None else self.taps.layers
+        tapped: dict[int, Tensor] = {}
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            if layer.attention.index in self.tap_layers:
-                taps[layer.attention.index] = state.residual.clone()
+            if layer.attention.index in wanted:
+                tapped[layer.attention.index] = state.residual.clone()
             attended = layer.attend(state, ops)
             if layer is last and num_sampling < len(x):
                 # nobody attends any more: only the tokens that sample matter from here on
@@ -122,8 +123,8 @@ class FusedDecoder:
                 attended = attended[inputs.logits_rows]
                 state = state.take(inputs.logits_rows, inputs.logits_adapters)
             layer.feed_forward(attended, state, next_norm, ops)
-        if taps:
-            self.tapped = torch.stack([taps[index] for index in self.tap_layers])
+        if self.taps is not None:
+            self.taps.keep(inputs.slots, torch.stack([tapped[index] for index in wanted]))
         return state.normed if num_sampling else x[:0]
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:

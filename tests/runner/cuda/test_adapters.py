@@ -146,7 +146,6 @@ async def test_a_mixed_batch_in_flight_says_what_merged_weights_say(
         assert stats.num_preemptions > 0
         assert stats.num_prefix_hit_tokens > 0
     assert len({tuple(tokens) for tokens in expected.values()}) == 4
-    assert device.num_behind == depth
 
 
 @torch.inference_mode()

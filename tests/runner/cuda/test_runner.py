@@ -32,6 +32,7 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.runner import OverlappedRunner
+from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.loader import load_model
 from aioserve.runner.ngram import ngram_drafter
@@ -103,11 +104,10 @@ def make_runner(
             device,
             loaded,
             attention,
-            draw.draw,
+            DeviceSampler(device, limits.num_rows, limits.num_samples, info.vocab_size, draw.draw),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
             max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
             grammars=grammars,
             eos_token_ids=info.eos_token_ids,
             drafter=ngram_drafter(config.speculation),

@@ -21,6 +21,7 @@ from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace, TritonOps
 from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.loader import load_model
 from aioserve.runner.served_model import ServedModel
@@ -53,11 +54,10 @@ class OneByOne:
             device,
             model,
             TorchDeviceAttention(model.kv_cache_spec, limits, device.torch_device),
-            draw.draw,
+            DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
             max_model_len=127,
-            vocab_size=VOCAB_SIZE,
         )
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
@@ -99,11 +100,10 @@ def make_executor(
         device,
         TinyModel(),
         attention,
-        draw.draw,
+        DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
         layout,
         arena,
         max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE,
     )
     executor.capture(sizes)
     return executor

@@ -23,8 +23,8 @@ from aioserve.runner.attention.backend import (
     LayerAttention,
     LayerSpec,
 )
-from aioserve.runner.cpu.linear import pack_linear
-from aioserve.runner.logits_edits import BAD
+from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.fused.ops import Linear
 
 NUM_TAPS = 3
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -33,7 +33,7 @@ _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 class EagleHead:
-    """Weights of one type, laid out for this machine."""
+    """Weights of one type, laid out where the larger model computes."""
 
     def __init__(
         self,
@@ -42,11 +42,13 @@ class EagleHead:
         embedding: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
         vocab_size: int,
+        device: torch.device,
+        linear: Callable[[Tensor], Linear],
     ) -> None:
         """`weights`: as `read_eagle` returns them. `embedding`: of the larger model, for a
-        checkpoint without one of its own.
+        checkpoint without one of its own. `linear`: the product with a weight there.
         """
-        w = {name: tensor.to(dtype) for name, tensor in weights.items() if name != "d2t"}
+        w = {name: tensor.to(device, dtype) for name, tensor in weights.items() if name != "d2t"}
         table = w.get("embed_tokens.weight")
         self._embedding = embedding if table is None else lambda ids: F.embedding(ids, table)
         self._num_heads = int(config.num_attention_heads)
@@ -58,20 +60,22 @@ class EagleHead:
         }
         qkv = [w[f"layer.self_attn.{name}_proj.weight"] for name in "qkv"]
         gate_up = [w[f"layer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        self._qkv, self._gate_up = (pack_linear(torch.cat(part), None) for part in (qkv, gate_up))
-        self._output, self._down = (pack_linear(w[f"layer.{n}.weight"], None) for n in _LINEARS)
-        self._fc, self._head = (pack_linear(w[f"{n}.weight"], None) for n in ("fc", "lm_head"))
-        self._rope = LlamaRotaryEmbedding(config)
+        self._qkv, self._gate_up = (linear(torch.cat(part)) for part in (qkv, gate_up))
+        self._output, self._down = (linear(w[f"layer.{name}.weight"]) for name in _LINEARS)
+        self._fc, self._head = (linear(w[f"{name}.weight"]) for name in ("fc", "lm_head"))
+        self._rope = LlamaRotaryEmbedding(config).to(device)
         self._options = AttentionOptions(scaling=self._head_dim**-0.5)
         self._is_residual_normed = bool(getattr(config, "norm_before_residual", False))
         self._vocab_size = vocab_size
         self.target_size = w["fc.weight"].shape[1] // NUM_TAPS  # of the larger model's states
         offsets = weights.get("d2t")
-        self._token_ids = (
-            None if offsets is None else torch.arange(len(offsets)) + offsets.to(torch.int64)
-        )
+        self._token_ids: Tensor | None = None
+        if offsets is not None:
+            self._token_ids = (torch.arange(len(offsets)) + offsets.to(torch.int64)).to(device)
         layer = LayerSpec(self._num_kv_heads, self._head_dim, self._head_dim)
         self.kv_cache_spec = KVCacheSpec((layer,), dtype)
+        self.attention_calls = (AttentionCall(self._num_heads, self._options),)
+        self.device = device
         self.num_parameters = sum(tensor.numel() for tensor in w.values())
 
     def combine(self, states: Tensor) -> Tensor:
@@ -105,7 +109,8 @@ class EagleHead:
         known = self._head(self._norm("norm", states))
         if self._token_ids is None:
             return known
-        logits = known.new_full((len(known), self._vocab_size), BAD)
+        lowest = torch.finfo(known.dtype).min
+        logits = known.new_full((len(known), self._vocab_size), lowest)
         logits[:, self._token_ids] = known
         return logits
 

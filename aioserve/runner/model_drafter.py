@@ -2,26 +2,50 @@
 
 Its K and V lie in a pool of its own under the block ids of the served model: what shares, keeps or
 gives back blocks does so for both. It draws as the served model will, from its own probabilities
-with the same random numbers. Knows rows and blocks; knows nothing about what becomes of guesses.
+with the same random numbers. Knows rows and blocks; its passes are computed by a `DraftRunner`.
+Knows nothing about what becomes of guesses.
 """
 
 import time
-from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from aioserve.runner.attention.backend import IntArray, ModelInputs, StepInputs
-from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.sampler import sample
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.drafter import Drafter, Texts
-from aioserve.runner.sampling_columns import NO_LOGPROBS
+from aioserve.runner.grammar_rows import Masks
+from aioserve.runner.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import NewRequestData
+
+#: Logits [S, V] of the S rows that sample, as `ServedModel.forward` gives them.
+Forward = Callable[[ModelInputs, LayerAttention], Tensor]
+
+
+class DraftRunner(ABC):
+    """Where a drafting model computes: its KV cache, and how a token is drawn."""
+
+    num_blocks: int  # of the KV cache, as many as the served model has
+    num_slots: int  # of it, those that requests never have included
+
+    @abstractmethod
+    def draw(
+        self, step: StepInputs, forward: Forward, columns: SamplingInputs, masks: Masks | None
+    ) -> list[int]:
+        """Compute the tokens of `step`, whose rows of one token come first, by `forward`. Returns
+        what is drawn for its S rows, as `columns` and `masks` say, in their order.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
 
 
 class ModelDrafter(Drafter):
@@ -32,7 +56,7 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        runner: DraftRunner,
         length: ModelDraftLength,
         *,
         block_size: int,
@@ -40,16 +64,16 @@ class ModelDrafter(Drafter):
         max_model_len: int,
         max_step_tokens: int,
     ) -> None:
-        """`backend` has as many blocks as that of the served model. `max_model_len`: nothing is
-        guessed beyond. `max_step_tokens`: of texts that are read at a time.
+        """`max_model_len`: nothing is guessed beyond. `max_step_tokens`: of texts that are read at
+        a time.
         """
         self.length = length
-        self._backend = backend
+        self._runner = runner
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._max_step_tokens = max_step_tokens
         #: Blocks whose K and V are those of their tokens. A wrong one would cost guesses, no more.
-        self._is_filled = np.zeros(backend.memory.num_blocks, dtype=np.bool_)
+        self._is_filled = np.zeros(runner.num_blocks, dtype=np.bool_)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that were read
         self._stops: dict[int, frozenset[int]] = {}
         self._guessed: dict[int, list[int]] = {}  # by row, guesses that were read behind those
@@ -78,7 +102,7 @@ class ModelDrafter(Drafter):
         self._stops.pop(row, None)
 
     def close(self) -> None:
-        self._backend.memory.close()
+        self._runner.close()
 
     def guesses(
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
@@ -112,6 +136,7 @@ class ModelDrafter(Drafter):
             self._is_filled[texts.blocks(row)[:num_filled]] = True
             if row in asking and end == known[row]:
                 longest[row] = min(limits[row], num_slots - end + 1)  # the last needs no room
+        spans.sort(key=lambda span: span.end - span.begin > 1)  # as a `DraftRunner` wants them
         return self._guess(spans, longest, texts) if spans else {}
 
     def _skip_filled(self, row: int, end: int, texts: Texts) -> int:
@@ -154,52 +179,67 @@ class ModelDrafter(Drafter):
         began = time.perf_counter()
         rows, begins, ends = (np.array(column) for column in zip(*spans, strict=True))
         sampling = np.flatnonzero([row in asking for row in rows.tolist()])
-        logits = self._compute(rows, begins, ends, sampling, texts)
-        num_tokens = int((ends - begins).sum())
-        rows, ends = rows[sampling], ends[sampling]
-        token_ids: list[int] = []
-        if len(rows):
-            columns = texts.sampling_of(rows, ends)
-            columns = replace(columns, num_logprobs=np.full(len(rows), NO_LOGPROBS))
-            token_ids = sample(logits, columns, texts.grammar_rows.masks(rows)).token_ids.tolist()
-        self.length.drafted(num_tokens, time.perf_counter() - began)
-        return list(zip(rows.tolist(), ends.tolist(), token_ids, strict=True))
+        packed = self._pack(rows, begins, ends, texts)
+        last = packed.query_start_loc[1:][sampling] - 1
+        step = replace(packed, sampling=sampling, logits_indices=last)
+        own, places = rows[sampling], ends[sampling]
+        columns = texts.sampling_of(own, places)
+        columns = replace(columns, num_logprobs=np.full(len(own), NO_LOGPROBS))
+        masks = texts.grammar_rows.masks(own)
+        token_ids = self._runner.draw(step, self._forward(rows, sampling), columns, masks)
+        self.length.drafted(len(packed.input_ids), time.perf_counter() - began)
+        return list(zip(own.tolist(), places.tolist(), token_ids, strict=True))
 
     @abstractmethod
-    def _compute(
-        self, rows: IntArray, begins: IntArray, ends: IntArray, sampling: IntArray, texts: Texts
-    ) -> Tensor:
-        """Logits after the last tokens of the `rows` at the places `sampling`, for tokens from
-        `begins` to `ends` of R rows.
-        """
+    def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
+        """The pass that reads the tokens from `begins` to `ends` of R rows; none samples yet."""
 
-    def _prepare(self, packed: StepInputs) -> None:
-        self._backend.memory.commit(int(packed.slot_mapping.max()) // self._block_size + 1)
-        self._backend.prepare(packed)
+    @abstractmethod
+    def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
+        """What computes it for these `rows`, of which those at the places `sampling` sample."""
 
 
 class DraftModel(ModelDrafter):
-    """A whole model of its own."""
+    """A whole model of its own. It may know fewer tokens than the served one, or more: they are
+    padding.
+    """
 
     def __init__(
         self,
         model: ServedModel,
-        backend: AttentionBackend,
+        known: int,
+        vocab_size: int,
+        runner: DraftRunner,
         length: ModelDraftLength,
         **limits: int,
     ) -> None:
-        """`limits`: as `ModelDrafter` takes them."""
-        super().__init__(backend, length, **limits)
-        self._model = model
+        """`known`: tokens of `model`; `vocab_size`: those of the served one. `limits`: as
+        `ModelDrafter` takes them.
+        """
+        super().__init__(runner, length, **limits)
+        self._model, self._known, self._vocab_size = model, known, vocab_size
 
-    def _compute(
-        self, rows: IntArray, begins: IntArray, ends: IntArray, sampling: IntArray, texts: Texts
-    ) -> Tensor:
+    def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
         packed = texts.pack(rows, begins, ends)
-        logits_indices = packed.query_start_loc[1:][sampling] - 1
-        packed = replace(packed, sampling=sampling, logits_indices=logits_indices)
-        self._prepare(packed)
-        return self._model.forward(ModelInputs.of(packed), self._backend)
+        if self._known < self._vocab_size:  # a prompt of ids may hold what no text means
+            np.minimum(packed.input_ids, self._known - 1, out=packed.input_ids)
+        return packed
+
+    def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
+        def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+            return fit_vocabulary(self._model.forward(inputs, attention), self._vocab_size)
+
+        return forward
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits [S, `vocab_size`] of others: without those beyond; with the lowest that there are for
+    those that are missing.
+    """
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return F.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min)
+    return logits[:, :vocab_size].contiguous() if missing else logits
 
 
 class _Span(NamedTuple):

@@ -4,7 +4,8 @@ said does not change.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
-from aioserve.runner.cpu.eagle_drafter import EagleDrafter
+from aioserve.runner.cuda import flashinfer_attention
+from aioserve.runner.cuda import load as cuda_load
+from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.draft_length import ModelDraftLength
+from aioserve.runner.eagle_drafter import EagleDrafter
+from aioserve.runner.interface import RunnerInterface
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
+from tests.runner.cuda.on_device import make_device_runner
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -159,7 +167,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-async def say(head: Path | None) -> list[list[int]]:
+async def say(
+    head: Path | None, make_runner: Callable[[EngineConfig], RunnerInterface] | None = None
+) -> list[list[int]]:
     """Four at a time in a pool that is too small for them, and two that find a cached prefix."""
     speculation = SpeculationConfig()
     if head is not None:
@@ -169,10 +179,11 @@ async def say(head: Path | None) -> list[list[int]]:
     config = EngineConfig(
         model=ModelConfig(max_model_len=100, dtype="float32"),
         cache=CacheConfig(block_size=4, num_kv_blocks=26),
-        scheduler=SchedulerConfig(max_num_batched_tokens=16),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16, pipeline_depth=1),
         speculation=speculation,
     )
-    async with AsyncEngine(config) as engine:
+    runner = None if make_runner is None else make_runner(config)
+    async with AsyncEngine(config, runner=runner) as engine:
 
         async def one(number: int, way: dict[str, Any]) -> list[int]:
             params = SamplingParams(**{"max_tokens": 30, "seed": 5} | way)
@@ -192,11 +203,13 @@ async def say(head: Path | None) -> list[list[int]]:
         return said
 
 
+@pytest.mark.parametrize("side", ["cpu", "cuda"])
 async def test_a_head_guesses_what_a_plain_reference_guesses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After preemptions, on cached prefixes, and behind guesses that were wrong; and every text is
-    what it is without the head.
+    what it is without the head. "cuda": on a device that computes as late as it may, and replays
+    decodes.
     """
     head = make_head(tmp_path / "head")
     reference = Reference(head)
@@ -216,7 +229,17 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
         return found
 
     monkeypatch.setattr(EagleDrafter, "guesses", checked)
-    assert await say(head) == await say(None)
+    make_runner = None
+    if side == "cuda":
+        device = FakeDevice(1, eagerness=0.3)
+        flashinfer = FakeFlashInfer(device, None)
+        monkeypatch.setattr(cuda_load, "find_flashinfer", lambda *_: flashinfer)
+        # the stand-in has no use for it
+        monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
+        make_runner = partial(make_device_runner, device=device)
+    assert await say(head, make_runner) == await say(None)
+    if side == "cuda":
+        assert flashinfer.num_captured_plans > len(capture_sizes(16))  # and some were replayed
     assert num_compared > 40
 
 

@@ -1,0 +1,26 @@
+"""The CUDA runner as it is loaded, on a device that is not one."""
+
+import torch
+
+from aioserve.config import EngineConfig
+from aioserve.grammars import GrammarCompiler
+from aioserve.model_info import ModelInfo
+from aioserve.runner.cuda import load
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.fused import CudaPlace
+from aioserve.runner.cuda.runner import OverlappedRunner
+from aioserve.runner.drafts import find_draft
+from tests.runner.cuda.fake_device import FakeDevice
+
+
+def make_device_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:
+    """All of `load_on_cuda` but what asks CUDA; drafts included."""
+    info = ModelInfo(config.model)
+    grammars = GrammarCompiler(info)
+
+    def build() -> StepExecutor:
+        place = CudaPlace(torch.device("cpu"), has_triton=False)
+        model, draft = load.load_models(info, find_draft(config, info), place)
+        return load.make_executor(config, info, model, device, device.card(), grammars, draft)
+
+    return OverlappedRunner(build, grammars)
