@@ -348,6 +348,10 @@ class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
             "other processes want the cores)"
         ),
     ] = None
+    tensor_parallel_size: Annotated[
+        PositiveInt,
+        Meta(description="processes that hold the model, and its KV pool and threads, together"),
+    ] = 1
     seed: Annotated[
         int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
     ] = 0
@@ -531,7 +535,7 @@ _RULES = (
     ),
     _Rule(
         "runner",
-        ("device", "gpu_memory_utilization", "enforce_eager", "threads"),
+        ("device", "gpu_memory_utilization", "enforce_eager", "threads", "tensor_parallel_size"),
         _is_model,
         _SIMULATED,
     ),

@@ -307,6 +307,10 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
         from aioserve.runner.cuda.runner import OverlappedRunner
 
         return OverlappedRunner.on_cuda(config, model_info)
+    if config.runner.tensor_parallel_size > 1:
+        from aioserve.runner.cpu.sharded_runner import ShardedRunner
+
+        return ShardedRunner(config, model_info)
     from aioserve.runner.cpu.runner import ThreadedRunner
 
     return ThreadedRunner(config, model_info)

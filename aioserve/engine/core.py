@@ -4,6 +4,7 @@ The one place where the order of these is decided. Knows nothing about text, HTT
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import deque
@@ -79,6 +80,7 @@ class EngineCore:
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
         self._timer_due = math.inf
         self._throttles: dict[str, _Throttle] = {}
+        runner.watch(self._wakeup.set)
         if (connector := scheduler.get_kv_connector()) is not None:
             connector.wake = self._wakeup.set
 
@@ -119,6 +121,8 @@ class EngineCore:
         outputs: dict[int, EngineCoreOutputs] = {}
         if self._in_flight:
             outputs = await self._take_result()
+        else:
+            self._runner.check()
         while len(self._in_flight) < self._pipeline_depth and self._dispatch():
             pass
         # The next step computes already; only now the last one's tokens are turned into text.
@@ -304,11 +308,9 @@ class EngineCore:
         ):
             await self._wakeup.wait()
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_POLL_SECONDS):
                 await self._wakeup.wait()
-        except TimeoutError:
-            pass
 
 
 class _Throttle:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
+#: Of an address and how many numbers lie there. What it raises is lost.
+AddUp = ctypes.CFUNCTYPE(None, _P, _I)
+
 
 class PanelShape(NamedTuple):
     """How weights lie for one variant and type: [out / outputs, in / depth, outputs, depth]."""
@@ -89,6 +92,7 @@ class DecoderStruct(ctypes.Structure):
         ("head", PackedWeight),
         *((name, _I) for name in ("num_layers", "hidden", "intermediate", "wide")),
         ("eps", _F),
+        ("add_up", AddUp),
     )
 
 

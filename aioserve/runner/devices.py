@@ -14,6 +14,7 @@ _CUDA_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 )
 _CPU_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("runner", "threads", (RunnerConfig().threads,)),
+    ("runner", "tensor_parallel_size", (1,)),
     ("cache", "kv_cache_dtype", ("auto", "fp8")),
 )
 

@@ -1,12 +1,14 @@
 """What the engine needs from whatever computes tokens. Free of torch.
 
-Three implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
+Four implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
+`cpu.sharded_runner.ShardedRunner` (the same with other processes),
 `cuda.runner.OverlappedRunner` (the model on a device that computes behind our back) and
 `simulated.SimulatedRunner` (a step-time model on the loop's clock).
 """
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioserve.errors import ConfigError
@@ -68,6 +70,14 @@ class RunnerInterface(ABC):
 
     def unload_adapter(self, adapter_id: str) -> None:  # noqa: B027 - it has none
         """After the steps that were handed over, none will have it."""
+
+    def check(self) -> None:  # noqa: B027 - it can
+        """Raises `RunnerDeadError` if no further step can run."""
+
+    def watch(self, on_death: Callable[[], None]) -> None:  # noqa: B027 - it does not die alone
+        """Call `on_death`, on the loop, when `check` begins to raise, also if no step is in flight;
+        one that is raises as well.
+        """
 
     @abstractmethod
     def execute_model(

@@ -34,6 +34,7 @@ from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.tensor_parallel.shard import shard
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +113,15 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
     with _quiet_transformers():
         module = info.source.load_module(
-            named_dtype(config.dtype),
+            # Ranks keep a share: what is stored in another type is converted when the rest is gone.
+            named_dtype(config.dtype) if place.ranks is None else "auto",
             place.device,
             ATTN_IMPLEMENTATION,
             keeps_blocks=keeps_blocks,
             rounding=_rounding(config),
         )
+    if place.ranks is not None:
+        shard(module, place.ranks, named_dtype(config.dtype))
     stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
     kinds = ", ".join(sorted({weight.kind for weight in stored.values()}))
     num_bytes = sum(weight.data.numel() for weight in stored.values())

@@ -1,12 +1,13 @@
 """An engine is started once and ended once, in whatever order the calls come."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig
-from aioserve.errors import ConfigError, EngineDeadError, EngineStartError
+from aioserve.errors import ConfigError, EngineDeadError, EngineStartError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 
@@ -130,3 +131,31 @@ async def test_shutdowns_at_once_all_return_after_the_end() -> None:
     await asyncio.gather(*(engine.shutdown(drain_timeout=0.02) for _ in range(3)))
     assert not engine_tasks()
     assert [o.finish_reason async for o in stream][-1] == "abort"
+
+
+class Mortal(SimulatedRunner):
+    """Dies when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG, ModelInfo(CONFIG.model))
+        self.is_dead = False
+        self.tell: Callable[[], None] = lambda: None
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        self.tell = on_death
+
+    def check(self) -> None:
+        if self.is_dead:
+            raise RunnerDeadError("a rank is gone")
+
+
+async def test_an_idle_engine_ends_when_its_runner_dies() -> None:
+    runner = Mortal()
+    async with AsyncEngine(CONFIG, runner=runner) as engine:
+        assert await count_tokens(engine) == 3
+        runner.is_dead = True
+        runner.tell()
+        with pytest.raises(EngineDeadError, match="a rank is gone"):
+            await engine.wait_ended()
+        with pytest.raises(EngineDeadError, match="a rank is gone"):
+            await engine.add_request([1, 2], SHORT)

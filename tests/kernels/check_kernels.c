@@ -817,6 +817,7 @@ typedef struct {
     linear head;
     int64_t num_layers, hidden, intermediate, wide;
     float eps;
+    void (*add_up)(void *, int64_t);
 } decoder;
 
 typedef struct {

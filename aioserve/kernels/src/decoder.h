@@ -26,6 +26,8 @@ typedef struct {
     int64_t num_layers, hidden, intermediate;
     int64_t wide;  // the most numbers that any operation makes of a token
     float eps;
+    // Adds up what processes with a share of each weight have made of it; null: nobody shares.
+    void (*add_up)(void *numbers, int64_t count);
 } decoder;
 
 typedef struct {
@@ -103,6 +105,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
             adapters = step->sampling_adapters, num = step->num_sampling_adapters;
         }
         NAME(adapted)(&layer->output, adapters, num, place++, narrow, normed, tokens);
+        if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, layer->post_norm, layer->post_eps, normed, tokens,
                           hidden);
         NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
@@ -111,6 +114,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
         else
             NAME(silu_and_mul)(wide, narrow, tokens, model->intermediate);
         NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
+        if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, is_last ? model->norm : layer[1].input_norm,
                           is_last ? model->eps : layer[1].input_eps, normed, tokens, hidden);
     }

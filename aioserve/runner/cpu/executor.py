@@ -6,7 +6,7 @@ a model is loaded.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class StepExecutor:
     """Owns weights, KV cache and batch; computes steps in the order of the calls."""
 
+    choose: Callable[..., SampledTokens] = staticmethod(sample)  # unless another rank does
+
     def __init__(
         self,
         model: ServedModel,
@@ -50,10 +52,8 @@ class StepExecutor:
         """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step, and
         what the `drafter` guesses.
         """
-        self._model = model
-        self._backend = backend
+        self._model, self._backend, self._threads = model, backend, threads
         self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
-        self._threads = threads
         self._batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -64,11 +64,9 @@ class StepExecutor:
             drafter=drafter,
         )
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
-        self._drafter = drafter
-        self._takes_guesses = takes_guesses
-        self._block_size = block_size
+        self._drafter, self._takes_guesses = drafter, takes_guesses
         self._host_blocks: HostBlocks | None = None
-        self.num_kv_blocks = backend.memory.num_blocks
+        self._block_size, self.num_kv_blocks = block_size, backend.memory.num_blocks
 
     @property
     def has_hidden(self) -> bool:
@@ -113,7 +111,7 @@ class StepExecutor:
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
-        sampled = sample(logits, self._batch.sampling_inputs(inputs), made)
+        sampled = self.choose(logits, self._batch.sampling_inputs(inputs), made)
         self._threads.end_step()
         token_ids = self._batch.append(inputs, sampled.token_ids)
         guesses: dict[str, list[int]] = {}

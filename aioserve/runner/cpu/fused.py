@@ -31,6 +31,7 @@ from aioserve.runner.fused.ops import (
 )
 from aioserve.runner.fused.place import Place
 from aioserve.runner.low_rank import LowRankProduct, LowRankTable, Piece
+from aioserve.runner.tensor_parallel.group import Ranks
 
 _MULTIPLE = 16  # numbers in a row
 
@@ -114,6 +115,9 @@ class CpuPlace(Place):
     """This machine, with or without compiled kernels."""
 
     device = torch.device("cpu")
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
 
     @property
     def multiplies_blocks(self) -> bool:  # type: ignore[override]

@@ -36,24 +36,33 @@ from aioserve.runner.eagle import NUM_TAPS, is_eagle
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
 def load_on_cpu(
-    config: EngineConfig, info: ModelInfo, grammars: GrammarCompiler | None = None
+    config: EngineConfig,
+    info: ModelInfo,
+    grammars: GrammarCompiler | None = None,
+    ranks: Ranks | None = None,
 ) -> StepExecutor:
-    """Load the weights and allocate the KV cache. Raises `ConfigError`."""
+    """Load the weights and allocate the KV cache. With `ranks`, the share of one of them, on its
+    share of the threads. Raises `ConfigError`.
+    """
+    num_ranks = 1 if ranks is None else ranks.size
     num_threads = config.runner.threads or machine.default_num_threads()
+    num_threads = max(1, num_threads // num_ranks)
     is_fixed = config.runner.threads is not None or num_threads == 1
     with ExitStack() as undo:
         threads = ComputeThreads(num_threads, _fix_threads if is_fixed else _start_threads)
         undo.callback(threads.close)
         machine.keep_freed_memory()
         draft_info = find_draft(config, info)
-        _check_memory(config, info, draft_info)
-        model = load_model_on_cpu(config.model, info)
+        if ranks is None or ranks.is_first:
+            _check_memory(config, info, draft_info)
+        model = load_model_on_cpu(config.model, info, ranks)
         draft: Draft | None = None
         if draft_info is not None:
             draft = load_draft(
@@ -70,7 +79,12 @@ def load_on_cpu(
         if draft is not None:
             draft_spec = with_kv_dtype(draft.spec, config)
             bytes_per_token += draft_spec.bytes_per_token + draft.state_bytes
-        num_blocks = choose_num_kv_blocks(config, bytes_per_token, info.max_model_len)
+        num_blocks = 0
+        if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
+            in_all = bytes_per_token * num_ranks
+            num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len)
+        if ranks is not None:
+            num_blocks = int(ranks.told_by_first([num_blocks])[0])
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
         drafter: Drafter | None
@@ -97,7 +111,7 @@ def load_on_cpu(
     num_tokens = num_blocks * block_size
     logger.info(
         "%s: %s, %.1fM parameters; attention: %s%s; KV pool: %d blocks, %d tokens, up to %.0f MiB "
-        "as it fills; %d threads%s",
+        "as it fills; %d threads%s%s",
         model.name,
         str(model.kv_cache_spec.dtype).removeprefix("torch."),
         model.num_parameters / 1e6,
@@ -108,21 +122,24 @@ def load_on_cpu(
         num_tokens * bytes_per_token / MIB,
         num_threads,
         "" if is_fixed else ", fewer while steps wait for a core",
+        "" if ranks is None else f"; so on each of {num_ranks} ranks",
     )
     return executor
 
 
-def load_model_on_cpu(config: ModelConfig, info: ModelInfo) -> ServedModel:
+def load_model_on_cpu(
+    config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None
+) -> ServedModel:
     """Load the weights of `info.source`. Raises `ConfigError`."""
     resolved = with_dtype(config)
-    model = load_model(resolved, info, CpuPlace())
+    model = load_model(resolved, info, CpuPlace(ranks))
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"
     if config.dtype != "auto" or is_right:
         return model
     logger.info("%s is loaded again, as float32: the CPU has no bfloat16 of its own", model.name)
     del model
     gc.collect()  # modules know each other
-    return load_model(msgspec.structs.replace(config, dtype="float32"), info, CpuPlace())
+    return load_model(msgspec.structs.replace(config, dtype="float32"), info, CpuPlace(ranks))
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:

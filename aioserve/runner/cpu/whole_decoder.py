@@ -15,6 +15,7 @@ from torch import Tensor
 from aioserve.kernels import load_kernels
 from aioserve.kernels.structs import (
     AdapterStruct,
+    AddUp,
     DecoderStruct,
     LayerStruct,
     PackedWeight,
@@ -27,7 +28,9 @@ from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
+from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters
+from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class WholeDecoder(FusedDecoder):
@@ -48,6 +51,8 @@ class WholeDecoder(FusedDecoder):
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
         self._scratch = torch.empty(0, dtype=embedding.dtype)
         self._tapped = torch.empty(0, dtype=embedding.dtype)
+        output = layers[0].output
+        self._sums = _Sums(output.ranks) if isinstance(output, AddedUp) else None
         # Gone with their adapters.
         self._compiled_adapters = WeakKeyDictionary[Adapter, CompiledAdapter]()
 
@@ -57,9 +62,9 @@ class WholeDecoder(FusedDecoder):
         linears = [head]
         for layer in layers:
             linears += (layer.qkv, layer.output, layer.gate_up, layer.down)
-        return all(isinstance(linear, PanelLinear | BlockLinear) for linear in linears) and all(
-            layer.activation in ("silu", "gelu_tanh") for layer in layers
-        )
+        return all(
+            isinstance(own_product(linear), PanelLinear | BlockLinear) for linear in linears
+        ) and all(layer.activation in ("silu", "gelu_tanh") for layer in layers)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
@@ -72,7 +77,9 @@ class WholeDecoder(FusedDecoder):
         size = num_tokens * self._numbers_per_token
         if self._scratch.numel() < size:
             self._scratch = self._scratch.new_empty(size)
-        logits = self._scratch.new_empty(num_sampling, self.embedding.shape[0])
+            if self._sums is not None:
+                self._sums.scratch = self._scratch
+        logits = self._scratch.new_empty(num_sampling, _packed(self._head).outputs)
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:
@@ -98,7 +105,9 @@ class WholeDecoder(FusedDecoder):
         self._kernels.decode(self._struct, step, self._scratch, logits)
         if taps is not None:
             taps.keep(inputs.slots, self._tapped)
-        return logits
+        if self._sums is not None:
+            self._sums.check()
+        return self._head.join(logits) if isinstance(self._head, JoinedAtFirst) else logits
 
     def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
         """The groups of each, then their numbers."""
@@ -139,14 +148,41 @@ class WholeDecoder(FusedDecoder):
             intermediate=layers[0].intermediate_size,
             wide=wide,
             eps=self._norm.eps,
+            add_up=AddUp() if self._sums is None else self._sums.add_up,
         )
         self._numbers_per_token = 2 * (hidden + wide)
         self._attention = attention
 
 
+class _Sums:
+    """What the one call asks of other ranks, twice in a layer."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.scratch = torch.empty(0)  # of the call: it asks for parts of it
+        self._error: Exception | None = None
+
+        def add_up(address: int, count: int) -> None:
+            if self._error is not None:
+                return  # it cannot be stopped; what it makes now is for nobody
+            begin = (address - self.scratch.data_ptr()) // self.scratch.itemsize
+            try:
+                ranks.add_up(self.scratch[begin : begin + count])
+            except Exception as error:
+                self._error = error
+
+        self.add_up = AddUp(add_up)
+
+    def check(self) -> None:
+        """Raise what a sum has raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
 def _packed(linear: Linear) -> PackedWeight:
-    assert isinstance(linear, PanelLinear | BlockLinear)
-    return linear.packed
+    own = own_product(linear)
+    assert isinstance(own, PanelLinear | BlockLinear)
+    return own.packed
 
 
 def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:

@@ -21,9 +21,11 @@ from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
 from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
+from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel, Taps
+from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +82,15 @@ def fuse(
         ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
         with unpacked_in_turn(module):
             proof = Proof(original, parts, max_model_len, place)
-        embedding, head, small = _prove(parts, proof, ops)
+        embedding, head, small = _prove(parts, proof, ops, place.ranks)
     except (ConfigError, NotFusedError):
         raise
     except Exception as error:  # code of any kind of model, on weights of any kind
         raise NotFusedError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     layers = []
     for index, layer in enumerate(tqdm(parts.layers, "Laying out weights", unit="layer", **BAR)):
-        layers.append(small.pop(index) if index in small else _fuse_layer(layer, ops))
+        found = small.pop(index, None) or _fuse_layer(layer, ops, place.ranks)
+        layers.append(found)
         _let_go(layer)
     decoder = FusedDecoder(embedding, layers, parts.norm, head, ops)
     whole = place.create_whole_decoder(embedding, layers, parts.norm, head, ops)
@@ -103,7 +106,7 @@ def fuse(
 
 
 def _prove(
-    parts: DecoderParts, proof: Proof, ops: Ops
+    parts: DecoderParts, proof: Proof, ops: Ops, ranks: Ranks | None
 ) -> tuple[Embedding, Linear, dict[int, DecoderLayer]]:
     """Embedding, head, and layers of few bits of the fused model. Raises `NotFusedError`."""
     head = _fuse_linears((parts.head,), ops)
@@ -116,6 +119,8 @@ def _prove(
         embedding = alone and ops.quantized_embedding(alone, table.dtype)
     if embedding is None:
         embedding = PlainEmbedding(unpacked(table).clone())  # the file it is mapped to can go
+    if ranks is not None:
+        head = JoinedAtFirst(head, ranks, parts.embedding.num_embeddings)
     proof.check_embedding(embedding)
     proof.check_head(parts.norm, head, ops)
     # one layer at a time, and all of them again later: there may not be memory for all layers
@@ -125,7 +130,7 @@ def _prove(
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
     layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-        fused = _fuse_layer(layer, ops)
+        fused = _fuse_layer(layer, ops, ranks)
         try:
             proof.check_layer(index, fused, next_norm, ops)
         except Exception as error:
@@ -148,17 +153,20 @@ def _let_go(layer: LayerParts) -> None:
         linear._parameters.clear()
 
 
-def _fuse_layer(parts: LayerParts, ops: Ops) -> DecoderLayer:
+def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLayer:
+    output, down = (_fuse_linears((part,), ops) for part in (parts.output, parts.down))
+    if ranks is not None:
+        output, down = AddedUp(output, ranks), AddedUp(down, ranks)
     return DecoderLayer(
         input_norm=parts.input_norm,
         qkv=_fuse_linears(parts.qkv, ops),
         attention=parts.attention,
-        output=_fuse_linears((parts.output,), ops),
+        output=output,
         post_norm=parts.post_norm,
         gate_up=_fuse_linears(parts.gate_up, ops),
         activation=parts.activation,
         intermediate_size=parts.down.in_features,
-        down=_fuse_linears((parts.down,), ops),
+        down=down,
     )
 
 

@@ -10,12 +10,14 @@ import torch
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
+from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class Place(ABC):
     """A kind of machine."""
 
     device: torch.device
+    ranks: Ranks | None = None  # who has the rest of the weights; None: nobody
     multiplies_blocks = False  # whether weights of a few bits are served as they are stored
 
     def available_memory(self) -> int | None:

@@ -40,6 +40,7 @@ class Proof:
         place: Place,
     ) -> None:
         """Raises `NotFusedError` if there is nothing to compare with."""
+        self._ranks = place.ranks
         step = _random_step(parts.embedding.num_embeddings, max_model_len)
         self._inputs, self._attention = place.begin_alone(
             original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE, step
@@ -84,6 +85,8 @@ class Proof:
 
     def _judge(self, what: str, error: float, size: float) -> None:
         """`error` and `size` are norms; a layer that adds nothing is of size 0."""
+        if self._ranks is not None:  # all go on in the same way
+            error, size = self._ranks.told_by_first((error, size))
         if not error <= _TOLERANCE[self._logits.dtype] * size:  # NaN is an error, too
             share = f"{error / size:.1%}" if size else f"{error:.2g} where it adds nothing"
             raise NotFusedError(f"{what} is not that of Llama: its results differ by {share}")

@@ -192,10 +192,10 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
     make_model("llama", tmp_path, num_hidden_layers=3)
     fuse_layer = fused._fuse_layer
 
-    def spoil(parts: Any, ops: Ops) -> Any:
+    def spoil(parts: Any, ops: Ops, ranks: None) -> Any:
         from dataclasses import replace
 
-        layer = fuse_layer(parts, ops)
+        layer = fuse_layer(parts, ops, ranks)
         if parts.attention.index != 2:
             return layer
         if wrong == "norm":

@@ -72,10 +72,10 @@ def test_a_wrong_layer_is_found_where_the_right_one_adds_nothing(
     def spoil(parts: Any, ops: Any) -> Any:
         from dataclasses import replace
 
-        layer = fuse_layer(parts, ops)
+        layer = fuse_layer(parts, ops, ranks)
         return replace(layer, down=lambda x: layer.down(x) + (1e-3 if DTYPE == "float32" else 1))
 
-    monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops: (
+    monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops, ranks: (
         spoil if parts.attention.index == 1 else fuse_layer)(parts, ops))  # fmt: skip
     caplog.set_level("INFO")
     assert isinstance(load(path), AnyModel)

@@ -1,0 +1,40 @@
+"""Products of which this rank has a share, and the others the rest.
+
+Whoever multiplies by itself takes them apart. Knows nothing about layers.
+"""
+
+from torch import Tensor
+
+from aioserve.runner.fused.ops import Linear
+from aioserve.runner.tensor_parallel.group import Ranks
+
+
+class AddedUp:
+    """With some of the inputs: the sums of all ranks are added up."""
+
+    def __init__(self, own: Linear, ranks: Ranks) -> None:
+        self.own, self.ranks = own, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.own(x)
+        self.ranks.add_up(out)
+        return out
+
+
+class JoinedAtFirst:
+    """With some of the `width` outputs: the first rank gets all, the others get zeros."""
+
+    def __init__(self, own: Linear, ranks: Ranks, width: int) -> None:
+        self.own, self.ranks, self.width = own, ranks, width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.join(self.own(x))
+
+    def join(self, own: Tensor) -> Tensor:
+        """Of what the product itself gives."""
+        return self.ranks.join_at_first(own, self.width)
+
+
+def own_product(linear: Linear) -> Linear:
+    """What this rank multiplies with."""
+    return linear.own if isinstance(linear, AddedUp | JoinedAtFirst) else linear

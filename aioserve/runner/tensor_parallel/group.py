@@ -1,0 +1,103 @@
+"""What ranks tell each other while they compute: sums, parts of rows, and what the first one found.
+
+Over `torch.distributed`, by gloo on this machine's loopback. Knows tensors; knows nothing about
+models, steps, or how ranks come to life.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioserve.errors import RunnerDeadError
+
+# How long a rank waits for the others, who may have a layer of a long prompt to compute, or a model
+# to read. One that dies is noticed at once; this is for one that hangs. A guess.
+PATIENCE = timedelta(minutes=5)
+
+
+class Ranks:
+    """One of `size` ranks. All of them call the same, in the same order, on the same shapes.
+
+    Every method raises `RunnerDeadError` if another rank has left, or does not answer.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path) -> None:
+        """Returns when all have come. `meeting`: a file that does not exist yet, one for all."""
+        import torch.distributed
+
+        distributed: Any = torch.distributed  # its stubs tell little
+        gloo = distributed.ProcessGroupGloo
+        self.rank, self.size = rank, size
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = PATIENCE
+        try:
+            self._group = gloo(distributed.FileStore(str(meeting), size), rank, size, options)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that is asked and answers."""
+        return self.rank == 0
+
+    def share(self, whole: int) -> slice:
+        """Which part of `whole` equal parts this rank has; `whole` is a multiple of `size`."""
+        part = whole // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def add_up(self, x: Tensor) -> None:
+        """Replace `x`, contiguous, by its sum over all ranks: the same bits on each."""
+        try:
+            self._group.allreduce([x]).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def join(self, x: Tensor) -> Tensor:
+        """`x` [..., n] of all ranks side by side, [..., size * n]."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        try:
+            self._group.allgather([parts], [x]).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return torch.cat(parts, dim=-1)
+
+    def join_at_first(self, x: Tensor, width: int) -> Tensor:
+        """The first `width` columns of `join`, for the first rank; zeros for the others."""
+        from torch.distributed import GatherOptions
+
+        shape = (*x.shape[:-1], width)
+        if not x.numel():
+            return x.new_empty(shape)
+        options = GatherOptions()
+        options.rootRank = 0
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size if self.is_first else 0)]
+        try:
+            self._group.gather([parts] if parts else [], [x], options).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return torch.cat(parts, dim=-1)[..., :width] if parts else x.new_zeros(1).expand(shape)
+
+    def told_by_first(self, numbers: Sequence[float]) -> list[float]:
+        """What the first rank has said; what the others say does not count."""
+        from torch.distributed import BroadcastOptions
+
+        told = torch.tensor(numbers, dtype=torch.float64)
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            self._group.broadcast([told], options).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        found: list[float] = told.tolist()
+        return found
+
+
+def _lost(error: RuntimeError) -> RunnerDeadError:
+    return RunnerDeadError(f"another rank has left or does not answer: {error}".partition("\n")[0])

@@ -1,0 +1,70 @@
+"""What the first rank tells the others between two steps, and what they answer, as MessagePack.
+
+Each step goes to all: the same `SchedulerOutput` that a runner of one process gets. Then the tokens
+that the first rank has sampled, as only that does. Free of torch.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from aioserve.config import EngineConfig
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a rank: load your share. It answers with `Answer`."""
+
+    config: EngineConfig
+    rank: int
+    meeting: str  # as in `Ranks`
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Compute this; if there are tokens in it, `Sampled` follows."""
+
+    step: SchedulerOutput
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True):
+    """What was sampled of the step, for each of its S rows; None: the step has failed, drop it."""
+
+    token_ids: list[int] | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a rank says: that it has loaded, or why it ends."""
+
+    error: str | None = None
+
+
+Message: TypeAlias = Start | Step | Sampled
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
+
+
+def encode(message: Message | Answer) -> bytes:
+    """As bytes; of a step, what the others can do without is left out: they mask nothing."""
+    if isinstance(message, Step):
+        new = message.step.scheduled_new_reqs
+        if any(request.sampling_params.structured_outputs is not None for request in new):
+            plain = [_without_grammar(request) for request in new]
+            message = Step(msgspec.structs.replace(message.step, scheduled_new_reqs=plain))
+    return _encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """What `encode` was given."""
+    return _decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Likewise."""
+    return msgspec.msgpack.decode(data, type=Answer)
+
+
+def _without_grammar(request: NewRequestData) -> NewRequestData:
+    params = msgspec.structs.replace(request.sampling_params, structured_outputs=None)
+    return msgspec.structs.replace(request, sampling_params=params)

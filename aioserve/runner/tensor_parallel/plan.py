@@ -1,0 +1,90 @@
+"""How a model is shared out, as `transformers` says it, and what cannot be: told at the door.
+
+Knows names of modules and numbers of heads; touches no weights.
+"""
+
+import re
+from typing import Any
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
+
+#: What a plan may say of a linear layer, in the words of `transformers`; see `shard`.
+STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+_SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+# Every rank keeps all of these. An embedding, too, whatever the plan says: to look a row up costs
+# nothing, while a sum over ranks costs as much as one in a layer.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raise `ConfigError` for what does not go with ranks, whatever the model is."""
+    ranks = f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}"
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"{ranks}, but model.quantization is not served so: leave one of them out"
+        )
+    if config.adapters.lora:
+        raise ConfigError(f"{ranks}, but adapters are not served so: leave adapters.lora out")
+    if config.speculation.speculative_method == "draft":
+        raise ConfigError(
+            f"{ranks}, but a draft model is not served so: leave speculation.speculative_method "
+            "draft out, or take ngram"
+        )
+    if config.cache.kv_connector != "none":
+        raise ConfigError(f"{ranks}, but cache.kv_connector is not served so: leave it out")
+    threads, size = config.runner.threads, config.runner.tensor_parallel_size
+    if threads is not None and threads % size:
+        raise ConfigError(
+            f"{ranks}, and they share runner.threads: give a multiple of {size}, not {threads}"
+        )
+
+
+def check_model(config: EngineConfig, info: ModelInfo) -> None:
+    """Raise `ConfigError` for a model that cannot be shared out as the settings ask.
+
+    Before its weights are read; `transformers` is loaded.
+    """
+    size = config.runner.tensor_parallel_size
+    ranks = f"runner.tensor_parallel_size is {size}, but"
+    hf_config = info.hf_config
+    if info.source.path.suffix == ".gguf":
+        raise ConfigError(f"{ranks} {config.model.model} is a GGUF file, which is not served so")
+    stated = (getattr(c, "quantization_config", None) for c in (hf_config, info.whole_config))
+    if any(stated):
+        raise ConfigError(
+            f"{ranks} weights of a few bits are not served so: take the model unpacked"
+        )
+    body = getattr(hf_config, "base_model_tp_plan", None) or {}
+    name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
+    styles = {_SYNONYMS.get(style, style) for style in body.values()}
+    if not styles & set(STYLES):
+        raise ConfigError(f"{ranks} transformers has no plan for {name}")
+    for module, style in body.items():
+        if _SYNONYMS.get(style, style) not in (*STYLES, *_WHOLE):
+            raise ConfigError(
+                f"{ranks} the plan for {name} shares {module} as {style!r}, not served"
+            )
+    if not any(key.endswith("k_proj") and style == "colwise" for key, style in body.items()):
+        return  # every rank has all heads
+    heads = hf_config.num_attention_heads
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    for count, what in (
+        (kv_heads, "KV heads"),
+        (heads, "attention heads"),
+        (getattr(hf_config, "intermediate_size", size), "numbers between the layers of its MLP"),
+    ):
+        if not isinstance(count, int) or count % size:
+            raise ConfigError(f"{ranks} {name} has {count} {what}, which is no multiple of it")
+
+
+def plan_of(module: Any) -> dict[str, str]:
+    """The style of each module that is shared, by its name."""
+    patterns: dict[str, str] = module.tp_plan
+    found = {}
+    for name, _ in module.named_modules():
+        style = patterns.get(re.sub(r"\d+", "*", name))
+        if style is not None and style not in _WHOLE:
+            found[name] = _SYNONYMS.get(style, style)
+    return found

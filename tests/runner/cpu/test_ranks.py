@@ -1,0 +1,275 @@
+"""Two ranks give the tokens of one, whatever a step holds.
+
+The second rank is a thread here, told by the same messages: what processes add is in
+tests/server/test_ranks.py.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError, RequestFailedError
+from aioserve.model_info import ModelInfo
+from aioserve.model_source.adapter import AdapterFiles
+from aioserve.model_source.directory import Directory
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.pooling_params import PoolingParams
+from aioserve.runner.cpu.executor import StepExecutor
+from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.cpu.sharded_runner import ShardedRunner
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.messages import Sampled, Step, decode, encode
+from aioserve.runner.tensor_parallel.plan import check_model, check_settings
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler.output import SchedulerOutput
+from tests.models import VOCAB_SIZE, make_model
+from tests.runner.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, make_config
+
+_END = b""
+# `from_pretrained` changes functions of torch while it reads.
+_reading = threading.Lock()
+
+
+class Pair:
+    """Both ranks as one runner."""
+
+    def __init__(self, config: EngineConfig, meeting: Path) -> None:
+        self._messages: SimpleQueue[bytes] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1)
+        self.fails_to_sample = False
+        self._config, self._meeting = config, meeting
+        second = self._thread.submit(self._load, 1, self._hear_sampled)
+        self.first = self._load(0, self._sample)
+        self.second: StepExecutor = second.result()
+        self._running: Future[None] = self._thread.submit(self._run)
+        self.num_kv_blocks = self.first.num_kv_blocks
+
+    def _load(self, rank: int, choose: Any) -> StepExecutor:
+        info = ModelInfo(self._config.model)
+        check_model(self._config, info)
+        ranks = Ranks(rank, 2, self._meeting)
+        executor = load_on_cpu(self._config, info, ranks=ranks)
+        executor.choose = choose
+        return executor
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self._messages.put(encode(Step(step)))
+        return self.first.execute_model(step)
+
+    def _sample(self, *arguments: Any) -> SampledTokens:
+        if self.fails_to_sample:
+            self.fails_to_sample = False
+            self._messages.put(encode(Sampled(None)))
+            raise RuntimeError("as asked")
+        sampled = sample(*arguments)
+        self._messages.put(encode(Sampled(sampled.token_ids.tolist())))
+        return sampled
+
+    def _hear_sampled(self, *_: Any) -> SampledTokens:
+        told = decode(self._messages.get())
+        assert isinstance(told, Sampled)
+        if told.token_ids is None:
+            raise RequestFailedError("as told")
+        return SampledTokens(np.array(told.token_ids, dtype=np.int64), {})
+
+    def _run(self) -> None:
+        while (data := self._messages.get()) != _END:
+            told = decode(data)
+            assert isinstance(told, Step)
+            with contextlib.suppress(RequestFailedError):
+                self.second.execute_model(told.step)
+
+    def close(self) -> None:
+        self._messages.put(_END)
+        self._running.result()
+        self._thread.shutdown()
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture
+def make_pair(
+    model_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Driver, Pair]]]:
+    """`make_pair(kind)`: a driver of two ranks, and the two."""
+    load_module = Directory.load_module
+
+    def one_at_a_time(*arguments: Any, **options: Any) -> Any:
+        with _reading:
+            return load_module(*arguments, **options)
+
+    monkeypatch.setattr(Directory, "load_module", one_at_a_time)
+    pairs: list[Pair] = []
+
+    def make(kind: str = "llama", **model: Any) -> tuple[Driver, Pair]:
+        pair = Pair(_with_ranks(make_config(model_path(kind), **model)), tmp_path / str(len(pairs)))
+        pairs.append(pair)
+        return Driver(pair, NUM_BLOCKS, BLOCK_SIZE), pair  # type: ignore[arg-type]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def _with_ranks(config: EngineConfig, size: int = 2, **sections: Any) -> EngineConfig:
+    runner = msgspec.structs.replace(config.runner, tensor_parallel_size=size, threads=None)
+    return msgspec.structs.replace(config, runner=runner, **sections)
+
+
+HIDDEN_SIZE, TIED = 64, ("qwen3", "gemma2")
+PROMPTS = [[7, 3, 9] * 13, [5], list(range(100, 145))]
+
+
+def serve(driver: Driver) -> tuple[dict[str, list[int]], list[float]]:
+    """A prompt in pieces beside decodes, a shared prefix, a preemption, several kinds of rows."""
+    driver.add("a", PROMPTS[0], SamplingParams(temperature=0, logprobs=3))
+    driver.add("b", PROMPTS[1], SamplingParams(temperature=1.0, seed=3, frequency_penalty=0.5))
+    driver.step({"a": 20, "b": 1})
+    driver.step({"a": 19, "b": 1})
+    driver.add("c", PROMPTS[0] + [1, 2], GREEDY)
+    driver.share_prefix("c", "a", len(PROMPTS[0]) // BLOCK_SIZE)
+    driver.step()
+    driver.preempt("b")
+    driver.step({"a": 1, "c": 1})
+    driver.add("d", PROMPTS[2], SamplingParams(temperature=0, prompt_logprobs=2))
+    driver.add("e", PROMPTS[2], pooling=PoolingParams(pooling="mean", normalize=False))
+    told = driver.step().prompt_logprobs["d"]
+    vector = driver.sequences["e"].vector
+    assert vector is not None
+    driver.finish("e")
+    for _ in range(6):
+        driver.step()
+    numbers = [entry.logprob for entry in (*told, *driver.sequences["a"].logprobs)]
+    outputs = {name: sequence.output for name, sequence in driver.sequences.items()}
+    return outputs, [*numbers, *vector.tolist()]
+
+
+# Fused, with biases, with norms of heads and a tied head, with some heads that do not turn; modules
+# of `transformers` with soft caps; the same with attention that every rank has whole.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("llama", "qwen2", "qwen3"),
+        pytest.param("smollm3", marks=pytest.mark.slow),
+        *("gemma2", "olmo2"),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one_with_half_of_its_weights(
+    kind: str, make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
+) -> None:
+    one = make_driver(kind, dtype="float32")
+    two, pair = make_pair(kind, dtype="float32")
+    (expected, expected_numbers), (found, numbers) = serve(one), serve(two)
+    assert found == expected
+    assert numbers == pytest.approx(expected_numbers, rel=1e-4, abs=1e-4)
+    assert len({len(output) for output in found.values()}) > 1
+    alone = one.runner._model
+    table = VOCAB_SIZE * HIDDEN_SIZE
+    in_layers = alone.num_parameters - table * (1 if kind in TIED else 2)
+    heads = 1 if kind == "olmo2" else 2
+    for rank in (pair.first, pair.second):
+        model = rank._model
+        own = model.num_parameters - table - table // 2  # the embedding is whole, the head is not
+        assert 0.5 <= own / in_layers < 0.52  # norms are whole as well
+        assert model.kv_cache_spec.bytes_per_token * heads == alone.kv_cache_spec.bytes_per_token
+        assert rank.num_kv_blocks == NUM_BLOCKS
+        assert model.is_compiled is alone.is_compiled is (kind not in ("gemma2", "olmo2"))
+        if model.is_compiled:
+            assert type(model.decoder) is type(alone.decoder) is WholeDecoder  # type: ignore[attr-defined]
+
+
+def test_codes_of_the_pool_are_those_of_one_rank(
+    make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
+) -> None:
+    int8 = {"kv_cache_dtype": "int8", "dtype": "float32"}
+    expected, _ = serve(make_driver("qwen3", **int8))
+    assert serve(make_pair("qwen3", **int8)[0])[0] == expected
+
+
+def test_a_step_whose_tokens_cannot_be_chosen_is_lost_alone(
+    make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
+) -> None:
+    alone = make_driver(dtype="float32")
+    alone.add("b", PROMPTS[2])
+    expected = alone.generate("b", 8)
+    driver, pair = make_pair(dtype="float32")
+    driver.add("b", PROMPTS[2])
+    driver.generate("b", 4)
+    driver.add("a", PROMPTS[0])
+    pair.fails_to_sample = True
+    with pytest.raises(RuntimeError, match="as asked"):
+        driver.step({"a": len(PROMPTS[0])})
+    driver.finish("a")
+    assert driver.generate("b", 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("llama", 4, "4, but LlamaForCausalLM has 2 KV heads, which is no multiple"),
+        ("mixtral", 2, "2, but the plan for MixtralForCausalLM shares .* as 'packed_colwise'"),
+        ("gpt2", 2, "2, but transformers has no plan for GPT2LMHeadModel"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_out_is_refused(
+    kind: str, size: int, message: str, model_path: Callable[..., Path]
+) -> None:
+    config = _with_ranks(make_config(model_path(kind)), size)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_model(config, ModelInfo(config.model))
+    assert "\n" not in str(error.value)
+
+
+def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
+    config = _with_ranks(make_config(make_model("llama", tmp_path, intermediate_size=99)))
+    with pytest.raises(ConfigError, match="has 99 numbers between the layers of its MLP"):
+        check_model(config, ModelInfo(config.model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": {"quantization": "int8"}}, "model.quantization is not served so"),
+        ({"adapters": {"lora": ["a=b"]}}, "leave adapters.lora out"),
+        (
+            {"speculation": {"speculative_method": "draft", "draft_model": "x"}},
+            "a draft model is not served so",
+        ),
+        ({"cache": {"kv_connector": "host"}}, "cache.kv_connector is not served so"),
+        ({"runner": {"threads": 3}}, "runner.threads: give a multiple of 2, not 3"),
+        ({"runner": {"runner": "simulated"}}, "tensor_parallel_size is 2, which has no effect"),
+    ],
+)
+def test_settings_that_do_not_go_with_ranks_are_refused(
+    settings: dict[str, dict[str, Any]], message: str
+) -> None:
+    settings["runner"] = {"tensor_parallel_size": 2, **settings.get("runner", {})}
+    config = EngineConfig(**settings)
+
+    def check() -> None:
+        config.check_effects()
+        check_settings(config)
+
+    with pytest.raises(ConfigError, match=message) as error:
+        check()
+    assert "\n" not in str(error.value)
+
+
+async def test_an_adapter_cannot_come_later_either(model_path: Callable[..., Path]) -> None:
+    config = _with_ranks(make_config(model_path("llama"), skip_tokenizer_init=True))
+    runner = ShardedRunner(config, ModelInfo(config.model))
+    files = AdapterFiles(Path("a"), "", {}, {}, {})
+    with pytest.raises(ConfigError, match="adapters are not served with"):
+        await runner.load_adapter("a", files)
+    await runner.close()
