@@ -246,7 +246,7 @@ def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
             {"speculation": {"speculative_method": "draft", "draft_model": "x"}},
             "a draft model is not served so",
         ),
-        ({"cache": {"kv_connector": "host"}}, "cache.kv_connector is not served so"),
+        ({"cache": {"kv_connector": "memory"}}, "cache.kv_connector is not served so"),
         ({"runner": {"threads": 3}}, "runner.threads: give a multiple of 2, not 3"),
         ({"runner": {"runner": "simulated"}}, "tensor_parallel_size is 2, which has no effect"),
     ],

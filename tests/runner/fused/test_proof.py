@@ -69,14 +69,14 @@ def test_a_wrong_layer_is_found_where_the_right_one_adds_nothing(
 ) -> None:
     path, fuse_layer = edited(tmp_path, nothing_added), fused._fuse_layer
 
-    def spoil(parts: Any, ops: Any) -> Any:
+    def spoil(parts: Any, ops: Any, ranks: None) -> Any:
         from dataclasses import replace
 
         layer = fuse_layer(parts, ops, ranks)
         return replace(layer, down=lambda x: layer.down(x) + (1e-3 if DTYPE == "float32" else 1))
 
     monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops, ranks: (
-        spoil if parts.attention.index == 1 else fuse_layer)(parts, ops))  # fmt: skip
+        spoil if parts.attention.index == 1 else fuse_layer)(parts, ops, ranks))  # fmt: skip
     caplog.set_level("INFO")
     assert isinstance(load(path), AnyModel)
     assert "layer 1 is not that of Llama" in caplog.text
