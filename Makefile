@@ -26,6 +26,7 @@ test-all: .venv/test check  ## the slow tests as well
 
 test-dist: .venv/test  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
+	AIOSERVE_TEST_WORKER=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" tests/server
 
 test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated
 	$(BIN)/python -m tests.isa

@@ -46,6 +46,7 @@ from aioserve.workers.messages import (
     KnowAdapters,
     Listening,
     MakeReport,
+    MessageToEngine,
     Quit,
     Reply,
     Stopped,
@@ -258,7 +259,9 @@ class WorkerClient:
         return num_requests
 
     async def ask(self, question: Question[Any]) -> Any:
-        """Its answer; None if it does not answer in time, or is gone."""
+        """Its answer; None if it is not there yet, does not answer in time, or is gone."""
+        if not self._is_welcome:
+            return None
         number, future = self._calls.begin()
         self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
         try:
@@ -278,24 +281,30 @@ class WorkerClient:
             self._greet(_hello.decode(message))
             return
         for said in _to_engine.decode(message).messages:
-            match said:
-                case Add():
-                    self._add(said)
-                case Drop(request_id):
-                    self._drop(request_id)
-                case Stopped(num_tokens):
-                    self._stop(num_tokens)
-                case Abort(request_id):
-                    if request_id in self._samples or request_id in self._adding:
-                        self._engine.abort(request_id)
-                case Ask(call_id, question):
-                    self._spawn(self._answer(call_id, bytes(question)))
-                case Reply(call_id, answer, failure):
-                    error = None if failure is None else failure.to_error()
-                    self._calls.settle(call_id, bytes(answer), error)
-                case Listening():
-                    self.is_listening = True
-                    self._on_listening()
+            try:
+                self._take(said)
+            except Exception:  # what comes after it is for others
+                logger.exception("a message of %s failed", self.name)
+
+    def _take(self, said: MessageToEngine) -> None:
+        match said:
+            case Add():
+                self._add(said)
+            case Drop(request_id):
+                self._drop(request_id)
+            case Stopped(num_tokens):
+                self._stop(num_tokens)
+            case Abort(request_id):
+                if request_id in self._samples or request_id in self._adding:
+                    self._engine.abort(request_id)
+            case Ask(call_id, question):
+                self._spawn(self._answer(call_id, bytes(question)))
+            case Reply(call_id, answer, failure):
+                error = None if failure is None else failure.to_error()
+                self._calls.settle(call_id, bytes(answer), error)
+            case Listening():
+                self.is_listening = True
+                self._on_listening()
 
     def _greet(self, hello: Hello) -> None:
         if hello.version != __version__:
@@ -314,11 +323,12 @@ class WorkerClient:
             dict(engine.adapters.paths),
         )
         self._line.send(encoder.encode(Greeting("", msgspec.Raw(encoder.encode(welcome)))))
+        self._send_soon()
 
     def _add(self, add: Add) -> None:
         try:
             spec = decode_spec(add)
-        except msgspec.ValidationError as error:
+        except Exception as error:
             self._say(Reply(add.call_id, NO_ANSWER, Failure.of(error)))
             return
         spec = msgspec.structs.replace(spec, client_index=self._client_index)
@@ -394,7 +404,7 @@ class WorkerClient:
     def _send(self) -> None:
         """All that is there, if there is room; after each step with outputs of this client."""
         self._is_sending_soon = False
-        if not self.outbox:
+        if not (self.outbox and self._is_welcome):
             return
         if not self._line.is_full and self._line.send(self.outbox.encode()):
             self.outbox.clear()

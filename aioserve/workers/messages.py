@@ -168,7 +168,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
             return cls("", f"internal error ({type(error).__name__})")
         return cls(
             type(error).__name__,
-            str(error),
+            str(error).encode(errors="backslashreplace").decode(),  # it may quote anything
             error.param if isinstance(error, RequestError) else None,
             error.retry_after if isinstance(error, EngineOverloadedError) else 1.0,
         )
@@ -216,10 +216,13 @@ class Quit(msgspec.Struct, array_like=True, frozen=True, tag=True):
     exit_code: int
 
 
+MessageToEngine = Add | Drop | Abort | Stopped | Listening | Ask | Reply
+
+
 class ToEngine(msgspec.Struct, array_like=True, frozen=True):
     """All that a worker has to say now."""
 
-    messages: list[Add | Drop | Abort | Stopped | Listening | Ask | Reply]
+    messages: list[MessageToEngine]
 
 
 class ToWorker(msgspec.Struct, array_like=True, frozen=True):

@@ -185,9 +185,12 @@ class WorkerPool:
         try:
             inherited = (self._lifeline[0], *(sock.fileno() for sock in own))
             command = ("-m", "aioserve.workers.worker", name, address, *map(str, inherited))
+            # The same package as ours, and not what may lie in the working directory.
+            root = str(Path(__file__).parents[2])
+            paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *command,
+                *(sys.executable, "-P", *command),
+                env={**os.environ, "PYTHONPATH": paths},
                 pass_fds=inherited,
                 start_new_session=True,  # Ctrl-C is for the engine's process
             )

@@ -43,6 +43,7 @@ from aioserve.workers.messages import (
     KnowAdapters,
     Listening,
     MakeReport,
+    MessageToEngine,
     Quit,
     Reply,
     Report,
@@ -126,9 +127,10 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._counts = _StopCounts()
         self._loop_lag = LoopLag()
         self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._early: list[bytes] = []  # what came right after the greeting
         self._calls = Calls()
         self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
-        self._unsent: list[Add | Drop | Abort | Stopped | Listening | Ask | Reply] = []
+        self._unsent: list[MessageToEngine] = []
         self._is_sending_soon = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._line = Line(
@@ -171,6 +173,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
             OutputProcessor(info.tokenizer, self._counts, may_wait=False),
             clock_of(asyncio.get_running_loop()),
         )
+        for message in self._early:
+            self._on_message(message)
 
     def begin(self) -> None:
         """We take connections from now on."""
@@ -193,6 +197,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
     def abort(self, request_id: str) -> bool:
         if self._parts is None or self._error is not None:
             return False
+        samples = self._parts.output_processor.samples_of(request_id)
+        if samples is not None and samples.is_aborted and not samples.is_arriving:
+            return False  # its end is on the way
         return self._abort_if_here(request_id, self._parts)
 
     async def ask(self, question: Question[Answer]) -> Answer:
@@ -265,6 +272,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
             self._say(Drop(samples.request_id))
 
     def _abort(self, samples: Samples, parts: RemoteParts) -> bool:
+        samples.is_aborted = True
         self._say(Abort(samples.request_id))
         return True
 
@@ -272,8 +280,11 @@ class RemoteEngine(EngineFront[RemoteParts]):
         if not self._greeting.done():
             self._greeting.set_result(message)
             return
-        said: ToWorker = _to_worker.decode(message)
         parts = self._parts
+        if parts is None:
+            self._early.append(message)
+            return
+        said: ToWorker = _to_worker.decode(message)
         for one in said.messages:
             match one:
                 case Reply(call_id, answer, failure):
@@ -287,8 +298,6 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case Quit(exit_code):
                     if not self.is_over.done():
                         self.is_over.set_result(exit_code)
-        if parts is None:
-            return
         if said.outputs:
             self._deliver(said, parts)
         for failed in said.failed:
@@ -324,7 +333,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         told = NO_ANSWER if failure else msgspec.Raw(encoder.encode(answer))
         self._say(Reply(call_id, told, failure))
 
-    def _say(self, message: Add | Drop | Abort | Stopped | Listening | Ask | Reply) -> None:
+    def _say(self, message: MessageToEngine) -> None:
         """What comes in one turn of the loop goes in one message."""
         self._unsent.append(message)
         if not self._is_sending_soon:

@@ -1,6 +1,7 @@
 """A real server on a real socket, and what a test asks it."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from socket import socket
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine import AsyncEngine
+from aioserve.engine import AsyncEngine, EngineFront
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
+from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
+from aioserve.workers.remote_engine import RemoteResponses
 from tests.server.conformity import check_answer
+from tests.workers.joined import connected
 
 SIMULATED = EngineConfig(
     scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
@@ -54,9 +58,15 @@ class Server:
     """A running server and the engine behind it."""
 
     def __init__(
-        self, engine: AsyncEngine, url: str, session: aiohttp.ClientSession, socket: socket
+        self,
+        engine: AsyncEngine,
+        front: EngineFront[Any],
+        url: str,
+        session: aiohttp.ClientSession,
+        socket: socket,
     ) -> None:
         self.engine = engine
+        self.front = front  # what handlers ask
         self.socket = socket  # what clients connect to
         self.url = url
         self.host, port = url.removeprefix("http://").split(":")
@@ -93,13 +103,31 @@ class Server:
 
 
 @asynccontextmanager
+async def in_front(
+    engine: AsyncEngine, sockets: list[socket]
+) -> AsyncIterator[tuple[str, EngineFront[Any]]]:
+    """The server's URL, and what it asks: the engine, or, as `make test-dist` has it, a worker's
+    half of one.
+    """
+    if not os.environ.get("AIOSERVE_TEST_WORKER"):
+        async with listening(engine, sockets) as url:
+            yield url, engine
+        return
+    async with connected(engine, 1) as (_, [remote], _):
+        running = RunningResponses(remote)
+        remote.abort_here = running.abort
+        async with listening(remote, sockets, RemoteResponses(remote), running) as url:
+            yield url, remote
+
+
+@asynccontextmanager
 async def running(
     config: EngineConfig = SIMULATED, runner: RunnerInterface | None = None
 ) -> AsyncIterator[Server]:
     sockets = bind("127.0.0.1", 0)
     async with (
         AsyncEngine(config, runner=runner) as engine,
-        listening(engine, sockets) as url,
+        in_front(engine, sockets) as (url, front),
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        yield Server(engine, url, session, sockets[0])
+        yield Server(engine, front, url, session, sockets[0])

@@ -42,7 +42,7 @@ async def test_the_reader_of_an_aborted_request_gets_what_there_is(server, strea
 
 async def test_prompts_that_still_are_to_come_are_aborted_with_the_response(server):
     may_go_on = threading.Event()
-    server.engine._parts.input_processor._executor.submit(may_go_on.wait)
+    server.front._parts.input_processor._executor.submit(may_go_on.wait)
     fields = {**LONG, "request_id": "x"}
     answering = asyncio.create_task(server.complete(["x" * 2100, "y" * 2100], **fields))
     async with asyncio.timeout(PATIENCE):

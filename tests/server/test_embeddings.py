@@ -40,13 +40,13 @@ async def test_base64_holds_the_same_float32(server):
 
 async def test_fields_reach_the_engine(server, monkeypatch):
     asked = []
-    real = server.engine.embed
+    real = server.front.embed
 
     async def note(prompt, params, **fields):
         asked.append((prompt, params, fields))
         return await real(prompt, params, **fields)
 
-    monkeypatch.setattr(server.engine, "embed", note)
+    monkeypatch.setattr(server.front, "embed", note)
     answer = await embed(
         server,
         input=[5, 6, 7],

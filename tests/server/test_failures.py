@@ -123,7 +123,7 @@ async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypat
     async def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(server.engine, "add_request", broken)
+    monkeypatch.setattr(server.front, "add_request", broken)
     answer = await server.complete()
     assert answer.status == 500
     assert answer.json()["error"]["message"] == "internal server error"

@@ -47,7 +47,7 @@ async def test_more_tokens_than_the_model_takes_are_counted(start_server):
 
 
 async def test_special_tokens_are_left_out_of_a_prompt_when_asked(server, monkeypatch):
-    backend = server.engine._parts.input_processor._backend
+    backend = server.front._parts.input_processor._backend
     asked = []
 
     class Noting:
@@ -55,7 +55,7 @@ async def test_special_tokens_are_left_out_of_a_prompt_when_asked(server, monkey
             asked.append(add_special_tokens)
             return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(server.engine._parts.input_processor, "_backend", Noting())
+    monkeypatch.setattr(server.front._parts.input_processor, "_backend", Noting())
     for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
         await server.request("POST", "/tokenize", json={"prompt": "x", **fields})
     assert asked == [True, True, False]

@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from aioserve.config import EngineConfig
@@ -25,9 +25,17 @@ class Joined(NamedTuple):
 @asynccontextmanager
 async def joined(config: EngineConfig, num_workers: int = 1) -> AsyncIterator[Joined]:
     """All have started, and listen as far as the engine knows."""
-    async with AsyncExitStack() as stack:
+    async with AsyncEngine(config) as engine, connected(engine, num_workers) as rest:
+        yield Joined(engine, *rest)
+
+
+@asynccontextmanager
+async def connected(
+    engine: AsyncEngine, num_workers: int
+) -> AsyncIterator[tuple[Host, list[RemoteEngine], list[WorkerClient]]]:
+    """The same of an engine that has started."""
+    with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        engine = await stack.enter_async_context(AsyncEngine(config))
         host = Host(engine)
         stack.callback(host.shutdown)
         clients, remotes = [], []
@@ -40,7 +48,7 @@ async def joined(config: EngineConfig, num_workers: int = 1) -> AsyncIterator[Jo
             remote.begin()
             await is_up.wait()
             remotes.append(remote)
-        yield Joined(engine, host, remotes, clients)
+        yield host, remotes, clients
 
 
 async def read(front: EngineFront, prompt, params=None, **fields) -> list[RequestOutput]:

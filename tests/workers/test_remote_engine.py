@@ -1,18 +1,22 @@
 """The front half in a worker: requests, outputs and refusals as in the engine's process."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.questions import (
     AbortElsewhere,
     HowAreYou,
+    LoadAdapter,
     ResetPrefixCache,
     ShowMetrics,
     SwitchPolicy,
+    UnloadAdapter,
 )
 from aioserve.errors import (
     ConfigError,
@@ -23,6 +27,7 @@ from aioserve.errors import (
     RunnerDeadError,
     UnknownModelError,
 )
+from aioserve.model_source.adapter import NoAdapterError
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.simulated import SimulatedRunner
@@ -31,6 +36,7 @@ from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
+from tests.adapters import make_adapter
 from tests.server.serving import SIMULATED
 from tests.workers.joined import idle, joined, read
 
@@ -167,6 +173,7 @@ async def test_an_abort_brings_what_there_is_though_nobody_looked_before():
             while engine.get_stats().num_decode_tokens < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             assert remote.abort("x")
+            assert not remote.abort("x")  # before the engine has heard of it
             [output] = [output async for output in stream]
         assert output.finish_reason is FinishReason.ABORT
         assert output.num_output_tokens == len(output.token_ids) > 0
@@ -253,6 +260,18 @@ async def test_a_worker_of_another_version_is_refused(monkeypatch):
         late.close()
 
 
+async def test_a_worker_that_is_not_there_yet_is_not_waited_for_and_misses_nothing():
+    async with joined(SIMULATED) as (_, host, [remote], [client]):
+        address = client._line._socket.last_endpoint.decode() + "-new"
+        late = host.open("late", address, lambda: None)
+        late.quit(5)
+        assert not await remote.ask(AbortElsewhere("nobody's"))
+        new = RemoteEngine(address)
+        await new.start()
+        assert await new.is_over == 5
+        new.close()
+
+
 async def test_what_the_server_asks_is_answered_by_the_whole():
     async with joined(SIMULATED, 2) as (engine, _, [one, other], _):
         await read(one, [1] * 40, SamplingParams(max_tokens=3))
@@ -272,3 +291,20 @@ async def test_what_the_server_asks_is_answered_by_the_whole():
         assert await RemoteResponses(one).get("r") is None
         with pytest.raises(UnknownModelError, match="this server has 'embedded'"):
             one.adapters.check_name("x")
+
+
+async def test_an_adapter_that_one_worker_loads_is_known_to_all_when_that_is_answered(tmp_path):
+    path = make_adapter(Path(aioserve.__file__).parent / "embedded", tmp_path / "a")
+    params = SamplingParams(temperature=0, max_tokens=9)
+    async with joined(MODEL, 2) as (engine, _, [one, other], _):
+        await one.ask(LoadAdapter("a", str(path)))
+        assert one.adapters.paths == other.adapters.paths == engine.adapters.paths
+        [here] = await read(engine, "Speak", params, adapter="a")
+        [there] = await read(other, "Speak", params, adapter="a")
+        [plain] = await read(other, "Speak", params)
+        assert here.token_ids == there.token_ids != plain.token_ids
+        with pytest.raises(NoAdapterError):
+            await other.ask(LoadAdapter("b", str(tmp_path)))
+        await other.ask(UnloadAdapter("a"))
+        with pytest.raises(UnknownModelError):
+            one.adapters.check_name("a")
