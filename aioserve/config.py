@@ -283,6 +283,17 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
         NonNegativeFloat | None,
         Meta(description="simulated step time: per encoder token (profile's)"),
     ] = None
+    step_kv_load_token_us: Annotated[
+        NonNegativeFloat | None,
+        Meta(description="simulated KV connector: per token copied to or from memory (profile's)"),
+    ] = None
+    step_kv_read_token_us: Annotated[
+        NonNegativeFloat | None,
+        Meta(description="simulated KV connector: per token read from a directory (profile's)"),
+    ] = None
+    simulated_kv_token_bytes: Annotated[
+        PositiveInt, Meta(description="simulated KV connector: bytes of a token's K and V")
+    ] = 32768
     simulated_draft_tokens: Annotated[
         int,
         Meta(
@@ -521,6 +532,7 @@ _RULES = (
         lambda config: config.cache.kv_connector == "disk",
         "cache.kv_connector is not disk",
     ),
+    _Rule("cache", ("kv_connector_path",), _is_model, _SIMULATED),
     _Rule(
         "cache",
         ("kv_connector",),

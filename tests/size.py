@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_620,
-    "aioserve/engine": 4_070,
+    "aioserve": 2_650,
+    "aioserve/engine": 4_110,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 750,
-    "aioserve/kv_connector": 800,
+    "aioserve/kv_connector": 830,
     "aioserve/lab": 6_750,
     "aioserve/model_source": 2_180,
     "aioserve/routing": 400,
@@ -26,7 +26,7 @@ LIMITS = {
     "aioserve/testing": 3_120,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
-    "benchmarks": 3_620,
+    "benchmarks": 3_750,
     "policies": 650,
     "tests": 33_300,
 }

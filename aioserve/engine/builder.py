@@ -19,7 +19,7 @@ from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore
 from aioserve.engine.delivery import Delivery
 from aioserve.engine.input_processor import InputProcessor
-from aioserve.engine.kv_connector import check_connector, make_connector
+from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
 from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
@@ -89,9 +89,9 @@ class EngineBuilder:
             self._shadow_policy = _load_shadow_policy(_shadow_settings(config), model_info)
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
+        check_connector(config, self._policy)
         if runner is None:
             config.check_effects()
-            check_connector(config)
             runner = make_runner(config, model_info)
         self.runner = runner
         self.config, self._metrics = _with_runner(config, runner), metrics
@@ -140,13 +140,16 @@ class EngineBuilder:
                 kv_cache, on_kv_event, lambda error: core.log_failure("on_kv_event", error)
             )
         delivery = Delivery(output_processor, clock, turns)
+        deliver = delivery.deliver
+        if kv_cache.connector is not None and config.cache.kv_role == "producer":
+            deliver = HeldBack(deliver, kv_cache.connector).deliver
         core = EngineCore(
             scheduler,
             self.runner,
             pipeline_depth=config.scheduler.depth,
             stall_timeout=config.scheduler.stall_timeout,
             clock=clock,
-            deliver=delivery.deliver,
+            deliver=deliver,
             expire=delivery.expire,
             fail=delivery.fail,
             after_step=(lambda: None) if relay is None else relay.deliver,

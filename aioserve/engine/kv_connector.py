@@ -4,7 +4,7 @@ Knows settings and constructors. Knows no request and no block.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,17 +24,26 @@ from aioserve.kv_connector import (
     fingerprint,
 )
 from aioserve.model_info import ModelInfo
+from aioserve.outputs import EngineCoreOutput
 from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.version import __version__
 
 GIB = 1 << 30
 
+Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 
-def check_connector(config: EngineConfig) -> None:
+
+def check_connector(config: EngineConfig, policy: type[SchedulerInterface]) -> None:
     """Raises `ConfigError` for what a connector cannot go along with, before anything is loaded."""
     kind = config.cache.kv_connector
     if kind == "none":
         return
+    if not issubclass(policy, BaseScheduler):
+        raise ConfigError(
+            f"cache.kv_connector is {kind}, but policy {policy.__name__} does not derive from "
+            "BaseScheduler, whose verbs load blocks"
+        )
     if config.speculation.speculative_method == "draft":
         raise ConfigError(
             f"cache.kv_connector is {kind}, but a draft model has a KV cache of its own, which is "
@@ -45,7 +54,8 @@ def check_connector(config: EngineConfig) -> None:
             f"cache.kv_connector is {kind}, and what it finds is not in a decision log: such a log "
             "could not be replayed; give one of both"
         )
-    if kind == "disk" and config.cache.kv_connector_path is None:
+    is_real = config.runner.runner == "model"  # a simulated directory is nowhere
+    if kind == "disk" and is_real and config.cache.kv_connector_path is None:
         raise ConfigError("cache.kv_connector is disk, but there is no cache.kv_connector_path")
     if kind == "memory" and config.cache.kv_role != "both":
         raise ConfigError(
@@ -66,9 +76,14 @@ def make_connector(
     cache = config.cache
     if cache.kv_connector == "none":
         return None
+    from aioserve.runner.simulated import SimulatedRunner
+
     worker = runner.make_kv_worker(int(cache.kv_connector_gib * GIB))
     store: BlockStore | None = None
-    if cache.kv_connector == "disk":
+    if isinstance(runner, SimulatedRunner):
+        if cache.kv_connector == "disk":
+            store = runner.make_kv_store(int(cache.kv_connector_disk_gib * GIB))
+    elif cache.kv_connector == "disk":
         assert cache.kv_connector_path is not None, "check_connector"
         store = BlockDirectory(
             Path(cache.kv_connector_path),
@@ -101,6 +116,27 @@ def _identity(
         "layout": worker.layout,
         "byte order": sys.byteorder,
     }
+
+
+class HeldBack:
+    """Delivery for an engine that hands its blocks to others: the end of a request is told when
+    they can be found, so that whoever hears of it can send the request on.
+    """
+
+    def __init__(self, deliver: Deliver, connector: KVConnectorBase) -> None:
+        self._deliver = deliver
+        self._connector = connector
+
+    def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
+        """As `Delivery.deliver`."""
+        ends = [output for output in outputs if output.finish_reason is not None]
+        if ends:  # their readers may have left by then: nobody is told
+            self._connector.when_saved(lambda: self._tell(client_index, ends))
+            outputs = [output for output in outputs if output.finish_reason is None]
+        return self._deliver(client_index, outputs)
+
+    def _tell(self, client_index: int, ends: list[EngineCoreOutput]) -> None:
+        self._deliver(client_index, ends)
 
 
 class KVConnectorMetrics(Collector):

@@ -122,6 +122,12 @@ class KVConnectorBase(ABC):
         """A step is back, and so are all before it: what it saved is there."""
 
     @abstractmethod
+    def when_saved(self, callback: Callable[[], None]) -> None:
+        """Call back, once, when all that the steps planned until now save is where others find it,
+        or will not be; not before this returns. At `shutdown` in any case.
+        """
+
+    @abstractmethod
     def discard_steps(self, last_step_id: int) -> None:
         """No step after `last_step_id` goes to the runner."""
 

@@ -71,6 +71,12 @@ class OffloadingConnector(KVConnectorBase):
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
         self._num_passed = 0
         self._num_timeouts = 0
+        self._num_writes = 0  # that the store was asked for, which does them in order
+        self._num_written = 0  # that it has done
+        self._last_step_id = 0  # planned
+        #: Who is to hear that all is saved: once some step is back, and then so many writes done.
+        self._for_step: deque[tuple[int, Callable[[], None]]] = deque()
+        self._for_write: deque[tuple[int, Callable[[], None]]] = deque()
 
     # Requests, before they are admitted.
 
@@ -143,6 +149,7 @@ class OffloadingConnector(KVConnectorBase):
         if evicted := self.notes.evicted:
             self._save(evicted)
             evicted.clear()
+        self._last_step_id = step_id
         step = self._open
         if not (step.saves or step.loads):
             return None
@@ -153,6 +160,10 @@ class OffloadingConnector(KVConnectorBase):
     def update_connector_output(self, step_id: int) -> None:
         while self._planned and self._planned[0][0] <= step_id:
             self._settle(self._planned.popleft()[1])
+        self._tell_saved(step_id)
+
+    def when_saved(self, callback: Callable[[], None]) -> None:
+        self._for_step.append((self._last_step_id, callback))
 
     def discard_steps(self, last_step_id: int) -> None:
         discarded, self._open = [self._open], _Transfers()
@@ -166,6 +177,7 @@ class OffloadingConnector(KVConnectorBase):
         self.notes.clear()
         for step in (self._open, *(step for _, step in self._planned)):
             self._forget(step)
+        self._tell_saved(self._last_step_id)  # nothing more comes of them
 
     def make_stats(self) -> KVConnectorStats:
         stats, worker, store = self.stats, self._worker, self._store
@@ -189,6 +201,8 @@ class OffloadingConnector(KVConnectorBase):
     def shutdown(self) -> None:
         if self._store is not None:
             self._store.close()
+        self._num_written = self._num_writes
+        self._tell_saved(self._last_step_id)
 
     def _save(self, contents: dict[bytes, int]) -> None:
         """Have blocks copied in this step, as far as there is room for those that are new."""
@@ -213,8 +227,21 @@ class OffloadingConnector(KVConnectorBase):
         if self._store is not None and kept:
             slots = list(kept.values())
             self.slots.touch(slots)
-            self._store.write(list(kept), slots, partial(self.slots.free, slots))
+            self._num_writes += 1
+            self._store.write(list(kept), slots, partial(self._was_written, slots))
         self._release(step)
+
+    def _was_written(self, slots: list[int]) -> None:
+        self._num_written += 1
+        self.slots.free(slots)
+        self._tell_saved()
+
+    def _tell_saved(self, step_id: int = 0) -> None:
+        """Steps up to that one are back, or will not be."""
+        while self._for_step and self._for_step[0][0] <= step_id:
+            self._for_write.append((self._num_writes, self._for_step.popleft()[1]))
+        while self._for_write and self._for_write[0][0] <= self._num_written:
+            self._for_write.popleft()[1]()
 
     def _forget(self, step: _Transfers) -> None:
         """What the step saves is not to be found."""

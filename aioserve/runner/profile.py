@@ -33,6 +33,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_us: Coefficient = 0.0  # per row with more than one token, whatever its length
     encoder_token_us: Coefficient = 0.0
     idle_ms: Coefficient = 0.0  # more for a step that finds the engine idle: it has to wake up
+    kv_load_token_us: Coefficient = 0.0  # per token copied between the KV cache and host memory
+    kv_read_token_us: Coefficient = 0.0  # per token read from a directory, beside steps
     source: str = ""  # where the numbers come from: measured how and on what, or computed from what
     error: str = ""  # how well they fit, if they were measured
 

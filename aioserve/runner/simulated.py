@@ -18,6 +18,7 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel, load_profile
+from aioserve.runner.simulated_kv import SimulatedBlocks, SimulatedDirectory
 from aioserve.scheduler.features import step_features
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -141,6 +142,10 @@ class SimulatedRunner(RunnerInterface):
         self._is_plain = not config.runner.simulated_draft_tokens
         self._encoder_outputs: set[str] = set()  # by content
         self._busy_until = 0.0
+        self._block_size = config.cache.block_size
+        self._kv_blocks: SimulatedBlocks | None = None
+        #: What engines in one loop share as a directory; None: each has its own, if any.
+        self.kv_directory: SimulatedDirectory | None = None
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
@@ -189,6 +194,22 @@ class SimulatedRunner(RunnerInterface):
         if self.on_step is not None:
             self.on_step(scheduler_output, output, now, self._busy_until)
         return output, self._busy_until
+
+    def make_kv_worker(self, num_bytes: int) -> SimulatedBlocks:
+        seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
+        self._kv_blocks = SimulatedBlocks(num_bytes, self._block_bytes, seconds)
+        return self._kv_blocks
+
+    def make_kv_store(self, max_bytes: int) -> SimulatedDirectory:
+        """A directory of at most so many bytes, or `kv_directory`. On the event loop."""
+        if self.kv_directory is not None:
+            return self.kv_directory.shared()
+        seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
+        return SimulatedDirectory(max_bytes, self._block_bytes, seconds)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._config.simulated_kv_token_bytes * self._block_size
 
     async def close(self) -> None:
         self._rows.clear()

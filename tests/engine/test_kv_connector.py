@@ -126,6 +126,32 @@ async def test_a_second_engine_finds_what_the_first_has_written(
         assert stats_of(first).num_failures == 0
 
 
+async def test_what_a_producer_has_answered_a_consumer_finds_whole(
+    base: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """At once, each as soon as its prompt's answer is there; the tokens are those of one engine."""
+    cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
+
+    async def hand_over(number: int, request: dict[str, Any]) -> None:
+        prompt, params, more = request.pop("prompt"), request.pop("params"), request
+        first = SamplingParams(max_tokens=1, detokenize=False)
+        async for output in producer.generate(prompt, first, **more):
+            assert len(output.token_ids) == 1
+        async for output in consumer.generate(prompt, params, **more):
+            last = output
+        assert last.token_ids == expected[number]
+        assert last.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+
+    async with (
+        AsyncEngine(settings(base, **cache, kv_role="producer")) as producer,
+        AsyncEngine(settings(base, **cache, kv_role="consumer")) as consumer,
+    ):
+        await asyncio.gather(*(hand_over(*pair) for pair in enumerate(requests())))
+        assert stats_of(producer).num_hit_tokens == stats_of(consumer).num_saved_tokens == 0
+        assert stats_of(consumer).num_hit_tokens > 0
+    assert stats_of(consumer).num_failures == 0
+
+
 async def test_damaged_missing_and_foreign_files_are_computed_again(
     base: Path, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

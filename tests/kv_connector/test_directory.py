@@ -1,0 +1,142 @@
+"""Blocks as files: bounded, shared, and believed only if they are what they should be."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from aioserve.errors import ConfigError
+from aioserve.kv_connector import BlockDirectory
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+SIZE = 4096
+IDENTITY = {"model": "a"}
+
+
+class Memory:
+    """Slots of host memory."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(SIZE * 8)
+
+    def __call__(self, slot: int) -> memoryview:
+        return memoryview(self.bytes)[slot * SIZE : (slot + 1) * SIZE]
+
+    def fill(self, slot: int, value: int) -> None:
+        self(slot)[:] = bytes([value]) * SIZE
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(16, "big")
+
+
+async def write(store: BlockDirectory, *pairs: tuple[int, int]) -> None:
+    done = asyncio.Event()
+    store.write([key(i) for i, _ in pairs], [slot for _, slot in pairs], done.set)
+    await done.wait()
+
+
+async def read(store: BlockDirectory, *pairs: tuple[int, int]) -> int:
+    done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    store.read([key(i) for i, _ in pairs], [slot for _, slot in pairs], done.set_result)
+    return await done
+
+
+async def find(store: BlockDirectory, *blocks: int) -> int:
+    done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    store.find([key(i) for i in blocks], done.set_result)
+    return await done
+
+
+def used_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*.kv"))
+
+
+async def test_blocks_are_found_from_the_first_on_without_a_gap(
+    tmp_path: Path, memory: Memory
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    for i in (0, 1, 3):
+        memory.fill(0, i + 1)
+        await write(store, (i, 0))
+    assert await find(store, 0, 1, 2, 3) == 2
+    assert await find(store, 4) == 0
+    assert await read(store, (0, 5), (1, 6), (2, 7)) == 2
+    assert memory(5) == bytes([1]) * SIZE
+    assert memory(6) == bytes([2]) * SIZE
+    store.close()
+
+
+async def test_the_directory_keeps_its_limit_and_what_was_wanted_last(
+    tmp_path: Path, memory: Memory
+) -> None:
+    """Also of what another namespace has written; other people's files stay."""
+    limit = 64 * (SIZE + 72)
+    other = BlockDirectory(tmp_path, {"model": "b"}, SIZE, memory, max_bytes=limit)
+    await write(other, *((i, 0) for i in range(8)))
+    other.close()
+    for file in other.folder.rglob("*.kv"):
+        os.utime(file, (1, 1))  # of long ago
+    (tmp_path / "notes.kv").write_bytes(b"not ours")
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=limit)
+    for i in range(100):
+        await write(store, (i, 0))
+        assert used_bytes(tmp_path) <= limit * (1 + 1 / 16) + SIZE
+        if i >= 20:
+            assert await read(store, (20, 1)) == 1  # wanted again and again: it stays
+        for j, file in enumerate(sorted(store.folder.rglob("*.kv"))):
+            if file.stat().st_mtime > 1e6 and file.stem != key(20).hex():
+                os.utime(file, (1000 + j, 1000 + j))  # clocks of file systems are coarse
+    assert not list(other.folder.rglob("*.kv"))
+    assert await find(store, 99) == 1
+    assert (tmp_path / "notes.kv").exists()
+    assert store.num_failures == 0
+    store.close()
+
+
+async def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path, memory: Memory) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(store, (0, 0))
+    store.close()
+    (folder,) = (path for path in store.folder.iterdir() if path.is_dir())
+    old, fresh = folder / ".x.1.1.tmp", folder / ".y.1.1.tmp"
+    for file in (old, fresh):
+        file.write_bytes(b"half a block")
+    os.utime(old, (1, 1))
+    again = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(again, (1, 0))  # after the sweep: one thread does both
+    assert fresh.exists()
+    assert not old.exists()
+    again.close()
+
+
+async def test_a_crash_before_the_rename_leaves_no_block(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(self: Path, target: Path) -> Path:
+        raise OSError("the power went out")
+
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    monkeypatch.setattr(Path, "replace", crash)
+    await write(store, (0, 0))
+    monkeypatch.undo()
+    assert await find(store, 0) == 0
+    assert store.num_failures == 1
+    store.close()
+
+
+async def test_a_folder_of_another_engine_is_refused_in_one_line(
+    tmp_path: Path, memory: Memory
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    store.close()
+    (store.folder / "namespace.json").write_text('{"model": "another"}')
+    with pytest.raises(ConfigError, match=r"namespace.json is not of this model .*: remove "):
+        BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
