@@ -26,7 +26,7 @@ LIMITS = {
     "aioserve/testing": 3_120,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
-    "benchmarks": 3_750,
+    "benchmarks": 3_960,
     "policies": 650,
     "tests": 33_300,
 }
