@@ -1,0 +1,173 @@
+"""What a replica's KV cache holds, told to any number of routers over ZeroMQ.
+
+A router that comes late, or has missed something, gets all of it again. Knows hashes of blocks;
+does not know Ray, tokens, nor who routes what.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two messages about what changed. Guesses: a router that knows a block so much
+# later sends a request to the wrong replica now and then, and nothing worse.
+FLUSH_SECONDS = 0.02
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 5.0  # after which a router asks for all of it again
+
+# Messages that wait for a router which does not read; then it is forgotten, until it asks again.
+MAX_QUEUED = 1_000
+
+HELLO = b"hello"
+
+
+class Changes(msgspec.Struct, frozen=True, array_like=True):
+    """What happened since the message before, or, with `is_everything`, all that can be found."""
+
+    number: int  # one more than that of the message before, to this router
+    is_everything: bool
+    stored: list[bytes]
+    removed: list[bytes]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Changes).decode
+
+
+class KVFeed:
+    """The replica's side. All of it on the loop of its engine."""
+
+    def __init__(self, host: str) -> None:
+        """Binds a free port of `host`, an address of this machine that routers can reach."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to a router that has gone is an error
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        bracketed = f"[{host}]" if ":" in host else host
+        port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
+        self.address = f"tcp://{bracketed}:{port}"
+        self._held: dict[bytes, None] = {}  # oldest first
+        self._changed: dict[bytes, bool] = {}  # since the last message: stored, or removed
+        self._is_cleared = False
+        self._numbers: dict[bytes, int] = {}  # of the last message, by router
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to answer and to tell."""
+        self._tasks = [asyncio.create_task(self._answer()), asyncio.create_task(self._tell())]
+
+    async def close(self) -> None:
+        """Routers hear nothing any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def note(self, event: KVEvent) -> None:
+        """For `AsyncEngine(on_kv_event=...)`."""
+        if isinstance(event, BlockStored):
+            self._held[event.block_hash] = None
+            self._changed[event.block_hash] = True
+        elif isinstance(event, BlockRemoved):
+            self._held.pop(event.block_hash, None)
+            self._changed[event.block_hash] = False
+        elif isinstance(event, AllBlocksCleared):
+            self._held.clear()
+            self._changed.clear()
+            self._is_cleared = True
+
+    async def _answer(self) -> None:
+        while True:
+            router, _ = await self._socket.recv_multipart()
+            self._flush()  # what it is told below holds that already
+            self._numbers[router] = 0
+            self._send(router, Changes(0, True, list(self._held), []))
+
+    async def _tell(self) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            if self._changed or self._is_cleared or loop.time() - last > HEARTBEAT_SECONDS:
+                last = loop.time()
+                self._flush()
+
+    def _flush(self) -> None:
+        is_everything, self._is_cleared = self._is_cleared, False
+        changed, self._changed = self._changed, {}
+        stored = [block_hash for block_hash, is_stored in changed.items() if is_stored]
+        removed = [block_hash for block_hash, is_stored in changed.items() if not is_stored]
+        for router in list(self._numbers):
+            self._numbers[router] += 1
+            self._send(router, Changes(self._numbers[router], is_everything, stored, removed))
+
+    def _send(self, router: bytes, changes: Changes) -> None:
+        try:
+            # The shadow of the socket: the asyncio one would queue without bound by itself.
+            zmq.Socket.shadow(self._socket).send_multipart([router, _encode(changes)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            del self._numbers[router]
+
+
+async def follow(
+    address: str, on_event: Callable[[KVEvent], None], silence: float = SILENCE_SECONDS
+) -> None:
+    """Tell `on_event`, until cancelled, what the replica whose feed is at `address` holds.
+
+    What was missed is told as `AllBlocksCleared` and all that there is. Stored blocks come without
+    their tokens and parents.
+    """
+    context = zmq.asyncio.Context()
+    try:
+        while True:
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+            socket.connect(address)
+            try:
+                await _follow(socket, on_event, silence)
+            finally:
+                socket.close(0)
+    finally:
+        context.destroy(linger=0)
+
+
+async def _follow(
+    socket: zmq.asyncio.Socket, on_event: Callable[[KVEvent], None], silence: float
+) -> None:
+    """Until a message is missing, or none has come for `silence` seconds."""
+    await socket.send(HELLO)
+    expected = 0
+    while True:
+        try:
+            message = await asyncio.wait_for(socket.recv(), silence)
+        except TimeoutError:
+            return
+        changes = _decode(message)
+        if changes.number != expected:
+            logger.warning("messages of a KV feed were lost: asking for all of it again")
+            return
+        expected += 1
+        for event in _events(changes):
+            on_event(event)
+
+
+def _events(changes: Changes) -> Iterator[KVEvent]:
+    if changes.is_everything:
+        yield AllBlocksCleared()
+    for block_hash in changes.removed:
+        yield BlockRemoved(block_hash)
+    for block_hash in changes.stored:
+        yield BlockStored(block_hash, None, [])

@@ -1,0 +1,118 @@
+"""A replica of Ray Serve: one `AsyncEngine`, with any policy.
+
+Knows what Ray asks of a replica, and answers it from the engine. Knows no HTTP, and no router but
+that there may be some that follow its KV cache.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import ray
+
+from aioserve.config import EngineConfig
+from aioserve.engine import AsyncEngine, Prompt
+from aioserve.errors import EngineDeadError
+from aioserve.outputs import RequestOutput
+from aioserve.pooling_params import PoolingParams
+from aioserve.ray.kv_feed import KVFeed
+from aioserve.sampling_params import SamplingParams
+from aioserve.version import VERSION
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end must know of the engines behind it."""
+
+    version: str
+    max_model_len: int
+    adapter_ids: dict[str, str]  # by name, in the order in which they were loaded
+    can_pool: bool
+    tells_prompts: bool
+
+
+class EngineReplica:
+    """What a deployment is made of. Methods are called on the replica's loop."""
+
+    async def __init__(self, config: EngineConfig) -> None:
+        """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
+        self._feed = KVFeed(ray.util.get_node_ip_address())
+        self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
+        try:
+            await self._engine.start()
+        except BaseException:
+            await self._feed.close()
+            raise
+        self._feed.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `AsyncEngine.add_request`, and its stream. Cancelling the call aborts the request."""
+        async for output in self.submit(prompt, params, **options):
+            if isinstance(output, RequestOutput):
+                yield output
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None = None,
+        *,
+        route: Any = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput | int]:
+        """As `generate`, but first comes the number of prompt tokens, once the request is accepted.
+        `route` was for the router.
+        """
+        stream = await self._engine.add_request(prompt, params, **options)
+        async with stream:
+            yield stream.num_prompt_tokens
+            async for output in stream:
+                yield output
+
+    async def describe(self) -> ReplicaInfo:
+        """What does not change while it lives."""
+        engine = self._engine
+        return ReplicaInfo(
+            version=VERSION,
+            max_model_len=engine.max_model_len,
+            adapter_ids={},
+            can_pool=False,
+            tells_prompts=False,
+        )
+
+    async def render_metrics(self) -> bytes:
+        """Its own `/metrics`."""
+        return self._engine.metrics.render()
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """`user_config` of the deployment, at its start and when it changes: `policy`, `options`."""
+        self._engine.switch_policy(user_config["policy"], user_config.get("options"))
+
+    def check_health(self) -> None:
+        """Ray replaces a replica whose check raises."""
+        if self._engine.errored is not None:
+            raise EngineDeadError(f"the engine has died: {self._engine.errored}")
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What routers are told once."""
+        return {"kv_feed": self._feed.address}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `autoscaling.TokensQueued` looks at."""
+        stats = self._engine.get_stats()
+        if stats is None:
+            return {}
+        return {
+            "queued_prompt_tokens": stats.num_waiting_tokens,
+            "kv_cache_usage": stats.kv_cache_usage,
+            "num_requests": stats.num_running_reqs + stats.num_waiting_reqs,
+        }
+
+    async def __del__(self) -> None:
+        """Ray has waited for its requests, as long as `graceful_shutdown_timeout_s` says."""
+        if hasattr(self, "_engine"):
+            await self._engine.shutdown()
+            await self._feed.close()

@@ -1,0 +1,74 @@
+"""The `args` of a Serve config file: which models, with how many replicas, behind which router.
+
+Data that checks itself. Knows no Ray.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from aioserve.config import EngineConfig, Section
+from aioserve.errors import ConfigError
+from aioserve.routing import make_router
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class Autoscaling(Section, frozen=True, kw_only=True):
+    """Between how many replicas there are, and when there should be more."""
+
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt
+    target_queued_prompt_tokens: PositiveFloat = 8192.0  # of one replica
+    target_kv_cache_usage: Annotated[float, Meta(gt=0, le=1)] = 0.8  # of one replica
+    upscale_delay_s: Annotated[float, Meta(ge=0)] = 5.0
+    downscale_delay_s: Annotated[float, Meta(ge=0)] = 300.0
+    look_back_period_s: PositiveFloat = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, below min_replicas ({self.min_replicas})"
+            )
+
+
+class ModelSettings(Section, frozen=True, kw_only=True):
+    """One model and its replicas."""
+
+    config: str | None = None  # a file, or the name of one in configs/, as for `--config`
+    settings: dict[str, Any] = {}  # laid over that, by dotted names, as for `--set`
+    num_replicas: PositiveInt | None = None  # one, unless they are scaled
+    autoscaling: Autoscaling | None = None
+    router: str = "prefix"  # one of `aioserve.routing.ROUTERS`
+    ray_actor_options: dict[str, Any] = {}  # of a replica: num_cpus, num_gpus, resources
+    max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
+    graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        make_router(self.router)
+        if self.num_replicas is not None and self.autoscaling is not None:
+            raise ConfigError("num_replicas has no effect beside autoscaling: leave one out")
+
+    def engine_config(self) -> EngineConfig:
+        """What each replica is started with. Raises `ConfigError`."""
+        return EngineConfig.load(self.config, list(self.settings.items()))
+
+
+class RaySettings(Section, frozen=True, kw_only=True):
+    """All of an application."""
+
+    models: Annotated[tuple[ModelSettings, ...], Meta(min_length=1)]
+    num_ingress_replicas: PositiveInt = 1  # processes that do HTTP
+    ingress_actor_options: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "RaySettings":
+        """Raises `ConfigError` that names what is wrong."""
+        try:
+            return msgspec.convert(config, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"args of the Ray application: {error}") from None

@@ -1,0 +1,136 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from aioserve.ray.kv_feed import KVFeed, follow
+
+
+def stored(name: str) -> BlockStored:
+    return BlockStored(name.encode(), None, [1, 2, 3])
+
+
+def removed(name: str) -> BlockRemoved:
+    return BlockRemoved(name.encode())
+
+
+class Follower:
+    """What a router knows of one replica."""
+
+    def __init__(self, feed: KVFeed, silence: float = 5.0) -> None:
+        self.held: set[str] = set()
+        self.num_cleared = 0
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(follow(feed.address, self._note, silence))
+
+    async def expect(self, *names: str) -> None:
+        """Returns when these are held, and no others."""
+        async with asyncio.timeout(20):
+            while self.held != set(names):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def _note(self, event: KVEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.held.clear()
+            self.num_cleared += 1
+        elif isinstance(event, BlockStored):
+            self.held.add(event.block_hash.decode())
+        else:
+            self.held.discard(event.block_hash.decode())
+        self._changed.set()
+
+
+@pytest_asyncio.fixture
+async def feed() -> AsyncIterator[KVFeed]:
+    feed = KVFeed("127.0.0.1")
+    feed.start()
+    yield feed
+    await feed.close()
+
+
+async def test_what_is_stored_and_removed_reaches_a_router(feed: KVFeed) -> None:
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    feed.note(stored("b"))
+    await follower.expect("a", "b")
+    feed.note(removed("a"))
+    feed.note(stored("c"))
+    await follower.expect("b", "c")
+    await follower.stop()
+
+
+async def test_a_router_that_comes_late_is_told_all_that_is_held(feed: KVFeed) -> None:
+    first = Follower(feed)
+    for name in "abc":
+        feed.note(stored(name))
+    feed.note(removed("b"))
+    await first.expect("a", "c")
+    second = Follower(feed)
+    await second.expect("a", "c")
+    feed.note(stored("d"))
+    await first.expect("a", "c", "d")
+    await second.expect("a", "c", "d")
+    await first.stop()
+    await second.stop()
+
+
+async def test_a_cleared_cache_is_forgotten(feed: KVFeed) -> None:
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    await follower.expect("a")
+    feed.note(AllBlocksCleared())
+    feed.note(stored("b"))
+    await follower.expect("b")
+    await follower.stop()
+
+
+async def test_a_block_that_comes_and_goes_between_two_messages_is_not_held(feed: KVFeed) -> None:
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    feed.note(removed("a"))
+    feed.note(stored("b"))
+    await follower.expect("b")
+    await follower.stop()
+
+
+async def test_a_router_that_missed_messages_asks_for_all_again(feed: KVFeed) -> None:
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    await follower.expect("a")
+    # As when its queue was full: one message is not sent.
+    (router,) = feed._numbers
+    feed._numbers[router] += 1
+    feed.note(removed("a"))
+    feed.note(stored("b"))
+    await follower.expect("b")
+    assert follower.num_cleared == 2
+    await follower.stop()
+
+
+async def test_a_router_finds_a_replica_again_that_was_silent(feed: KVFeed) -> None:
+    follower = Follower(feed, silence=0.2)
+    feed.note(stored("a"))
+    await follower.expect("a")
+    feed._numbers.clear()  # as when it was taken for gone
+    feed.note(stored("b"))
+    await follower.expect("a", "b")
+    await follower.stop()
+
+
+async def test_a_router_that_has_gone_is_forgotten(feed: KVFeed) -> None:
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    await follower.expect("a")
+    await follower.stop()
+    async with asyncio.timeout(20):
+        while feed._numbers:
+            feed.note(stored("b"))
+            feed.note(removed("b"))
+            await asyncio.sleep(0.01)
