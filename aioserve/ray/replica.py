@@ -17,7 +17,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.kv_feed import KVFeed
 from aioserve.sampling_params import SamplingParams
-from aioserve.version import VERSION
+from aioserve.version import __version__
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class EngineReplica:
         """What does not change while it lives."""
         engine = self._engine
         return ReplicaInfo(
-            version=VERSION,
+            version=__version__,
             max_model_len=engine.max_model_len,
             adapter_ids={},
             can_pool=False,

@@ -1,0 +1,91 @@
+"""Puts an application of Ray Serve together from its settings. Knows no request."""
+
+import re
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from aioserve.config import EngineConfig, ServerConfig
+from aioserve.errors import ConfigError
+from aioserve.ray.ingress import Ingress
+from aioserve.ray.replica import EngineReplica
+from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings
+
+# Of the server's settings, those that its handlers read; the others are of its socket and its life.
+SERVED = {
+    "tool_call_parser",
+    "reasoning_parser",
+    "max_body_mib",
+    "ignore_unknown_fields",
+}
+
+
+def make_app(args: dict[str, object]) -> Application:
+    """See `RaySettings`. Raises `ConfigError`."""
+    settings = RaySettings.of(args)
+    models: dict[str, tuple[EngineConfig, Application]] = {}
+    for model in settings.models:
+        config = model.engine_config()
+        _check(config)
+        name = config.model.served_name
+        if name in models:
+            raise ConfigError(
+                f"two models are served as {name!r}: give them a model.served_model_name each"
+            )
+        models[name] = config, _deployment(name, model).bind(config)
+    ingress = serve.deployment(Ingress).options(
+        num_replicas=settings.num_ingress_replicas,
+        ray_actor_options=settings.ingress_actor_options,
+        max_ongoing_requests=max(model.max_ongoing_requests for model in settings.models),
+    )
+    pairs = [item for pair in models.values() for item in pair]
+    return ingress.bind(*pairs)
+
+
+def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
+    deployment = serve.deployment(EngineReplica).options(
+        name=f"engine-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}",
+        ray_actor_options=model.ray_actor_options,
+        max_ongoing_requests=model.max_ongoing_requests,
+        graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
+        health_check_period_s=5.0,
+        request_router_config=RequestRouterConfig(
+            request_router_class="aioserve.ray.router:AioserveRouter",
+            request_router_kwargs={"router": model.router},
+        ),
+    )
+    if model.autoscaling is None:
+        return deployment.options(num_replicas=model.num_replicas or 1)
+    return deployment.options(num_replicas=None, autoscaling_config=_autoscaling(model.autoscaling))
+
+
+def _autoscaling(settings: Autoscaling) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=settings.min_replicas,
+        max_replicas=settings.max_replicas,
+        upscale_delay_s=settings.upscale_delay_s,
+        downscale_delay_s=settings.downscale_delay_s,
+        look_back_period_s=settings.look_back_period_s,
+        policy=AutoscalingPolicy(
+            policy_function="aioserve.ray.autoscaling:TokensQueued",
+            policy_kwargs={
+                "target_queued_prompt_tokens": settings.target_queued_prompt_tokens,
+                "target_kv_cache_usage": settings.target_kv_cache_usage,
+            },
+        ),
+    )
+
+
+def _check(config: EngineConfig) -> None:
+    """Raises `ConfigError` for what has no effect behind Ray's proxies."""
+    config.check_effects()
+    if config.model.skip_tokenizer_init:
+        raise ConfigError("skip_tokenizer_init is for Python callers: the ingress needs a tokenizer")
+    defaults = ServerConfig()
+    for name in ServerConfig.__struct_fields__:
+        if name not in SERVED and getattr(config.server, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"server.{name} has no effect on Ray Serve, which has proxies, routes and a life "
+                "of its own: set it there"
+            )
