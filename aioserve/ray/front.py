@@ -6,7 +6,7 @@ Tokenizes, so that the router can look for prefixes; text is made in the replica
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -53,6 +53,11 @@ class _Adapters:
             raise UnknownModelError(f"there is no model {name!r}, but {known}", param="model")
 
 
+class _Parts(NamedTuple):
+    input_processor: InputProcessor
+    pooling: PoolingDoor
+
+
 class RayFront(EngineFront[Any]):
     """Serves requests from any number of tasks of one event loop."""
 
@@ -64,8 +69,7 @@ class RayFront(EngineFront[Any]):
         self.adapters_served = _Adapters(config)
         self._handle = handle
         self._info: ReplicaInfo | None = None
-        self._input_processor: InputProcessor | None = None
-        self._pooling: PoolingDoor | None = None
+        self._parts: _Parts | None = None
         self._calls: dict[str, Call | None] = {}  # None: not accepted yet
         # Nothing is in it: it knows how the replicas' KV caches call their blocks.
         self._hasher = KVCacheManager(1, config.cache.block_size)
@@ -83,14 +87,12 @@ class RayFront(EngineFront[Any]):
                 "the same environment"
             )
         self._info, self.max_model_len = info, info.max_model_len
-        self._input_processor = InputProcessor(
-            self.model_info,
-            info.max_model_len,
-            None,
-            None,
-            tells_prompts=info.tells_prompts,
+        self._parts = _Parts(
+            InputProcessor(
+                self.model_info, info.max_model_len, None, None, tells_prompts=info.tells_prompts
+            ),
+            PoolingDoor(self.model_info, can_pool=info.can_pool),
         )
-        self._pooling = PoolingDoor(self.model_info, can_pool=info.can_pool)
 
     async def add_request(
         self,
@@ -196,7 +198,12 @@ class RayFront(EngineFront[Any]):
             len(token_ids), tuple(request.block_hashes), self._hasher.block_size, user
         )
 
-    def _alive(self) -> Any:
-        if self._input_processor is None or self._pooling is None:
+    def _alive(self) -> _Parts:
+        if self._parts is None:
             raise EngineDeadError("the front end has not been started")
-        return self._input_processor, self._pooling
+        return self._parts
+
+    def _abort(self, *a): ...
+    def _arriving(self, *a): ...
+    def _drop(self, *a): ...
+    async def _submit(self, *a): ...

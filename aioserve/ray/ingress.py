@@ -59,6 +59,10 @@ class _Named(msgspec.Struct):
     model: str = ""
 
 
+class _ModelList(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
 _decoder = msgspec.json.Decoder(_Named)
 
 
@@ -84,6 +88,8 @@ class Ingress:
         aborts what was asked.
         """
         body = await request.body()
+        if request.method == "GET" and request.url.path == "/v1/models":
+            return await self._list_models()
         model = self._find(body)
         assert model.session is not None
         path = request.url.path
@@ -110,6 +116,17 @@ class Ingress:
         for model in set(self._models.values()):
             await model.close()
         self._folder.cleanup()
+
+    async def _list_models(self) -> Response:
+        """Of all of them, as each lists its own."""
+        lists = []
+        for model in dict.fromkeys(self._models.values()):
+            assert model.session is not None
+            async with model.session.get("http://aioserve/v1/models") as response:
+                lists.append(msgspec.json.decode(await response.read(), type=_ModelList))
+        cards = [card for one in lists for card in one.data]
+        body = msgspec.json.encode({"object": "list", "data": cards})
+        return Response(body, media_type="application/json")
 
     def _find(self, body: bytes) -> _Model:
         """The model that the body names; the first, which refuses, if there is none of that name."""

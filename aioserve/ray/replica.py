@@ -4,6 +4,7 @@ Knows what Ray asks of a replica, and answers it from the engine. Knows no HTTP,
 that there may be some that follow its KV cache.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from aioserve.engine import AsyncEngine, Prompt
 from aioserve.errors import EngineDeadError
 from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
+from aioserve.ray.gauges import StatsGauges
 from aioserve.ray.kv_feed import KVFeed
 from aioserve.sampling_params import SamplingParams
 from aioserve.version import __version__
@@ -43,6 +45,8 @@ class EngineReplica:
             await self._feed.close()
             raise
         self._feed.start()
+        gauges = StatsGauges(self._engine.get_stats)
+        self._reporting = asyncio.create_task(gauges.keep_reporting())
 
     async def generate(
         self,
@@ -83,10 +87,6 @@ class EngineReplica:
             tells_prompts=False,
         )
 
-    async def render_metrics(self) -> bytes:
-        """Its own `/metrics`."""
-        return self._engine.metrics.render()
-
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """`user_config` of the deployment, at its start and when it changes: `policy`, `options`."""
         self._engine.switch_policy(user_config["policy"], user_config.get("options"))
@@ -113,6 +113,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ray has waited for its requests, as long as `graceful_shutdown_timeout_s` says."""
-        if hasattr(self, "_engine"):
+        if hasattr(self, "_reporting"):  # else it never started
+            self._reporting.cancel()
             await self._engine.shutdown()
             await self._feed.close()
