@@ -1,0 +1,256 @@
+"""A real local Ray with replicas on this machine. For `make test-dist`."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+
+ray = pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+from ray import serve  # noqa: E402
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams  # noqa: E402
+from aioserve.ray import build_app  # noqa: E402
+from tests.processes import PATIENCE  # noqa: E402
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+PROMPT = "What news, my lord? " * 12  # several KV blocks
+REAL = {"model.dtype": "float32", "cache.num_kv_blocks": 512}
+SLOW = {  # a stream takes some seconds: something can happen meanwhile
+    "runner.runner": "simulated",
+    "runner.step_base_ms": 50.0,
+    "runner.simulated_output_tokens": 60,
+}
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A Ray of our own, and where its proxy listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest_asyncio.fixture
+async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(
+        url, timeout=aiohttp.ClientTimeout(PATIENCE), connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        yield session
+
+
+def deploy(*models: dict[str, Any]) -> None:
+    """Run these, each on a tenth of a CPU, in the place of what ran before."""
+    cpu = {"num_cpus": 0.1}
+    models = tuple({"ray_actor_options": cpu} | model for model in models)
+    app = build_app({"models": models, "ingress_actor_options": cpu})
+    serve.run(app, name="aioserve", route_prefix="/")
+
+
+def replicas() -> list[psutil.Process]:
+    """The processes of the engines."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "".join(process.info["cmdline"] or [])[:40].startswith("ray::ServeReplica:aioserve:engine")
+    ]
+
+
+async def complete(http: aiohttp.ClientSession, **body: Any) -> dict[str, Any]:
+    """The answer to a whole completion."""
+    async with http.post("/v1/completions", json={"model": "embedded", **body}) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+class Streamed:
+    """A streamed completion, read to its end."""
+
+    def __init__(self, http: aiohttp.ClientSession, prompt: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.is_done = False
+        self.has_begun = asyncio.Event()
+        self.task = asyncio.create_task(self._read(http, prompt))
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """What the stream ended with, if with an error."""
+        error: dict[str, Any] | None = self.events[-1].get("error")
+        return error
+
+    @property
+    def num_tokens(self) -> int:
+        """That came."""
+        return sum(len(e["choices"][0]["token_ids"]) for e in self.events if "choices" in e)
+
+    async def _read(self, http: aiohttp.ClientSession, prompt: str) -> None:
+        body = {
+            "model": "embedded",
+            "prompt": prompt,
+            "stream": True,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line == b"data: [DONE]\n":
+                    self.is_done = True
+                elif line.startswith(b"data: "):
+                    self.events.append(json.loads(line[6:]))
+                    self.has_begun.set()
+
+
+async def test_texts_and_refusals_are_those_of_one_engine(http: aiohttp.ClientSession) -> None:
+    deploy({"num_replicas": 2, "settings": REAL})
+    asked = [
+        SamplingParams(max_tokens=12, temperature=0, logprobs=2),
+        SamplingParams(max_tokens=12, temperature=0.9, seed=7, n=2),
+        SamplingParams(max_tokens=40, temperature=0, stop=("lord",)),
+    ]
+    async with AsyncEngine(EngineConfig.load(None, list(REAL.items()))) as engine:
+        for params in asked:
+            texts = {i: "" for i in range(params.n)}
+            async for output in engine.generate(PROMPT, params):
+                texts[output.index] += output.text
+            body: dict[str, Any] = {
+                "max_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "n": params.n,
+            }
+            if params.seed is not None:
+                body["seed"] = params.seed
+            if params.stop:
+                body["stop"] = list(params.stop)
+            for _ in range(3):  # whichever replica it is, and whether or not it knows the prompt
+                answer = await complete(http, prompt=PROMPT, **body)
+                assert [c["text"] for c in answer["choices"]] == list(texts.values())
+
+    async with http.post("/v1/completions", json={"prompt": PROMPT, "top_p": 7}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "top_p"
+    async with http.post("/v1/completions", json={"prompt": PROMPT, "model": "no"}) as response:
+        assert response.status == 404
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": schema}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 400, await response.text()  # it was the replica that refused
+    vector = {"input": "What news?", "model": "embedded"}
+    async with http.post("/v1/embeddings", json=vector) as response:
+        assert len((await response.json())["data"][0]["embedding"]) > 0
+
+    handle = serve.get_deployment_handle("engine-embedded", "aioserve").options(stream=True)
+    outputs = handle.generate.remote(PROMPT, SamplingParams(max_tokens=5, temperature=0))
+    tokens = [token async for output in outputs for token in output.token_ids]
+    assert len(tokens) == 5
+
+
+async def test_a_conversation_goes_on_where_its_prefix_is(http: aiohttp.ClientSession) -> None:
+    deploy({"num_replicas": 2, "settings": REAL | {"cache.num_kv_blocks": 2048}})
+    prompts = [f"{i} of the clock. {PROMPT}" for i in range(24)]
+    first = await asyncio.gather(*[complete(http, prompt=p, max_tokens=4) for p in prompts])
+    assert not any(a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in first)
+    await asyncio.sleep(2)  # what the router knows is as old as a message
+    again = [await complete(http, prompt=p + " And then?", max_tokens=4) for p in prompts]
+    hits = sum(a["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for a in again)
+    assert hits >= 20  # by chance: once in a thousand times
+
+
+async def test_what_a_dying_replica_had_not_streamed_is_sent_elsewhere(
+    http: aiohttp.ClientSession,
+) -> None:
+    deploy({"num_replicas": 2, "settings": SLOW})
+    streams = [Streamed(http, f"{i} {PROMPT}") for i in range(12)]
+    for stream in streams:
+        await stream.has_begun.wait()
+    whole = [
+        asyncio.create_task(
+            complete(http, prompt=f"{i} {PROMPT}", max_tokens=NUM_TOKENS, ignore_eos=True)
+        )
+        for i in range(12)
+    ]
+    await asyncio.sleep(0.5)
+    victim = replicas()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    for answer in await asyncio.gather(*whole):  # nothing of them was told yet: all are whole
+        assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    await asyncio.gather(*[stream.task for stream in streams])
+    broken = [stream for stream in streams if stream.error is not None]
+    assert 0 < len(broken) < len(streams)
+    assert all("replica" in stream.error["message"] for stream in broken if stream.error)
+    for stream in streams:
+        assert stream.error is not None or (stream.is_done and stream.num_tokens == NUM_TOKENS)
+    async with asyncio.timeout(PATIENCE):  # Ray starts another one
+        while len([p for p in replicas() if p.pid != victim.pid]) < 2:
+            await asyncio.sleep(0.1)
+    assert (await complete(http, prompt=PROMPT, max_tokens=3))["usage"]["completion_tokens"] == 3
+
+
+async def test_nothing_is_lost_while_replicas_come_and_go(http: aiohttp.ClientSession) -> None:
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_queued_prompt_tokens": 100.0,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 1.0,
+        "look_back_period_s": 2.0,
+    }
+    settings = SLOW | {"scheduler.max_num_seqs": 4}
+    deploy({"autoscaling": scaling, "settings": settings})
+    assert len(replicas()) == 1
+    streams: list[Streamed] = []
+
+    async def load_until(num_replicas: int, num_streams: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while len(replicas()) != num_replicas:
+                open_streams = [stream for stream in streams if not stream.task.done()]
+                for _ in range(num_streams - len(open_streams)):
+                    streams.append(Streamed(http, f"{len(streams)} {PROMPT}"))
+                await asyncio.sleep(0.2)
+
+    await load_until(2, num_streams=16)  # four run, the others queue
+    await load_until(1, num_streams=1)
+    await asyncio.gather(*[stream.task for stream in streams])
+    for stream in streams:
+        assert stream.error is None
+        assert stream.is_done
+        assert stream.num_tokens == NUM_TOKENS
+
+
+async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
+    http: aiohttp.ClientSession,
+) -> None:
+    other = {"settings": SLOW | {"model.served_model_name": "other"}}
+    deploy({"settings": SLOW}, other)
+    async with http.get("/v1/models") as response:
+        assert [c["id"] for c in (await response.json())["data"]] == ["embedded", "other"]
+    assert (await complete(http, model="other", prompt="a", max_tokens=3))["model"] == "other"
+    async with http.post("/v1/completions", json={"model": "third", "prompt": "a"}) as response:
+        assert response.status == 404
+
+    handle = serve.get_deployment_handle("engine-embedded", "aioserve")
+    stream = Streamed(http, PROMPT)
+    await stream.has_begun.wait()
+    assert (await handle.record_autoscaling_stats.remote())["num_requests"] == 1
+    stream.task.cancel()
+    async with asyncio.timeout(PATIENCE):
+        while (await handle.record_autoscaling_stats.remote())["num_requests"]:
+            await asyncio.sleep(0.05)
