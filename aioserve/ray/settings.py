@@ -42,14 +42,15 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}  # laid over that, by dotted names, as for `--set`
     num_replicas: PositiveInt | None = None  # one, unless they are scaled
     autoscaling: Autoscaling | None = None
-    router: str = "prefix"  # one of `aioserve.routing.ROUTERS`
+    router: str = "prefix"  # one of `aioserve.routing.ROUTERS`, or "module:class" of Ray's
     ray_actor_options: dict[str, Any] = {}  # of a replica: num_cpus, num_gpus, resources
     max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        make_router(self.router)
+        if ":" not in self.router:
+            make_router(self.router)
         if self.num_replicas is not None and self.autoscaling is not None:
             raise ConfigError("num_replicas has no effect beside autoscaling: leave one out")
 
