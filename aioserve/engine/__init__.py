@@ -2,8 +2,8 @@
 
 from aioserve.engine.async_engine import AsyncEngine
 from aioserve.engine.chat_template import Conversation
-from aioserve.engine.front import EngineFront
+from aioserve.engine.client import EngineClient
 from aioserve.engine.input_processor import Prompt
 from aioserve.engine.stream import RequestStream
 
-__all__ = ["AsyncEngine", "Conversation", "EngineFront", "Prompt", "RequestStream"]
+__all__ = ["AsyncEngine", "Conversation", "EngineClient", "Prompt", "RequestStream"]

@@ -18,8 +18,9 @@ import msgspec
 from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
+from aioserve.engine.client import Answer
 from aioserve.engine.clock import LoopLag
-from aioserve.engine.front import Answer, EngineFront, Register
+from aioserve.engine.front import EngineFront, Register
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.questions import (
     AbortElsewhere,

@@ -1,72 +1,42 @@
 """The half of an engine that callers meet: from a prompt to a stream of its outputs.
 
-The same in front of an engine of this process and of another one. Knows no scheduler and no steps.
+The same in front of steps of this process and of another one. Knows no scheduler and no steps.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
-from aioserve.config import EngineConfig
+from aioserve.engine.client import DoorParts, EngineClient
 from aioserve.engine.clock import Clock
-from aioserve.engine.input_processor import InputProcessor, Prompt
+from aioserve.engine.input_processor import Prompt
 from aioserve.engine.output_processor import OutputProcessor
-from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor, read_embedding
-from aioserve.engine.questions import Question
+from aioserve.engine.pooling import NOTHING_SAMPLED
 from aioserve.engine.samples import Samples
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import RequestAbortedError, RequestError
-from aioserve.model_info import ModelInfo
-from aioserve.outputs import EmbeddingOutput, RequestOutput
+from aioserve.errors import RequestError
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
-class FrontParts(Protocol):
+class FrontParts(DoorParts, Protocol):
     """What it is made of while it serves."""
 
-    @property
-    def input_processor(self) -> InputProcessor: ...
-    @property
-    def pooling(self) -> PoolingDoor: ...
     @property
     def output_processor(self) -> OutputProcessor: ...
     @property
     def clock(self) -> Clock: ...
 
 
-class ServedAdapters(Protocol):
-    """Which adapters can be asked for."""
-
-    @property
-    def paths(self) -> Mapping[str, Path]:
-        """By name, in the order in which they were loaded."""
-
-    def check_name(self, name: str) -> None:
-        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-
-
 Parts = TypeVar("Parts", bound=FrontParts)
-Answer = TypeVar("Answer")
 Register = Callable[[Request, int], None]
 
 
-class EngineFront(ABC, Generic[Parts]):
-    """Serves requests from any number of tasks of one event loop."""
-
-    config: EngineConfig
-    model_info: ModelInfo
-    max_model_len: int  # known after start
-    started_at: int  # in seconds since 1970; the same for all that are in front of one engine
-
-    @property
-    @abstractmethod
-    def adapters(self) -> ServedAdapters:
-        """Those that are served. Raises `EngineDeadError` before a start."""
+class EngineFront(EngineClient, Generic[Parts]):
+    """Tokenizes prompts and makes text of what the steps give, in this process."""
 
     async def add_request(
         self,
@@ -80,16 +50,7 @@ class EngineFront(ABC, Generic[Parts]):
         cache_salt: str = "",
         adapter: str = "",
     ) -> RequestStream:
-        """Accept a request and return its stream; all refusals are raised here.
-
-        `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
-        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort` (default:
-        one that nobody has). `priority` (smaller is more urgent) and `user` are for the policy.
-        After `timeout` seconds an unfinished request ends with finish reason `timeout`. Prefixes
-        are shared within one `cache_salt` only. `adapter` names one of `adapters`, or the model
-        itself. Raises `RequestError`, `RequestIdInUseError`, `EngineOverloadedError` or
-        `EngineDeadError`; for its adapter `RequestTimeoutError` or `RequestFailedError`.
-        """
+        """See `EngineClient.add_request`."""
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
         parts = self._alive()
@@ -126,93 +87,6 @@ class EngineFront(ABC, Generic[Parts]):
 
                 await self._submit(spec, samples, adapter, timeout, register, parts)
         return stream
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
-        stream = await self.add_request(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-        async with stream:
-            async for output in stream:
-                yield output
-
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> EmbeddingOutput:
-        """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
-
-        The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
-        or `RequestAbortedError` where a stream would have ended without a vector.
-        """
-        stream = await self.add_request(
-            prompt,
-            pooling_params or PoolingParams(),
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-        try:
-            return await read_embedding(stream)
-        except RequestAbortedError:
-            self._alive()  # that it shuts down is what the caller should know
-            raise
-
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids that a request of this prompt would have, even if those are too many.
-
-        `add_special_tokens` is for text: a chat template says which there are. Raises
-        `RequestError`, also for text whose length alone shows that it is too long for the model.
-        """
-        processor = self._alive().input_processor
-        room = processor.room(NOTHING_SAMPLED)
-        processor.least_tokens(prompt, room)
-        return await processor.encode(prompt, room, add_special_tokens)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, with the special ones. Raises `RequestError`."""
-        return await self._alive().input_processor.decode(token_ids)
-
-    @abstractmethod
-    def abort(self, request_id: str) -> bool:
-        """End a request from outside: its reader gets what there is, with finish reason `abort`.
-
-        False if there is none of that id: it has ended. One that is still being tokenized ends as
-        soon as that is done, without a token; no longer does it wait for its adapter.
-        """
-
-    @abstractmethod
-    async def ask(self, question: Question[Answer]) -> Answer:
-        """Raises what the method raises that the question names."""
 
     @abstractmethod
     def _alive(self) -> Parts:

@@ -87,7 +87,9 @@ def _check(config: EngineConfig) -> None:
     """Raises `ConfigError` for what has no effect behind Ray's proxies."""
     config.check_effects()
     if config.model.skip_tokenizer_init:
-        raise ConfigError("skip_tokenizer_init is for Python callers: the ingress needs a tokenizer")
+        raise ConfigError(
+            "skip_tokenizer_init is for Python callers: the ingress needs a tokenizer"
+        )
     defaults = ServerConfig()
     for name in ServerConfig.__struct_fields__:
         if name not in SERVED and getattr(config.server, name) != getattr(defaults, name):

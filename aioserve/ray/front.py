@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.front import Answer, EngineFront
+from aioserve.engine.client import Answer, EngineClient
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor
 from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
@@ -58,7 +57,7 @@ class _Parts(NamedTuple):
     pooling: PoolingDoor
 
 
-class RayFront(EngineFront[Any]):
+class RayFront(EngineClient):
     """Serves requests from any number of tasks of one event loop."""
 
     def __init__(self, config: EngineConfig, handle: DeploymentHandle) -> None:
@@ -66,6 +65,7 @@ class RayFront(EngineFront[Any]):
         self.config = config
         self.model_info = ModelInfo(config.model)
         self.max_model_len = 0
+        self.started_at = 0
         self.adapters_served = _Adapters(config)
         self._handle = handle
         self._info: ReplicaInfo | None = None
@@ -87,6 +87,7 @@ class RayFront(EngineFront[Any]):
                 "the same environment"
             )
         self._info, self.max_model_len = info, info.max_model_len
+        self.started_at = info.started_at
         self._parts = _Parts(
             InputProcessor(
                 self.model_info, info.max_model_len, None, None, tells_prompts=info.tells_prompts
@@ -202,8 +203,3 @@ class RayFront(EngineFront[Any]):
         if self._parts is None:
             raise EngineDeadError("the front end has not been started")
         return self._parts
-
-    def _abort(self, *a): ...
-    def _arriving(self, *a): ...
-    def _drop(self, *a): ...
-    async def _submit(self, *a): ...

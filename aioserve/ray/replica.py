@@ -30,6 +30,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapter_ids: dict[str, str]  # by name, in the order in which they were loaded
     can_pool: bool
     tells_prompts: bool
+    started_at: int  # of this one; of the others about then
 
 
 class EngineReplica:
@@ -83,12 +84,13 @@ class EngineReplica:
             version=__version__,
             max_model_len=engine.max_model_len,
             adapter_ids={},
-            can_pool=False,
-            tells_prompts=False,
+            can_pool=engine.can_pool,
+            tells_prompts=engine.tells_prompts,
+            started_at=engine.started_at,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """`user_config` of the deployment, at its start and when it changes: `policy`, `options`."""
+        """`user_config` of the deployment, when it is set or changes: `policy`, `options`."""
         self._engine.switch_policy(user_config["policy"], user_config.get("options"))
 
     def check_health(self) -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from aioserve.engine import EngineFront
+from aioserve.engine import EngineClient
 from aioserve.engine.questions import HowAreYou, ResetPrefixCache, ShowMetrics, SwitchPolicy
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
@@ -120,7 +120,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return _json(CacheReset(await request.app[ENGINE].ask(ResetPrefixCache())))
 
 
-def _cards(engine: EngineFront[Any]) -> list[ModelCard]:
+def _cards(engine: EngineClient) -> list[ModelCard]:
     model, longest = engine.config.model, engine.max_model_len
     base = ModelCard(
         id=model.served_name, created=engine.started_at, max_model_len=longest, root=model.model

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from aioserve.config import EngineConfig
-from aioserve.engine import AsyncEngine, EngineFront
+from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.errors import ConfigError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
@@ -46,7 +46,7 @@ SWITCH_INTERVAL = 1e-4
 
 
 def build_app(
-    engine: EngineFront[Any],
+    engine: EngineClient,
     responses: Responses | None = None,
     running: RunningResponses | None = None,
 ) -> web.Application:
@@ -80,7 +80,7 @@ def build_app(
     return app
 
 
-def _max_body_mib(engine: EngineFront[Any]) -> int:
+def _max_body_mib(engine: EngineClient) -> int:
     """The setting, or what prompts of this model need: bodies are decoded in one go, on the loop,
     because the decoder keeps the GIL. A MiB of token ids takes some 20 ms.
     """
@@ -93,7 +93,7 @@ def _max_body_mib(engine: EngineFront[Any]) -> int:
 
 @contextlib.asynccontextmanager
 async def listening(
-    engine: EngineFront[Any],
+    engine: EngineClient,
     sockets: list[socket],
     responses: Responses | None = None,
     running: RunningResponses | None = None,

@@ -2,18 +2,16 @@
 client chose may look like.
 """
 
-from typing import Any
-
 from aiohttp import web
 
-from aioserve.engine import EngineFront
+from aioserve.engine import EngineClient
 from aioserve.errors import RequestError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.responses.store import Responses
 from aioserve.server.running import RunningResponses
 
-ENGINE = web.AppKey("ENGINE", EngineFront[Any])
+ENGINE = web.AppKey("ENGINE", EngineClient)
 RESPONSES = web.AppKey("RESPONSES", Responses)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)

@@ -6,16 +6,15 @@ Knows ids and the engine's `abort`. Knows nothing about HTTP.
 import contextlib
 from asyncio import Event
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from aioserve.engine import EngineFront
+from aioserve.engine import EngineClient
 from aioserve.errors import RequestIdInUseError
 
 
 class RunningResponses:
     """The responses of one application that are not over."""
 
-    def __init__(self, engine: EngineFront[Any]) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._running: dict[str, tuple[Event, Sequence[str]]] = {}
 

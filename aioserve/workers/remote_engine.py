@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import zmq
 
+from aioserve.engine.client import Answer
 from aioserve.engine.clock import Clock, LoopLag, clock_of
-from aioserve.engine.front import Answer, EngineFront, Register
+from aioserve.engine.front import EngineFront, Register
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor

@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent

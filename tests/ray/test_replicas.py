@@ -68,7 +68,9 @@ def replicas() -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "".join(process.info["cmdline"] or [])[:40].startswith("ray::ServeReplica:aioserve:engine")
+        if "".join(process.info["cmdline"] or [])[:40].startswith(
+            "ray::ServeReplica:aioserve:engine"
+        )
     ]
 
 
@@ -199,7 +201,7 @@ async def test_what_a_dying_replica_had_not_streamed_is_sent_elsewhere(
     for stream in streams:
         assert stream.error is not None or (stream.is_done and stream.num_tokens == NUM_TOKENS)
     async with asyncio.timeout(PATIENCE):  # Ray starts another one
-        while len([p for p in replicas() if p.pid != victim.pid]) < 2:
+        while len([p for p in replicas() if p.pid != victim.pid]) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert (await complete(http, prompt=PROMPT, max_tokens=3))["usage"]["completion_tokens"] == 3
 
@@ -252,5 +254,5 @@ async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
     assert (await handle.record_autoscaling_stats.remote())["num_requests"] == 1
     stream.task.cancel()
     async with asyncio.timeout(PATIENCE):
-        while (await handle.record_autoscaling_stats.remote())["num_requests"]:
+        while (await handle.record_autoscaling_stats.remote())["num_requests"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

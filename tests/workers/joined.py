@@ -7,7 +7,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from aioserve.config import EngineConfig
-from aioserve.engine import AsyncEngine, EngineFront
+from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.outputs import RequestOutput
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.remote_engine import RemoteEngine
@@ -51,7 +51,7 @@ async def connected(
         yield host, remotes, clients
 
 
-async def read(front: EngineFront, prompt, params=None, **fields) -> list[RequestOutput]:
+async def read(front: EngineClient, prompt, params=None, **fields) -> list[RequestOutput]:
     """What comes of a request, whole, by sample: deltas are merged as a slow reader gets them."""
     whole: dict[int, RequestOutput] = {}
     async with await front.add_request(prompt, params, **fields) as stream:
