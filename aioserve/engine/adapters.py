@@ -70,6 +70,11 @@ class Adapters:
         """By name, in the order in which they were loaded."""
         return {name: adapter.path for name, adapter in self._named.items()}
 
+    @property
+    def ids(self) -> dict[str, str]:
+        """By name, of those in memory: what tells their cached prefixes from others'."""
+        return {name: known.adapter_id for name, known in self._named.items() if known.adapter_id}
+
     async def load_configured(self) -> None:
         """Those of the settings. Raises `ConfigError`."""
         for spec in self._config.adapters.lora:

@@ -129,7 +129,7 @@ class Ingress:
         return Response(body, media_type="application/json")
 
     def _find(self, body: bytes) -> _Model:
-        """The model that the body names. Without one, or with a strange one: the first, to refuse."""
+        """The model that the body names; the first, which will refuse, if it names no other."""
         first = next(iter(self._models.values()))
         if len(self._models) == 1 or not body:
             return first

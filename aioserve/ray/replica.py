@@ -83,7 +83,7 @@ class EngineReplica:
         return ReplicaInfo(
             version=__version__,
             max_model_len=engine.max_model_len,
-            adapter_ids={},
+            adapter_ids=engine.adapters.ids,
             can_pool=engine.can_pool,
             tells_prompts=engine.tells_prompts,
             started_at=engine.started_at,

@@ -6,7 +6,7 @@ Data that checks itself. Knows no Ray.
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from aioserve.config import EngineConfig, Section
 from aioserve.errors import ConfigError
@@ -39,11 +39,11 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     """One model and its replicas."""
 
     config: str | None = None  # a file, or the name of one in configs/, as for `--config`
-    settings: dict[str, Any] = {}  # laid over that, by dotted names, as for `--set`
+    settings: dict[str, Any] = field(default_factory=dict)  # laid over it, as by `--set`
     num_replicas: PositiveInt | None = None  # one, unless they are scaled
     autoscaling: Autoscaling | None = None
     router: str = "prefix"  # one of `aioserve.routing.ROUTERS`, or "module:class" of Ray's
-    ray_actor_options: dict[str, Any] = {}  # of a replica: num_cpus, num_gpus, resources
+    ray_actor_options: dict[str, Any] = field(default_factory=dict)  # num_cpus, num_gpus, ...
     max_ongoing_requests: PositiveInt = 10_000  # of a replica; its engine refuses what is too much
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # for a replica's requests, when it goes
 
@@ -64,7 +64,7 @@ class RaySettings(Section, frozen=True, kw_only=True):
 
     models: Annotated[tuple[ModelSettings, ...], Meta(min_length=1)]
     num_ingress_replicas: PositiveInt = 1  # processes that do HTTP
-    ingress_actor_options: dict[str, Any] = {}
+    ingress_actor_options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "RaySettings":
