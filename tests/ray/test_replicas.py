@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,14 +14,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-ray = pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
-from ray import serve  # noqa: E402
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.ray import build_app
+from tests.processes import PATIENCE
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams  # noqa: E402
-from aioserve.ray import build_app  # noqa: E402
-from tests.processes import PATIENCE  # noqa: E402
+with warnings.catch_warnings():  # Ray's own
+    warnings.simplefilter("ignore")
+    ray = pytest.importorskip("ray", reason='pip install "aioserve[ray]"')
+    from ray import serve
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = "What news, my lord? " * 12  # several KV blocks
 REAL = {"model.dtype": "float32", "cache.num_kv_blocks": 512}
