@@ -25,7 +25,7 @@ class Autoscaling(Section, frozen=True, kw_only=True):
     target_kv_cache_usage: Annotated[float, Meta(gt=0, le=1)] = 0.8  # of one replica
     upscale_delay_s: Annotated[float, Meta(ge=0)] = 5.0
     downscale_delay_s: Annotated[float, Meta(ge=0)] = 300.0
-    look_back_period_s: PositiveFloat = 10.0
+    look_back_period_s: Annotated[float, Meta(gt=10)] = 30.0  # Ray asks every ten
 
     def __post_init__(self) -> None:
         super().__post_init__()
