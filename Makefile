@@ -24,7 +24,7 @@ test: .venv/test check  ## install what tests need, check style and types, run t
 test-all: .venv/test check  ## the slow tests as well
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist" $(ARGS)
 
-test-dist: .venv/test  ## several processes, and what becomes of them when one dies
+test-dist: .venv/dist  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
 	AIOSERVE_TEST_WORKER=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" tests/server
 
@@ -100,6 +100,11 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 .venv/test: requirements/test.txt .venv/runtime
 	@echo "requirements/test.txt: 230 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) -r requirements/test.txt
+	@touch $@
+
+.venv/dist: requirements/ray.txt .venv/test
+	@echo "requirements/ray.txt: 90 MB"
+	@$(PIP) -r requirements/ray.txt
 	@touch $@
 
 .venv/clients/done: requirements/clients.txt .venv/test

@@ -24,7 +24,7 @@ from aioserve.errors import (
     RequestIdInUseError,
     UnknownModelError,
 )
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.call import Call
@@ -71,8 +71,6 @@ class RayFront(EngineClient):
         self._info: ReplicaInfo | None = None
         self._parts: _Parts | None = None
         self._calls: dict[str, Call | None] = {}  # None: not accepted yet
-        # Nothing is in it: it knows how the replicas' KV caches call their blocks.
-        self._hasher = KVCacheManager(1, config.cache.block_size)
 
     @property
     def adapters(self) -> _Adapters:
@@ -193,11 +191,9 @@ class RayFront(EngineClient):
             cache_salt=cache_salt,
             adapter_id=self._info.adapter_ids.get(adapter, ""),
         )
-        request = Request(spec)
-        self._hasher.estimate_cached_tokens(request)
-        return RoutedRequest(
-            len(token_ids), tuple(request.block_hashes), self._hasher.block_size, user
-        )
+        request, size = Request(spec), self.config.cache.block_size
+        hash_blocks(request, len(token_ids) // size, size)
+        return RoutedRequest(len(token_ids), tuple(request.block_hashes), size, user)
 
     def _alive(self) -> _Parts:
         if self._parts is None:

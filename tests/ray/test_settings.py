@@ -1,9 +1,13 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from aioserve.errors import ConfigError
 from aioserve.ray.settings import RaySettings
+
+CONFIGS = Path(__file__).parents[2] / "configs/ray"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,10 @@ def test_a_replica_is_set_up_as_a_server_is() -> None:
     config = settings.models[0].engine_config()
     assert config.scheduler.policy == "priority"
     assert config.scheduler.max_num_seqs == 3
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_files_that_ship_say_what_can_work(path: Path) -> None:
+    (application,) = yaml.safe_load(path.read_text())["applications"]
+    for model in RaySettings.of(application["args"]).models:
+        model.engine_config()
