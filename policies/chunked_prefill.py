@@ -11,6 +11,7 @@ class ChunkedPrefillScheduler(BaseScheduler):
     """Decodes first, then prompts in chunks, until the step is full."""
 
     admits_in_order = "all"
+    keeps_decoding = True
 
     class Options(PolicyOptions):
         chunk_size: PositiveInt = 512  # tokens per step, decodes included

@@ -11,6 +11,7 @@ class FCFSScheduler(BaseScheduler):
     """Everybody who runs, then whole prompts while they fit."""
 
     admits_in_order = "all"
+    keeps_decoding = True
     runs_whole_prompts = True
 
     def schedule(self) -> SchedulerOutput:

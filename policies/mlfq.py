@@ -28,6 +28,8 @@ from aioserve.scheduler import (
 class MLFQScheduler(BaseScheduler):
     """Decodes, then prompts by level and age; a waiting upper level displaces a lower one."""
 
+    keeps_decoding = True
+
     class Options(PolicyOptions):
         quantum: PositiveInt = 512  # service in the top level, in prompt tokens; doubles per level
         num_levels: PositiveInt = 6

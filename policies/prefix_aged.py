@@ -22,6 +22,8 @@ from aioserve.scheduler import (
 class PrefixAgedScheduler(BaseScheduler):
     """Decodes, running prompts, then whoever has the longest prefix and the longest wait."""
 
+    keeps_decoding = True
+
     class Options(PolicyOptions):
         ageing: NonNegativeFloat = 500.0  # cached tokens that a second of waiting is worth
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)

@@ -17,6 +17,7 @@ class PriorityScheduler(BaseScheduler):
     """The most urgent requests run, whoever came first."""
 
     admits_in_order = "all"
+    keeps_decoding = True
 
     def order(self, request: Request) -> tuple[int, float]:
         return (request.priority, request.arrival_time)

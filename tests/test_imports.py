@@ -139,6 +139,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
+        "aioserve.scheduler.decoding_on",
         "aioserve.scheduler.features",
         "aioserve.scheduler.output",
         "aioserve.watch.chronicle",

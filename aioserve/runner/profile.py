@@ -50,6 +50,19 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             + self.encoder_token_us * num_encoder_tokens
         )
 
+    def seconds_of_decodes(
+        self, num_decodes: int, num_context_tokens: int, num_steps: int
+    ) -> list[float]:
+        """To the last bit what `seconds` says of so many steps, one after the other, of the same
+        rows with one token each, the first of which reads so much context.
+        """
+        base, rows = 1e-3 * self.base_ms, self.decode_us * num_decodes
+        rate, end = self.context_token_us, num_context_tokens + num_steps * num_decodes
+        return [
+            base + 1e-6 * (rows + rate * context)
+            for context in range(num_context_tokens, end, num_decodes)
+        ]
+
 
 def available_profiles() -> list[str]:
     """Names of the profiles that come with the package."""

@@ -6,6 +6,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 
 import asyncio
 from collections.abc import Callable, Generator, Mapping
+from itertools import accumulate
 from typing import Any
 from zlib import crc32
 
@@ -210,6 +211,34 @@ class SimulatedRunner(RunnerInterface):
     @property
     def _block_bytes(self) -> int:
         return self._config.simulated_kv_token_bytes * self._block_size
+
+    def decode_on(self, request_ids: list[str], num_steps: int) -> list[list[int]]:
+        """The tokens of so many more steps of these rows, which none of them ends; by row."""
+        special, vocab_size, factor = self._special_token_ids, self._vocab_size, self._factor
+        found = []
+        for request_id in request_ids:
+            row = self._rows[request_id]
+            first, offset = row.num_tokens, row.offset
+            tokens = [(offset + factor * n) % vocab_size for n in range(first, first + num_steps)]
+            if special.isdisjoint(tokens):
+                row.num_tokens = first + num_steps
+            else:
+                tokens = [self._sample(row) for _ in tokens]
+            found.append(tokens)
+        return found
+
+    def ends_of_decodes(self, num_rows: int, num_context: int, num_steps: int) -> list[float]:
+        """When the step in flight ends, of so many rows that read so much context, and so many more
+        of the same rows after it.
+        """
+        seconds = self._step_time.seconds_of_decodes(num_rows, num_context + num_rows, num_steps)
+        if self.slowdown != 1:
+            seconds = [self.slowdown * of_one for of_one in seconds]
+        return list(accumulate(seconds, initial=self._busy_until))
+
+    def be_busy_until(self, when: float) -> None:
+        """With steps that others have timed, by `ends_of_decodes`."""
+        self._busy_until = when
 
     async def close(self) -> None:
         self._rows.clear()

@@ -49,6 +49,9 @@ class BaseScheduler(Switchable):
     admits_in_order: ClassVar[Literal["all", "user"] | None] = None
     #: True if the policy asks `step_time`: it then learns from every step.
     uses_step_time: ClassVar[bool] = False
+    #: What the policy promises: while nobody waits and every prompt is computed, a step is one more
+    #: token for everybody, whatever the clock says. The lab then need not ask for each.
+    keeps_decoding: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -213,6 +213,11 @@ class RequestBook:
             for request in requests:  # steps run in order: who comes later cannot be too early
                 self._release_encoder_outputs(request, request.num_computed_tokens)
 
+    def count_decodes(self, num_steps: int, num_rows: int) -> None:
+        """So many steps more, each of so many decodes, were planned together."""
+        self.num_steps += num_steps
+        self._num_decode_tokens += num_steps * num_rows
+
     def discard_step(self, last_step_id: int) -> list[str]:
         """Nothing after `last_step_id` goes to the runner; returns who was touched and lives."""
         step, output = self.open_step, self.last_output

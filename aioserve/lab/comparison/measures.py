@@ -146,6 +146,6 @@ def _totals(outcome: RunOutcome, workload: Workload, is_good: Floats) -> dict[st
         "wasted_tokens": scheduled - needed,
         "preemptions": outcome.num_preemptions,
         "unfinished": len(pairs) - num_finished,
-        "steps": len(outcome.steps.start),
+        "steps": outcome.num_steps,
         **drafts,
     }

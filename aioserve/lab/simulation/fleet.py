@@ -8,7 +8,7 @@ what befalls replicas. Judges nothing.
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from heapq import heappop, heappush
 
 from aioserve.config import EngineConfig
@@ -46,15 +46,18 @@ def simulate_fleet(
 
 
 class FleetOutcome(RunOutcome):
-    """What is known about a run of a fleet: steps are those of all replicas, by when they were
-    handed over.
-    """
+    """What is known about a run of a fleet: the steps are those of its first replica."""
 
     def __init__(self, num_requests: int, num_replicas: int) -> None:
         super().__init__(num_requests)
         self.num_resent = 0  # their replica died before it had streamed anything
         self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
         self.busy_seconds = [0.0] * num_replicas
+
+
+@cache
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, detokenize=False)
 
 
 class _Clock:
@@ -165,9 +168,7 @@ class _Run:
         spec = RequestSpec(
             str(i),
             build_prompt(asked, info.vocab_size, self._replies),
-            SamplingParams(
-                max_tokens=asked.max_tokens, ignore_eos=True, temperature=0, detokenize=False
-            ),
+            _sampling(asked.max_tokens),
             arrival_time=arrival,
             eos_token_ids=info.eos_token_ids,
             priority=asked.priority,
@@ -187,6 +188,7 @@ class _Run:
         seat = self._up[choice.place]
         engine = seat.engine
         assert engine is not None
+        self._catch_up(seat, engine)
         try:
             engine.add_request(request)
         except EngineOverloadedError:
@@ -226,6 +228,12 @@ class _Run:
         seat.num_turns += 1
         self._at(when, TURN, partial(self._turn, seat, seat.num_turns))
 
+    def _catch_up(self, seat: _Seat, engine: SteppedEngine) -> None:
+        """Steps that nobody looked at are done: somebody does now."""
+        next_turn = engine.catch_up()
+        if next_turn is not None:
+            self._plan_turn(seat, next_turn)
+
     def _turn(self, seat: _Seat, number: int) -> None:
         """The engine takes a step back and hands the next over; readers hear of it."""
         engine = seat.engine
@@ -259,6 +267,7 @@ class _Run:
         if seat.engine is None or self._clock.now != seat.expiry:
             return  # it has died since, or an earlier deadline came
         seat.expiry = math.inf
+        self._catch_up(seat, seat.engine)
         for request_id in seat.engine.expire():
             i, request, assignment = seat.live.pop(request_id)
             assignment.has_ended()
@@ -302,6 +311,7 @@ class _Run:
     def _slow(self, seat: _Seat, slowdown: float) -> None:
         seat.slowdown = slowdown
         if seat.engine is not None:
+            self._catch_up(seat, seat.engine)
             seat.engine.runner.slowdown = slowdown
 
     def _start(self, seat: _Seat) -> None:
@@ -312,6 +322,7 @@ class _Run:
             get_stats=lambda: None,
             notes_tokens=True,
             token_times=self._token_times,
+            notes_steps=seat.place == 0,
         )
         seat.engine = SteppedEngine(
             self._blueprint,
@@ -331,6 +342,7 @@ class _Run:
         """What it had not streamed is sent elsewhere, what it had is told an error."""
         now, engine = self._clock.now, seat.engine
         assert engine is not None
+        engine.catch_up()
         self._stop(seat, engine)
         seat.expiry = math.inf
         self._router.forget(seat.replica.name)

@@ -8,6 +8,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 
 from aioserve.engine.clock import clock_of
 from aioserve.lab.simulation.delegating_runner import DelegatingRunner
@@ -81,6 +82,7 @@ class RunOutcome:
         self.requests = [RequestOutcome() for _ in range(num_requests)]
         self.steps = Steps()
         self.states = States()
+        self.num_steps = 0
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.num_draft_tokens = 0  # that were verified
@@ -111,17 +113,20 @@ class RunObserver:
         get_stats: Callable[[], SchedulerStats | None],
         notes_tokens: bool,
         token_times: dict[str, "array[float]"] | None = None,
+        notes_steps: bool = True,
     ) -> None:
         """`start`, on the engine's clock, is the run's second 0. The state is noted every
         `interval` seconds, never if that is infinite. `notes_tokens` says whether a token's time is
         taken here, as the end of its step, or by whoever reads it; `token_times` are those of the
-        outcome, made once for several observers.
+        outcome, made once for several observers; of those that do not `notes_steps`, steps are
+        counted.
         """
         self._outcome = outcome
         self._start = start
         self._interval = interval
         self._get_stats = get_stats
         self._notes_tokens = notes_tokens
+        self._notes_steps = notes_steps
         self._token_times = token_times or outcome.token_times()
         # Most steps give one token each to those that had one in the step before. Such a series is
         # kept as who they are and when its steps ended.
@@ -170,17 +175,38 @@ class RunObserver:
         # With two steps in flight the second waits for the first.
         start = max(planned, self._last_end)
         self._last_end = end
-        steps = self._outcome.steps
-        steps.planned.append(planned)
-        steps.start.append(start)
-        steps.seconds.append(end - start)
-        steps.num_prefill_tokens.append(num_tokens - num_decodes)
-        steps.num_decodes.append(num_decodes)
+        self._outcome.num_steps += 1
+        if self._notes_steps:
+            steps = self._outcome.steps
+            steps.planned.append(planned)
+            steps.start.append(start)
+            steps.seconds.append(end - start)
+            steps.num_prefill_tokens.append(num_tokens - num_decodes)
+            steps.num_decodes.append(num_decodes)
         self._outcome.num_scheduled_tokens += num_tokens
         if scheduler_output.scheduled_spec_decode_tokens:
             self._note_drafts(scheduler_output.scheduled_spec_decode_tokens, output)
         if self._notes_tokens:
             self._note_tokens(scheduler_output, output, end)
+
+    def note_decodes(self, ends: list[float], num_rows: int) -> None:
+        """The step that was noted last, which ends first, is followed by others of the same rows:
+        each is handed over when the one before it ends.
+        """
+        if self._start:
+            ends = [end - self._start for end in ends]
+        count = len(ends) - 1
+        self._last_end = ends[-1]
+        self._ends.extend(ends[1:])
+        self._outcome.num_scheduled_tokens += num_rows * count
+        self._outcome.num_steps += count
+        if self._notes_steps:
+            steps = self._outcome.steps
+            steps.planned.extend(ends[:-1])
+            steps.start.extend(ends[:-1])
+            steps.seconds.extend([end - start for start, end in pairwise(ends)])
+            steps.num_prefill_tokens.extend([0] * count)
+            steps.num_decodes.extend([num_rows] * count)
 
     def close(self) -> None:
         """The run has ended."""

@@ -4,6 +4,7 @@ What `engine.core.EngineCore.step` does between two awaits, in the same order. W
 them on needs one heap of times. Knows nothing about clients, routers or other engines.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,8 +18,12 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request
 from aioserve.runner.simulated import SimulatedRunner
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed, describe_result
+from aioserve.scheduler.decoding_on import DecodingOn
+
+# Steps of decodes that are planned together: more are cut short by who comes, fewer do not pay.
+MIN_AHEAD, MAX_AHEAD = 2, 128
 
 
 class Blueprint:
@@ -67,6 +72,13 @@ class Blueprint:
             )
 
 
+class _Stretch(NamedTuple):
+    """Steps of decodes that nobody has asked the policy for one by one."""
+
+    decodes: DecodingOn
+    ends: list[float]  # of the step in flight, and of each after it; the last is planned as usual
+
+
 class _Step(NamedTuple):
     """With the runner."""
 
@@ -104,6 +116,14 @@ class SteppedEngine:
         self._last_step_id = 0
         self._last_end = 0.0
         self._stalled_since: float | None = None
+        self._stretch: _Stretch | None = None
+        keeps_decoding = issubclass(self._policy, BaseScheduler) and self._policy.keeps_decoding
+        self._goes_on = (
+            keeps_decoding
+            and self._depth == 1
+            and not blueprint.config.scheduler.num_lookahead_tokens
+            and not blueprint.config.runner.simulated_draft_tokens
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -114,6 +134,32 @@ class SteppedEngine:
     def stats(self) -> SchedulerStats | None:
         """Of the scheduler."""
         return self._scheduler.make_stats()
+
+    def catch_up(self) -> float | None:
+        """Do the steps that have ended by now, before anybody asks or changes anything; when to
+        call `turn` then, if that has changed.
+        """
+        stretch, self._stretch = self._stretch, None
+        if stretch is None:
+            return None
+        decodes, ends = stretch
+        count = min(bisect_left(ends, self._clock()), len(ends) - 1)
+        if count:
+            plan, result, _ = self._in_flight[0]
+            tokens = self.runner.decode_on(result.req_ids, count)
+            decodes.go_on(
+                [
+                    [*first, *others[:-1]]
+                    for first, others in zip(result.sampled_token_ids, tokens, strict=True)
+                ]
+            )
+            result = ModelRunnerOutput(result.req_ids, [[others[-1]] for others in tokens])
+            self._in_flight[0] = _Step(plan, result, ends[count])
+            self.runner.be_busy_until(ends[count])
+            self.observer.note_decodes(ends[: count + 1], len(tokens))
+            self.busy_seconds += ends[count] - ends[0]
+            self._last_end = ends[count]
+        return ends[count]
 
     def add_request(self, request: Request) -> None:
         """Raises what the scheduler raises."""
@@ -126,6 +172,7 @@ class SteppedEngine:
         it that somebody may want to know, first tokens and ends among it, and when to call again;
         None: when somebody comes. Raises `PolicyError`.
         """
+        self.catch_up()
         outputs: list[EngineCoreOutput] = []
         if self._in_flight:
             step = self._in_flight.popleft()
@@ -134,7 +181,7 @@ class SteppedEngine:
         while len(self._in_flight) < self._depth and self._dispatch():
             pass
         if self._in_flight:
-            return outputs, self._in_flight[0].end
+            return outputs, self._look_ahead()
         if self._scheduler.has_requests():  # the policy holds somebody back
             return outputs, self._clock() + IDLE_POLL_SECONDS
         return outputs, None
@@ -152,6 +199,24 @@ class SteppedEngine:
         expired = self._scheduler.expire_requests()
         self.unstarted.difference_update(expired)
         return expired
+
+    def _look_ahead(self) -> float:
+        """When to turn: at the end of the step in flight, or of many that only decode."""
+        plan, _, end = self._in_flight[0]
+        scheduler = self._scheduler
+        if not self._goes_on or self.unstarted or not isinstance(scheduler, BaseScheduler):
+            return end
+        if not DecodingOn.follows(scheduler, plan):
+            return end
+        decodes = DecodingOn(scheduler)
+        count = decodes.num_steps(MAX_AHEAD)
+        if count < MIN_AHEAD:
+            return end
+        num_rows = plan.total_num_scheduled_tokens
+        num_context = sum(plan.scheduled_cached_reqs.num_computed_tokens) + num_rows
+        ends = self.runner.ends_of_decodes(num_rows, num_context, count)
+        self._stretch = _Stretch(decodes, ends)
+        return ends[-1]
 
     def _update(self, step: _Step) -> list[EngineCoreOutput]:
         with blamed(self._policy, "update_from_output()"):

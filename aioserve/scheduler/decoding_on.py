@@ -1,0 +1,82 @@
+"""Many steps in one go, while all that run only decode: for whoever has no use for each of them.
+
+The bookkeeping that `Step.run_decodes`, `Step.output` and `take_results` would do, in the same
+order. Knows nothing of time; whether the policy would have it so, it promises itself.
+"""
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from aioserve.request import Request
+from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.output import SchedulerOutput
+
+
+class DecodingOn:
+    """What follows a step of decodes that is alone in flight: the same rows again."""
+
+    def __init__(self, scheduler: BaseScheduler) -> None:
+        """See `follows`."""
+        self._book = scheduler.book
+        self._kv_cache = scheduler.kv_cache
+        self.requests: list[Request] = scheduler.book.in_flight[0][1]
+
+    @staticmethod
+    def follows(scheduler: BaseScheduler, output: SchedulerOutput) -> bool:
+        """Whether the steps after this one, just planned, are the same until somebody comes or ends
+        or blocks run out. The policy must promise `keeps_decoding`; without lookahead.
+        """
+        book, num_rows = scheduler.book, len(output.num_scheduled_tokens)
+        return (
+            num_rows == output.total_num_scheduled_tokens
+            and num_rows == len(output.scheduled_cached_reqs.req_ids)
+            and num_rows == len(book.running)
+            and not book.waiting
+            and len(book.in_flight) == 1
+            and not output.scheduled_spec_decode_tokens
+            and not book.encoder_cache.has_holders
+            and all(
+                r.num_computed_tokens == r.num_tokens
+                and not r.stop_token_ids
+                and r.pooling_params is None
+                for r in book.in_flight[0][1]
+            )
+        )
+
+    def num_steps(self, limit: int) -> int:
+        """So many more steps, at most `limit`, before one that ends somebody or lacks blocks is in
+        flight no later than them.
+        """
+        count = min([limit, *(r.max_total_tokens - r.num_tokens - 1 for r in self.requests)])
+        while count > 0 and self._num_missing(count) > self._kv_cache.pool.num_free_blocks:
+            count //= 2
+        return count
+
+    def go_on(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """The step in flight has come back, and those after it but the last, which is in flight in
+        its place, as the same output. `token_ids` are what they brought, by row, one a step.
+        """
+        count, size = len(token_ids[0]), self._kv_cache.block_size
+        growing: list[tuple[int, Request, int]] = []  # step, who, and its computed tokens before
+        for request, tokens in zip(self.requests, token_ids, strict=True):
+            computed = request.num_computed_tokens
+            first = request.num_slots - computed + 1  # the first step for which there is no slot
+            for step in range(first, count + 1, size):
+                growing.append((step, request, computed + step - 1))
+            request.token_ids += tokens
+            request.num_tokens += count
+            request.num_computed_tokens = end = computed + count
+            request.num_target_tokens = min(end + 1, request.max_total_tokens - 1)
+        growing.sort(key=itemgetter(0))  # stable: within a step in the order of the rows
+        for _, request, num_computed in growing:
+            self._kv_cache.cache_full_blocks(request, num_computed)
+            self._kv_cache.grow(request, 1)
+        self._book.count_decodes(count, len(self.requests))
+
+    def _num_missing(self, count: int) -> int:
+        """Blocks that so many more steps take."""
+        size = self._kv_cache.block_size
+        return sum(
+            max(-(-(r.num_computed_tokens + count) // size) - len(r.block_ids), 0)
+            for r in self.requests
+        )
