@@ -24,7 +24,7 @@ from aioserve.request import Request, RequestSpec
 from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
 from aioserve.sampling_params import SamplingParams
 
-NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
+NUM_STATES = 250  # about so many points of queue and memory are kept of a run
 
 # What happens, in the order in which it does at one time: a step that begins has all who came.
 INCIDENT, EXPIRY, ARRIVAL, TURN = range(4)
