@@ -216,7 +216,7 @@ class RequestBook:
     def count_decodes(self, num_steps: int, num_rows: int) -> None:
         """So many steps more, each of so many decodes, were planned together."""
         self.num_steps += num_steps
-        self._num_decode_tokens += num_steps * num_rows
+        self.num_decode_tokens += num_steps * num_rows
 
     def discard_step(self, last_step_id: int) -> list[str]:
         """Nothing after `last_step_id` goes to the runner; returns who was touched and lives."""

@@ -79,6 +79,11 @@ class Fleet(msgspec.Struct, frozen=True):
                 raise ConfigError(
                     f"{name} is {value}, which is of one engine: a fleet is compared without it"
                 )
+        if config.cache.kv_connector != "none":
+            raise ConfigError(
+                f"cache.kv_connector is {config.cache.kv_connector}, but what is loaded from "
+                "elsewhere is not simulated in a fleet: leave it out"
+            )
         if config.speculation.speculative_method != "none":
             raise ConfigError(
                 "speculation.speculative_method is for real models: in a fleet give "

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from aioserve.cli import main
+from aioserve.config import CacheConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab.simulation.fleet import FleetOutcome, simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
@@ -191,6 +192,9 @@ def test_what_cannot_be_is_refused_at_the_door(capsys: pytest.CaptureFixture[str
     logged = config(decision_log="x.log")
     with pytest.raises(ConfigError, match=r"decision_log is x\.log, which is of one engine"):
         simulate_fleet(logged, asked, Fleet(2, "session"))
+    elsewhere = msgspec.structs.replace(config(), cache=CacheConfig(kv_connector="memory"))
+    with pytest.raises(ConfigError, match=r"kv_connector is memory, but what is loaded"):
+        simulate_fleet(elsewhere, asked, Fleet(2, "session"))
     mixed = ["--workload", "mixed", "--limit", "3"]
     for words, said in (
         (["--fleet", "0"], "at least 1 replica, got 0"),
