@@ -39,11 +39,11 @@ class Conversations:
 
 async def ask(engine: AsyncEngine, prompt: list[int]) -> tuple[float, list[int], int]:
     """Seconds to the first token, all tokens, prompt tokens that were not computed."""
-    began, first = time.perf_counter(), 0.0
+    began, first, token_ids = time.perf_counter(), 0.0, []
     async for output in engine.generate(prompt, PARAMS):
         first = first or time.perf_counter() - began
-        last = output
-    return first, last.token_ids, last.num_cached_tokens
+        token_ids += output.token_ids
+    return first, token_ids, output.num_cached_tokens
 
 
 def make_engine(args: argparse.Namespace, num_blocks: int, **cache: Any) -> AsyncEngine:

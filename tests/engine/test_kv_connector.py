@@ -55,7 +55,11 @@ def requests() -> Iterator[dict[str, Any]]:
         yield {
             "prompt": prompt,
             "params": SamplingParams(
-                temperature=0.8 * (i % 3 == 1), seed=i, max_tokens=10 + i, detokenize=False
+                temperature=0.8 * (i % 3 == 1),
+                seed=i,
+                max_tokens=10 + i,
+                detokenize=False,
+                output_kind="final_only",
             ),
             "priority": i % 3,
             "cache_salt": "salt" * (i % 5 == 4),
@@ -69,6 +73,7 @@ async def run_all(engine: AsyncEngine) -> list[list[int]]:
             request.pop("prompt"), request.pop("params"), **request
         ):
             last = output
+        assert len(last.token_ids) == last.num_output_tokens
         return last.token_ids
 
     return await asyncio.gather(*(run(request) for request in requests()))
