@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_650,
-    "aioserve/engine": 4_110,
+    "aioserve/engine": 4_180,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 750,
@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 3_960,
     "policies": 650,
-    "tests": 33_800,
+    "tests": 34_150,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
