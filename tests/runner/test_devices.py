@@ -45,6 +45,7 @@ def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         (False, {"kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype is 'fp8', but .* the CPU"),
         (True, {"kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', but .* the CUDA"),
         (True, {"threads": 2}, "runner.threads is 2, but the model runs on the CUDA"),
+        (True, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but the model .* CUDA"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused(

@@ -273,3 +273,27 @@ async def test_an_adapter_cannot_come_later_either(model_path: Callable[..., Pat
     with pytest.raises(ConfigError, match="adapters are not served with"):
         await runner.load_adapter("a", files)
     await runner.close()
+
+
+def test_drafts_are_verified_by_both(
+    make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
+) -> None:
+    prompt = list(range(100, 100 + 5 * BLOCK_SIZE))
+    alone = make_driver(dtype="float32")
+    alone.add("a", prompt)
+    expected = alone.generate("a", 8)
+    driver, _ = make_pair(dtype="float32")
+    driver.add("a", prompt)
+    driver.step()
+    drafts = [expected[1], (expected[2] + 1) % VOCAB_SIZE, expected[3]]
+    step = msgspec.structs.replace(
+        driver.schedule({"a": 1}),
+        num_scheduled_tokens={"a": 1 + len(drafts)},
+        total_num_scheduled_tokens=1 + len(drafts),
+        scheduled_spec_decode_tokens={"a": drafts},
+    )
+    found = driver.execute(step).sampled_token_ids
+    assert found == [expected[1:3]]
+    sequence = driver.sequences["a"]
+    sequence.num_scheduled_ahead, sequence.num_computed = 0, sequence.num_computed + 1
+    assert driver.generate("a", 8) == expected
