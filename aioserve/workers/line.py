@@ -76,20 +76,23 @@ class Line:
 
     def _look(self) -> None:
         self._is_due = False
+        try:
+            self._read()
+            if self._is_full and not self._socket.closed and self._events & zmq.POLLOUT:
+                self._is_full = False
+                self._on_room()
+        finally:
+            self._look_again()  # whatever a message led to
+
+    def _read(self) -> None:
         for _ in range(MAX_AT_ONCE):
             if self._socket.closed:
                 return
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                break
+                return
             self._on_message(message)
-        if self._socket.closed:
-            return
-        if self._is_full and self._events & zmq.POLLOUT:
-            self._is_full = False
-            self._on_room()
-        self._look_again()
 
     def _look_again(self) -> None:
         if self._is_due or self._socket.closed:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import zmq
 
+from aioserve.arguments import EXIT_FAILED
 from aioserve.engine.client import Answer
 from aioserve.engine.clock import Clock, LoopLag, clock_of
 from aioserve.engine.front import EngineFront, Register
@@ -120,7 +121,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         """Nothing is known yet: `start` learns it."""
         #: What ends one request, or a response of several, of this worker.
         self.abort_here: Callable[[str], bool] = self.abort
-        #: Set when the engine wants us to end: our exit code.
+        #: Set when we have to end: our exit code.
         self.is_over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._adapters: KnownAdapters | None = None
         self._parts: RemoteParts | None = None
@@ -181,9 +182,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
         """We take connections from now on."""
         self._say(Listening())
 
-    def die(self, reason: str) -> None:
-        """The engine is gone: everybody here hears it."""
-        self._error = EngineDeadError(f"the engine has died: {reason}")
+    def die(self, why: str) -> None:
+        """There is no engine any more: everybody here hears it."""
+        self._error = EngineDeadError(why)
         self._calls.fail(self._error)
         if self._parts is not None:
             self._parts.output_processor.fail_requests(None, self._error, self._parts.clock())
@@ -285,7 +286,14 @@ class RemoteEngine(EngineFront[RemoteParts]):
         if parts is None:
             self._early.append(message)
             return
-        said: ToWorker = _to_worker.decode(message)
+        try:
+            self._take(_to_worker.decode(message), parts)
+        except Exception as error:  # as in one process: who goes on without it may tell nonsense
+            logger.critical("this worker has failed", exc_info=error)
+            self.die(f"this worker has failed ({type(error).__name__})")
+            self._end(EXIT_FAILED)
+
+    def _take(self, said: ToWorker, parts: RemoteParts) -> None:
         for one in said.messages:
             match one:
                 case Reply(call_id, answer, failure):
@@ -297,13 +305,16 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case Ask(call_id, question):
                     self._answer(call_id, bytes(question))
                 case Quit(exit_code):
-                    if not self.is_over.done():
-                        self.is_over.set_result(exit_code)
+                    self._end(exit_code)
         if said.outputs:
             self._deliver(said, parts)
         for failed in said.failed:
             error = failed.failure.to_error()
             parts.output_processor.fail_requests(failed.request_ids, error, parts.clock())
+
+    def _end(self, exit_code: int) -> None:
+        if not self.is_over.done():
+            self.is_over.set_result(exit_code)
 
     def _deliver(self, said: ToWorker, parts: RemoteParts) -> None:
         for request_id, num_tokens in said.num_cached_tokens.items():

@@ -72,7 +72,7 @@ async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> i
             if engine.is_over.done():
                 return engine.is_over.result()
             logger.critical("the engine's process has ended")
-            engine.die("its process has ended")
+            engine.die("the engine has died: its process has ended")
             return EXIT_ENGINE_DEAD
     finally:
         engine.close()

@@ -272,6 +272,17 @@ async def test_a_worker_that_is_not_there_yet_is_not_waited_for_and_misses_nothi
         new.close()
 
 
+async def test_a_worker_that_fails_tells_its_clients_and_ends(monkeypatch):
+    async with joined(SLOW) as (_, _, [remote], _):
+        async with await remote.add_request([1], ENDLESS) as stream:
+            await anext(stream)
+            monkeypatch.setattr(remote._parts.output_processor, "process_outputs", None)
+            with pytest.raises(EngineDeadError, match=r"this worker has failed \(TypeError\)"):
+                async for _ in stream:
+                    pass
+        assert await remote.is_over == 1
+
+
 async def test_what_the_server_asks_is_answered_by_the_whole():
     async with joined(SIMULATED, 2) as (engine, _, [one, other], _):
         await read(one, [1] * 40, SamplingParams(max_tokens=3))
