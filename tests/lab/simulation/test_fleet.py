@@ -215,3 +215,18 @@ def test_the_shipped_fleet_is_a_fleet() -> None:
     spec = FleetSpec.load("sixteen", routers=("session",), price=2.0)
     assert (spec.replicas, spec.routers, spec.price_per_hour) == (16, ("session",), 2.0)
     assert len(FleetSpec.load("sixteen").routers) > 1
+
+
+def test_configurations_and_routers_are_compared_crosswise_with_prices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--workload", "sessions", "--limit", "12", "--seeds", "1", "--jobs", "1"]
+    fleet = ["--fleet", "2", "--routers", "round_robin", "session", "--price-per-hour", "3"]
+    assert main(["compare", "fcfs", "chunked_prefill", *words, *fleet]) == 0
+    printed = capsys.readouterr().out
+    assert " requests in" in printed
+    assert " on 2 replicas, in virtual time" in printed
+    for other in ("fcfs session", "chunked_prefill round_robin", "chunked_prefill session"):
+        assert f"fcfs round_robin  {other}" in printed
+    assert "price, 1M output" in printed
+    assert "busiest to mean" in printed
