@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine import AsyncEngine, EngineFront
+from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses
@@ -60,7 +60,7 @@ class Server:
     def __init__(
         self,
         engine: AsyncEngine,
-        front: EngineFront[Any],
+        front: EngineClient,
         url: str,
         session: aiohttp.ClientSession,
         socket: socket,
@@ -105,7 +105,7 @@ class Server:
 @asynccontextmanager
 async def in_front(
     engine: AsyncEngine, sockets: list[socket]
-) -> AsyncIterator[tuple[str, EngineFront[Any]]]:
+) -> AsyncIterator[tuple[str, EngineClient]]:
     """The server's URL, and what it asks: the engine, or, as `make test-dist` has it, a worker's
     half of one.
     """
