@@ -1,5 +1,7 @@
 # make serve, make test: both set up .venv first. make help lists all.
 SHELL := /bin/bash
+# Kernels compile while packages are fetched; nothing else goes side by side.
+MAKEFLAGS += -j2
 PYTHON ?= python3
 BIN := .venv/bin
 # Compiling all of what is installed takes a minute; Python compiles what is imported.
@@ -49,7 +51,7 @@ test-arm:  ## every kernel on an emulated Arm
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
 	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
-check: .venv/test size  ## ruff, mypy and the limits of size alone
+check: .venv/test-packages size  ## ruff, mypy and the limits of size alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -86,10 +88,16 @@ clean:  ## remove .venv, what was built, and caches
 
 KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 
-.venv/runtime: requirements/runtime.txt pyproject.toml $(KERNELS) | .venv/bin/python
+.venv/runtime: .venv/packages .venv/kernels
+	@touch $@
+
+.venv/packages: requirements/runtime.txt | .venv/bin/python
 	@$(BIN)/python requirements/install_torch.py
 	@echo "the rest of requirements/runtime.txt: 50 MB"
 	@$(PIP) -r requirements/runtime.txt
+	@touch $@
+
+.venv/kernels: pyproject.toml $(KERNELS) | .venv/bin/python
 	@echo "aioserve itself, compiling its kernels"
 	@$(PIP) --no-deps -e .
 	@[ "$$(uname)" != Linux ] || [ -e aioserve/kernels/_baseline.so ] || \
@@ -97,9 +105,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 		"compiler? Install gcc, then: make -B install"
 	@touch $@
 
-.venv/test: requirements/test.txt .venv/runtime
+.venv/test-packages: requirements/test.txt .venv/packages
 	@echo "requirements/test.txt: 230 MB; a model, which the tests fetch themselves: 98 MB"
 	@$(PIP) -r requirements/test.txt
+	@touch $@
+
+.venv/test: .venv/test-packages .venv/runtime
 	@touch $@
 
 .venv/dist: requirements/ray.txt .venv/test
