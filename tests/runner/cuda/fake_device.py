@@ -37,13 +37,16 @@ class FakeEvent(Event):
         self._number = number
 
     def wait(self) -> None:
+        self._device.linger()
         self._device.advance(self._number)
 
 
 class FakeDevice(Device):
-    """`eagerness`: how likely the device gets a piece of work done whenever one is queued."""
+    """`eagerness`: how likely the device gets a piece of work done whenever one is queued.
+    `slowness`: seconds that it takes at most to begin, unless it has a second step to do by then.
+    """
 
-    def __init__(self, seed: int = 0, eagerness: float = 0.2) -> None:
+    def __init__(self, seed: int = 0, eagerness: float = 0.2, slowness: float = 0.0) -> None:
         self.torch_device = torch.device("cpu")
         self.fail_with: Exception | None = None  # the next launch, when the device gets there
         self.lost = False
@@ -56,6 +59,8 @@ class FakeDevice(Device):
         self._num_queued = self._num_done = self._num_launches = 0
         self._errors: dict[int, Exception] = {}
         self._lock = threading.RLock()
+        self._slowness = slowness
+        self._launched = threading.Condition(self._lock)
 
     def attach(self) -> None:
         self.num_attached += 1
@@ -84,6 +89,7 @@ class FakeDevice(Device):
         with self._lock:
             self._num_launches += 1
             self.num_behind = max(self.num_behind, self._num_launches)
+            self._launched.notify_all()
         self._put(run)
 
     def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
@@ -111,6 +117,12 @@ class FakeDevice(Device):
 
     def is_lost(self) -> bool:
         return self.lost
+
+    def linger(self) -> None:
+        """What the reading thread waits for is not done at once."""
+        if self._slowness and threading.get_ident() != self._launching:
+            with self._launched:
+                self._launched.wait_for(lambda: self._num_launches > 1, self._slowness)
 
     def advance(self, number: int) -> None:
         """Do the first `number` pieces of work; raise what the last launch among them raised."""

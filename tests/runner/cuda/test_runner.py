@@ -182,7 +182,7 @@ async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(
     kind: str, eagerness: float, served_path: Callable[..., Path]
 ) -> None:
     """Greedy, seeded, penalized, biased, with logprobs, aborts, and a pool that is too small."""
-    device = FakeDevice(1, eagerness)
+    device = FakeDevice(1, eagerness, slowness=0.02)  # so that two steps are queued at times
     config = make_config(served_path(kind), depth=2)
     async with AsyncEngine(config, runner=make_runner(config, device)) as engine:
         found = await serve(engine, seed=3)
