@@ -51,7 +51,9 @@ def test_ranks_that_have_loaded_are_told_and_end_when_they_are_closed(
     start: Callable[[str], Ranks],
 ) -> None:
     ranks = start("waits")
+    assert ranks.meeting.parent.exists()
     ranks.wait_loaded()
+    assert not ranks.meeting.parent.exists()  # whatever ends them leaves nothing behind
     ranks.tell(Sampled([1, 2]))
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the first rank, which drains
         os.kill(ranks.pids[0], number)

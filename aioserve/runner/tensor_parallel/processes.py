@@ -97,6 +97,7 @@ class OtherRanks:
             self._news.wait_for(lambda: len(self._loaded) == self._size - 1 or self._ended)
             if self._ended:
                 raise self._death()
+        self._leave_folder()
 
     def why(self, error: Exception) -> Exception:
         """What `error` of the first rank comes of: another one that has ended, or itself."""
@@ -124,6 +125,10 @@ class OtherRanks:
         for connection, ours in zip(self._connections, self._sockets, strict=True):
             connection.close()
             ours.close()
+        self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        """Nobody comes any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, rank: int, data: bytes) -> None:
