@@ -38,7 +38,7 @@ class Call:
         route: Callable[[], Route],
         request_id: str,
         n: int,
-        on_end: Callable[[], None],
+        on_end: Callable[[], object],
     ) -> None:
         """`arguments` are those of `EngineReplica.submit`; `on_end` is called once, at its end."""
         self._handle = handle.options(method_name="submit", stream=True)

@@ -6,7 +6,7 @@ Tokenizes, so that the router can look for prefixes; text is made in the replica
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle
@@ -88,7 +88,11 @@ class RayFront(EngineClient):
         self.started_at = info.started_at
         self._parts = _Parts(
             InputProcessor(
-                self.model_info, info.max_model_len, None, None, tells_prompts=info.tells_prompts
+                self.model_info,
+                info.max_model_len,
+                self.config.runner.seed,
+                None,
+                tells_prompts=info.tells_prompts,
             ),
             PoolingDoor(self.model_info, can_pool=info.can_pool),
         )
@@ -170,7 +174,7 @@ class RayFront(EngineClient):
             raise RequestError(
                 f"{type(question).__name__} is not served in front of replicas: see docs/ray.md"
             )
-        return answer
+        return cast(Answer, answer)
 
     async def _ask_health(self) -> Health:
         try:

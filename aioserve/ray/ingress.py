@@ -69,7 +69,7 @@ _decoder = msgspec.json.Decoder(_Named)
 class Ingress:
     """The deployment that Ray's proxies call."""
 
-    async def __init__(self, *models: Any) -> None:
+    async def __init__(self, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         """Pairs, one after the other: the settings of a model's replicas, and their handle."""
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
         self._models: dict[str, _Model] = {}

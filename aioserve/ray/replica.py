@@ -36,7 +36,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReplica:
     """What a deployment is made of. Methods are called on the replica's loop."""
 
-    async def __init__(self, config: EngineConfig) -> None:
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Raises what `AsyncEngine.start` does: Ray tells it and tries again."""
         self._feed = KVFeed(ray.util.get_node_ip_address())
         self._engine = AsyncEngine(config, on_kv_event=self._feed.note)
