@@ -27,7 +27,7 @@ LIMITS = {
     "aioserve/testing": 3_120,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
-    "benchmarks": 4_120,
+    "benchmarks": 4_300,
     "policies": 650,
     "tests": 34_100,
 }

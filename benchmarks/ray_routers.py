@@ -1,0 +1,143 @@
+"""Routers of Ray Serve on conversations: what they find cached, and the time to a first token.
+
+    python benchmarks/ray_routers.py --workload mooncake_conversation.jsonl --limit 1200
+
+A real local Ray with two replicas, simulated runners with a card's step times, and clients of this
+process that come when the trace says. One router after the other: ours, Ray's power of two choices,
+and Ray's own prefix router. The last line is JSON. Needs `pip install "aioserve[ray]"`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+from ray import serve
+
+from aioserve.config import EngineConfig
+from aioserve.errors import AioserveError
+from aioserve.lab.simulation.clients import Clients
+from aioserve.lab.workloads.source import WorkloadSource
+from aioserve.lab.workloads.workload import Workload, build_prompt
+from aioserve.ray import build_app
+from aioserve.ray.front import RayFront
+from aioserve.sampling_params import SamplingParams
+
+SETTINGS = {
+    "runner.runner": "simulated",
+    "runner.profile": "h200-llama-8b-roofline",
+    "model.max_model_len": 131072,
+    "cache.block_size": 64,
+    "cache.num_kv_blocks": 13000,
+    "scheduler.options.chunk_size": 2048,
+}
+ROUTERS = {
+    "ours, prefix": "prefix",
+    "Ray, power of two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "Ray, prefix": "ray_text_router:TextPrefixRouter",
+}
+
+
+class FrontClients(Clients):
+    """They ask replicas, through the front end that the ingress has."""
+
+    def __init__(self, front: RayFront, workload: Workload) -> None:
+        super().__init__(workload, time.perf_counter, lambda number: None)
+        self._front = front
+        self.ttft: list[float] = []
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_failed = 0
+
+    async def ask(self, i: int, due: float) -> list[int]:
+        request = self.workload.requests[i]
+        prompt = build_prompt(request, self._front.model_info.vocab_size, self.replies)
+        params = SamplingParams(
+            max_tokens=request.max_tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        token_ids: list[int] = []
+        try:
+            stream = await self._front.add_request(prompt, params, user=request.user)
+            async with stream:
+                async for output in stream:
+                    if not token_ids:
+                        self.ttft.append(self.clock() - due)
+                        self.num_prompt_tokens += output.num_prompt_tokens
+                        self.num_cached_tokens += output.num_cached_tokens
+                    token_ids += output.token_ids
+        except AioserveError as error:
+            print(f"request {i}: {error}", file=sys.stderr)
+            self.num_failed += 1
+        return token_ids
+
+
+async def measure(router: str, workload: Workload) -> dict[str, float]:
+    """One run; the replicas are new."""
+    cpu = {"num_cpus": 0.1}
+    model = {
+        "settings": SETTINGS,
+        "num_replicas": 2,
+        "router": router,
+        "ray_actor_options": cpu,
+    }
+    app = build_app({"models": [model], "ingress_actor_options": cpu})
+    await asyncio.to_thread(serve.run, app, name="aioserve", route_prefix="/")
+    front = RayFront(
+        EngineConfig.load(None, list(SETTINGS.items())),
+        serve.get_deployment_handle("engine-embedded", "aioserve"),
+    )
+    await front.start()
+    await asyncio.sleep(2)  # for the router to meet its replicas
+    clients = FrontClients(front, workload)
+    await clients.come()
+    seconds = clients.clock() - clients.start
+    await asyncio.to_thread(serve.delete, "aioserve")
+    p50, p99 = np.percentile(clients.ttft, (50, 99))
+    return {
+        "hit_rate": clients.num_cached_tokens / clients.num_prompt_tokens,
+        "ttft_p50": float(p50),
+        "ttft_p99": float(p99),
+        "seconds": seconds,
+        "num_failed": clients.num_failed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare routers of Ray Serve.")
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--limit", type=int, default=1200, help="requests of the trace")
+    parser.add_argument("--time-scale", type=float, default=0.5)
+    args = parser.parse_args()
+    source = WorkloadSource(
+        path=args.workload, limit=args.limit, min_turns=2, time_scale=args.time_scale
+    )
+    workload, _ = source.load(0).clipped(SETTINGS["model.max_model_len"])  # type: ignore[arg-type]
+    # Ray's processes import the router from here.
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": 0, "location": "NoServer"})
+    print(f"{len(workload.requests)} requests, the last comes after {workload.duration:.0f} s")
+    found = {}
+    try:
+        for name, router in ROUTERS.items():
+            found[name] = asyncio.run(measure(router, workload))
+            row = found[name]
+            print(
+                f"{name:18}: {100 * row['hit_rate']:.1f}% of prompt tokens cached, TTFT p50 "
+                f"{row['ttft_p50']:.2f} s, p99 {row['ttft_p99']:.2f} s, {row['seconds']:.0f} s in "
+                f"all, {row['num_failed']} failed"
+            )
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
