@@ -69,10 +69,10 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
             core = engine._parts.core
             deliver = core._deliver
 
-            def note(outputs: list[Any]) -> list[str]:
+            def note(client_index: int, outputs: list[Any]) -> list[str]:
                 for output in outputs:
                     times.setdefault(output.request_id, loop.time())
-                return deliver(outputs)
+                return deliver(client_index, outputs)
 
             core._deliver = note
             for name, images in (("plain", []), ("image", [(10, 80, "cat")])):
@@ -85,6 +85,7 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
                 began = loop.time()
                 core.add_request(Request(spec))
                 while core.scheduler.has_requests():  # noqa: ASYNC110 - it has no stream
+                    assert engine.errored is None
                     await asyncio.sleep(0.001)
                 times[name] -= began
         return times
