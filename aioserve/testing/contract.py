@@ -199,7 +199,7 @@ class PolicyContract:
         """
         with subject.harness(pipeline_depth=pipeline_depth, max_loras=2) as harness:
             for i in range(16):
-                harness.add_request(f"r{i}", [i] * 9, max_tokens=5, adapter_id=f"a{i * i % 5 % 4}")
+                harness.add_request(f"r{i}", [i] * 9, max_tokens=5, adapter_id=f"a{i % 4}")
                 harness.add_request(f"r_none{i}", [i] * 5, max_tokens=3)
                 harness.step()
             harness.run_until_idle()
