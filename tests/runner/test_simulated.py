@@ -84,7 +84,7 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
                 )
                 began = loop.time()
                 core.add_request(Request(spec))
-                while core.scheduler.has_requests():  # noqa: ASYNC110 - it has no stream
+                while core.scheduler.has_requests():
                     assert engine.errored is None
                     await asyncio.sleep(0.001)
                 times[name] -= began
