@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache import KVCacheManager, StatePool
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     BaseScheduler,
@@ -78,6 +78,11 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         "The cache: `self.kv_cache`, a `KVCacheManager`",
         KVCacheManager,
         ["block_size", "num_slots", "estimate_cached_tokens", "refresh"],
+    ),
+    (
+        "The states: `self.kv_cache.states`, a `StatePool`, or None for most models",
+        StatePool,
+        ["num_slots", "num_free_slots", "num_snapshots"],
     ),
 ]
 
