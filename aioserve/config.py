@@ -148,6 +148,14 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Literal["both", "producer", "consumer"],
         Meta(description="whether the engine hands blocks to the connector, takes them, or both"),
     ] = "both"
+    num_state_slots: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="slots for the states of state-space, linear-attention and convolution "
+            "layers: one for each request that runs, the others for cached prefixes (default: "
+            "as many as fit, at most three for each of max_num_seqs)"
+        ),
+    ] = None
     watermark: Annotated[
         float,
         Meta(ge=0, lt=1, description="share of the pool that admission keeps free"),

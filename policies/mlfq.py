@@ -79,7 +79,7 @@ class MLFQScheduler(BaseScheduler):
         """Let a request in, in the place of lower levels if there is no other."""
         level = self.level(request)
         while not step.admit(request):
-            if request.wait_reason not in (WaitReason.SEATS, WaitReason.BLOCKS):
+            if request.wait_reason not in (WaitReason.SEATS, WaitReason.BLOCKS, WaitReason.STATES):
                 return False
             running = (v for v in victims if v.status is RequestStatus.RUNNING)
             lower = [v for v in running if self.level(v) > level]

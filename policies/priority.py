@@ -10,7 +10,8 @@ from operator import attrgetter
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, WaitReason
 
 order_key = attrgetter("order_key")
-TAKEN = (WaitReason.SEATS, WaitReason.ADAPTERS, WaitReason.BLOCKS)  # by those that run
+# By those that run:
+TAKEN = (WaitReason.SEATS, WaitReason.ADAPTERS, WaitReason.BLOCKS, WaitReason.STATES)
 
 
 class PriorityScheduler(BaseScheduler):

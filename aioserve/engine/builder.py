@@ -183,6 +183,7 @@ class EngineBuilder:
             watermark=cache.watermark,
             record_events=record_events,
             connector=connector,
+            num_state_slots=self.runner.num_state_slots,
         )
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:

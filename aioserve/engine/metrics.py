@@ -271,6 +271,12 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
         ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
     )
+    if stats.num_state_slots:
+        used = stats.num_state_slots - stats.num_free_state_slots
+        gauges += (
+            ("state_slots", "Slots for the states of requests", stats.num_state_slots),
+            ("state_used_slots", "Slots held by requests", used),
+        )
     for name, documentation, value in gauges:
         yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
     counters = (

@@ -11,6 +11,7 @@ from aioserve.kv_cache.connector import (
 from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
+from aioserve.kv_cache.states import StatePool, StateSlots
 
 __all__ = [
     "AllBlocksCleared",
@@ -25,4 +26,6 @@ __all__ = [
     "KVConnectorMetadata",
     "KVConnectorStats",
     "KVEvent",
+    "StatePool",
+    "StateSlots",
 ]

@@ -10,6 +10,7 @@ from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.kv_cache.states import StatePool
 from aioserve.request import Request
 
 
@@ -25,10 +26,11 @@ class KVCacheManager:
         watermark: float = 0.01,
         record_events: bool = False,
         connector: KVConnectorBase | None = None,
+        num_state_slots: int | None = None,
     ) -> None:
         """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
         for `take_events` what becomes findable and what is lost. What is not here may be loaded
-        through the `connector`.
+        through the `connector`. `num_state_slots`: of a model whose layers have states.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
@@ -37,6 +39,11 @@ class KVCacheManager:
         self.pool = BlockPool(
             num_blocks, self._events, None if connector is None else connector.notes
         )
+        self.states: StatePool | None = None  # most models have none
+        if num_state_slots is not None:
+            self.states = StatePool(
+                num_state_slots, block_size, keeps_snapshots=enable_prefix_caching
+            )
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
@@ -50,7 +57,14 @@ class KVCacheManager:
         """Blocks of the longest cached prefix; takes no reference and changes nothing.
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
+        Of a model with states, only as far as its state is known, too.
         """
+        block_ids = self._find_blocks(request)
+        if self.states is not None:
+            del block_ids[self.states.num_reached_blocks(request, len(block_ids)) :]
+        return block_ids
+
+    def _find_blocks(self, request: Request) -> list[int]:
         if not (self.enable_prefix_caching and request.takes_cached_prefix):
             return []
         num_blocks = (request.num_tokens - 1) // self.block_size
@@ -76,6 +90,8 @@ class KVCacheManager:
             True,
             key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
         )
+        if self.states is not None:
+            num_found = self.states.num_reached_blocks(request, num_found)
         return num_found * self.block_size
 
     def refresh(self, request: Request, num_tokens: int) -> int:
@@ -87,6 +103,8 @@ class KVCacheManager:
         block_ids = self.get_computed_blocks(request)[: num_tokens // self.block_size]
         self.pool.touch(block_ids)
         self.pool.free(reversed(block_ids))  # as `free` does: the tail goes first
+        if self.states is not None and block_ids:
+            self.states.touch(request.block_hashes[len(block_ids) - 1])
         return len(block_ids) * self.block_size
 
     def can_admit(
@@ -153,6 +171,9 @@ class KVCacheManager:
         if request.takes_cached_prefix:
             self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
+        if self.states is not None:
+            num_shared = len(self._find_blocks(request)) * self.block_size
+            self.states.take(request, len(computed_blocks), num_shared)
         if self.connector is not None:
             request.num_computed_tokens += num_external_tokens
             self.connector.update_state_after_alloc(request, num_external_tokens)
@@ -192,6 +213,8 @@ class KVCacheManager:
     def clear_index(self) -> None:
         """Forget which block has which content: a step failed, or it is not wanted any more."""
         self.pool.clear_index()
+        if self.states is not None:
+            self.states.clear()
         if self.connector is not None:
             self.connector.forget_unsettled()
 
@@ -201,6 +224,8 @@ class KVCacheManager:
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
+        if self.states is not None:
+            self.states.give_back(request)
 
     def take_events(self) -> list[KVEvent]:
         """What happened to the prefix index since the last call, in order; told once.

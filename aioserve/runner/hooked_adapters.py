@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aioserve.runner.adapter_sites import AdapterSites, Site
 from aioserve.runner.low_rank import TokenAdapters
+from aioserve.runner.stateful_layers import StatefulLayers
 
 
 class HookedAdapters:
@@ -26,11 +27,13 @@ class HookedAdapters:
         self._table: tuple[str, nn.Embedding] | None = None
 
     @contextmanager
-    def finding(self, num_tokens: int) -> Iterator[None]:
-        """The model is run in here on so many tokens: see which modules they pass through."""
+    def finding(self, num_tokens: int, states: StatefulLayers | None = None) -> Iterator[None]:
+        """The model is run in here on so many tokens: see which modules they pass through. What is
+        in layers with `states` is called with others in steps.
+        """
         handles = []
         for name, module in self._module.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and (states is None or module not in states):
                 handles.append(module.register_forward_hook(self._seen(name, num_tokens)))
         try:
             yield

@@ -19,6 +19,7 @@ from aioserve.runner.grammar_rows import GrammarRows, Masks
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
+from aioserve.runner.state_rows import StateRows
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class InputBatch:
         grammars: "GrammarCompiler | None" = None,
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
+        has_states: bool = False,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs."""
         self._block_size = block_size
@@ -59,6 +61,7 @@ class InputBatch:
         self.prompt_rows = PromptRows()
         self.pooled_rows = PooledRows()
         self.adapter_rows = AdapterRows()
+        self._state_rows = StateRows(max_num_seqs) if has_states else None
         self._drafter = drafter
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
@@ -91,13 +94,16 @@ class InputBatch:
             before_last = [np.arange(count)[::-1] for count in counts.tolist()]
             sampling = np.repeat(sampling, counts)
             logits_indices = np.repeat(logits_indices, counts) - np.concatenate(before_last)
-        return replace(
+        inputs = replace(
             packed,
             req_ids=req_ids,
             sampling=sampling,
             logits_indices=logits_indices,
             drafts=drafts,
         )
+        if self._state_rows is None:
+            return inputs
+        return replace(inputs, states=self._state_rows.pieces(inputs, step.scheduled_states))
 
     def pack(self, rows: IntArray, begins: IntArray, ends: IntArray) -> StepInputs:
         """As `Texts.pack`."""

@@ -51,6 +51,13 @@ class RunnerInterface(ABC):
     def num_kv_blocks(self) -> int:
         """Size of the KV pool in blocks of `block_size` tokens; known after `load`."""
 
+    @property
+    def num_state_slots(self) -> int | None:
+        """Slots for what layers remember of a request in a fixed size; None if they do not; known
+        after `load`.
+        """
+        return None
+
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
         """What copies blocks between its KV cache and at most `num_bytes` of host memory, as steps
         tell it; after `load`. Raises `ConfigError`.

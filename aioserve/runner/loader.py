@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
 
 logger = logging.getLogger(__name__)
@@ -44,14 +45,22 @@ _PROBE_TOKENS = 4  # more than one, so that a model that builds masks of its own
 class AnyModel(ServedModel):
     """Modules of `transformers`, unchanged; their attention calls reach the backend."""
 
-    def __init__(self, module: nn.Module, probe: AttentionProbe, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        probe: AttentionProbe,
+        dtype: torch.dtype,
+        states: StatefulLayers | None = None,
+    ) -> None:
         self.module = module
+        self.states = states
         self.name = type(module).__name__
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.kv_cache_spec = probe.spec(dtype)
         self.attention_calls = tuple(probe.calls)
         self._attention_modules = probe.modules
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
+        self._takes_positions = _takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
         self.has_hidden = False
         self._adapters = HookedAdapters(module)
@@ -59,7 +68,7 @@ class AnyModel(ServedModel):
     def take_apart(self, info: ModelInfo) -> None:
         """Find out whether `hidden` and `logits` can be called, and what can have adapters."""
         ids, positions = _probe_inputs(self.module, info)
-        with self._adapters.finding(_PROBE_TOKENS):
+        with self._adapters.finding(_PROBE_TOKENS, self.states):
             self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
         self.has_hidden = self._parts is not None
         head = self.module.get_output_embeddings()  # type: ignore[operator]
@@ -70,15 +79,16 @@ class AnyModel(ServedModel):
         keep = inputs.logits_rows
         arguments: dict[str, Any] = {
             "input_ids": inputs.input_ids[None],
-            "position_ids": inputs.positions[None],
             "use_cache": False,
         }
+        if self._takes_positions:
+            arguments["position_ids"] = inputs.positions[None]
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
         tokens = inputs.adapters
         sampling = inputs.logits_adapters if self._takes_logits_to_keep else tokens
         handler = PagedAttentionHandler(self._attention_modules, attention)
-        with serving(handler), self._adapters.used(tokens, sampling):
+        with serving(handler), self._adapters.used(tokens, sampling), self._states_of(inputs):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
@@ -86,7 +96,7 @@ class AnyModel(ServedModel):
         assert self._parts is not None, "has_hidden"
         ids, positions = inputs.input_ids[None], inputs.positions[None]
         handler = PagedAttentionHandler(self._attention_modules, attention)
-        with serving(handler), self._adapters.used(inputs.adapters, None):
+        with serving(handler), self._adapters.used(inputs.adapters, None), self._states_of(inputs):
             hidden = self._parts.hidden(input_ids=ids, position_ids=positions)
         return hidden[inputs.logits_rows]
 
@@ -94,6 +104,9 @@ class AnyModel(ServedModel):
         assert self._parts is not None, "has_hidden"
         with self._adapters.used(None, adapters):
             return self._parts.logits(hidden)
+
+    def _states_of(self, inputs: ModelInputs) -> AbstractContextManager[None]:
+        return nullcontext() if self.states is None else self.states.used(inputs.states)
 
 
 def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
@@ -161,13 +174,16 @@ def prepare_model(
     attention is `ATTN_IMPLEMENTATION`. Raises `ConfigError` if nothing can.
     """
     dtype = next(module.parameters()).dtype
+    states = StatefulLayers(module)
     try:
-        probe = _probe_attention(module, info)
+        # Of kernels for cards that it does not find, transformers warns at the first call.
+        with _quiet_transformers(), states.probing():
+            probe = _probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
         name = type(module).__name__
         raise ConfigError(f"unsupported architecture {name}: {error}") from error
-    model = AnyModel(module, probe, dtype)
-    if config.fused:
+    model = AnyModel(module, probe, dtype, states if len(states) else None)
+    if config.fused and model.states is None:
         try:
             return fuse(model, module, probe, info.max_model_len, place)
         except NotFusedError as error:
@@ -214,16 +230,17 @@ def named_dtype(name: str) -> torch.dtype:
     }[name]
 
 
-def _probe_attention(module: nn.Module, info: ModelInfo) -> AttentionProbe:
+def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) -> AttentionProbe:
     """Run a few tokens to see which attention layers there are; config fields differ by model."""
-    if not _takes(module, "position_ids"):
-        raise UnsupportedModelError("it does not take the positions of its tokens")
     ids, positions = _probe_inputs(module, info)
     with torch.inference_mode():
-        probe = _record_attention(module, input_ids=ids, position_ids=positions)
-        default = _record_attention(module, input_ids=ids)
+        default = probe = _record_attention(module, input_ids=ids)
+        if _takes(module, "position_ids"):
+            probe = _record_attention(module, input_ids=ids, position_ids=positions)
+        elif probe.modules or not has_states:
+            raise UnsupportedModelError("it does not take the positions of its tokens")
     num_layers = info.hf_config.num_hidden_layers
-    if len(probe.modules) != num_layers:
+    if len(probe.modules) != num_layers and not has_states:
         raise UnsupportedModelError(
             f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
         )

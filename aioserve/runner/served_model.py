@@ -15,6 +15,7 @@ from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.low_rank import TokenAdapters
+from aioserve.runner.stateful_layers import StatefulLayers
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:
@@ -40,6 +41,7 @@ class ServedModel(ABC):
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
+    states: StatefulLayers | None = None  # of layers that have some
     has_hidden = True  # whether `hidden` and `logits` can be called
     adapter_sites: AdapterSites
 

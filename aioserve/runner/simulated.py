@@ -150,6 +150,7 @@ class SimulatedRunner(RunnerInterface):
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
+        self._num_state_slots = cache.num_state_slots
         self._num_kv_blocks = cache.num_kv_blocks or -(-slots // cache.block_size)
 
     async def load(self) -> None:
@@ -158,6 +159,10 @@ class SimulatedRunner(RunnerInterface):
     @property
     def num_kv_blocks(self) -> int:
         return self._num_kv_blocks
+
+    @property
+    def num_state_slots(self) -> int | None:
+        return self._num_state_slots
 
     @property
     def tells_prompts(self) -> bool:

@@ -253,6 +253,31 @@ class PolicyContract:
                 if harness.connector is None or not harness.connector.stats.num_hit_tokens:
                     raise ContractViolation("what a connector has was computed again")
 
+    def test_states_are_those_of_the_tokens_before(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Prefixes in common, texts that go on, with slots for a few states or for one."""
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else has slots for them
+        for num_state_slots, max_num_batched_tokens in ((1, None), (3, 4), (9, 7), (9, None)):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=24,
+                max_num_seqs=3,
+                max_model_len=40,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_state_slots=num_state_slots,
+            ) as harness:
+                for turn in range(4):
+                    for i in range(4):
+                        prompt = [*range(10), *[i] * 4 * turn, i]
+                        harness.add_request(f"r{turn}{i}", prompt, max_tokens=5)
+                        harness.step()
+                    harness.finish(f"r{turn}1")
+                    harness.run_until_idle()
+                if num_state_slots > 3 and not harness.kv_cache.num_hit_tokens:
+                    raise ContractViolation("no state of a prefix was found again")
+
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

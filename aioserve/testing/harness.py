@@ -70,10 +70,12 @@ class SchedulerHarness:
         tolerates_errors: bool = False,
         kv_connector: str = "none",
         num_host_slots: int = 8,
+        num_state_slots: int | None = None,
         **settings: Any,
     ) -> None:
         """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
-        `kv_connector` is as in `CacheConfig`, with so many blocks in host memory.
+        `kv_connector` is as in `CacheConfig`, with so many blocks in host memory. Given
+        `num_state_slots`, it is a model with states, which takes no drafts.
 
         `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
         as in the engine, the requests of that step end with an error; `errors` keeps what was
@@ -104,6 +106,7 @@ class SchedulerHarness:
             watermark=watermark,
             record_events=True,
             connector=self.connector,
+            num_state_slots=num_state_slots,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         with blamed(policy, "__init__()"):
@@ -118,6 +121,7 @@ class SchedulerHarness:
             encoder_cache_tokens=self.config.encoder_cache_tokens,
             drafter=drafter,
             kv_worker=worker,
+            num_state_slots=num_state_slots,
         )
         self.ledger = Ledger()
         budget = self.config.step_budget(max_model_len)
@@ -445,6 +449,10 @@ class SchedulerHarness:
         pool = self.kv_cache.pool
         if pool.num_free_blocks != pool.num_blocks:
             raise ContractViolation(f"{self._where}: {pool.num_used_blocks} blocks leaked")
+        states = self.kv_cache.states
+        if states is not None and states.num_free_slots != states.num_slots:
+            num_lost = states.num_slots - states.num_free_slots
+            raise ContractViolation(f"{self._where}: {num_lost} slots for states leaked")
         while self.store:
             self.store.answer()
         if self.connector is not None and self.connector.slots.num_used_blocks:

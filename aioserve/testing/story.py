@@ -26,6 +26,7 @@ IN_WORDS = {
     WaitReason.BUDGET: "no tokens left in the step, or too few for a whole prompt",
     WaitReason.SEATS: "max_num_seqs requests run",
     WaitReason.BLOCKS: "its tokens do not fit the free KV blocks",
+    WaitReason.STATES: "no slot for its state is free",
     WaitReason.ENCODER_BUDGET: "its next image does not fit",
     WaitReason.DEADLINE: "the policy holds that it will miss its deadline",
     WaitReason.PREEMPTED: "it gave way in this very step",

@@ -14,6 +14,7 @@ from aioserve.request import EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.toy_connector import ToyWorker
+from aioserve.testing.toy_states import ToyStates
 from aioserve.testing.violation import ContractViolation
 
 
@@ -64,6 +65,7 @@ class ToyRunner:
         encoder_cache_tokens: int | None = None,
         drafter: Drafter | None = None,
         kv_worker: ToyWorker | None = None,
+        num_state_slots: int | None = None,
     ) -> None:
         """Limits are checked where given. `drafter` proposes what comes after a sequence."""
         self._block_size = block_size
@@ -75,6 +77,7 @@ class ToyRunner:
         self._kv_worker = kv_worker
         if kv_worker is not None:
             kv_worker.blocks = self._slots
+        self._states = None if num_state_slots is None else ToyStates(num_state_slots)
         self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
         self._rows: dict[str, _Row] = {}
         self._encoder_outputs: dict[str, int] = {}  # sizes in tokens, by content
@@ -100,6 +103,11 @@ class ToyRunner:
         self._check_common_prefix(output)
         drafts = output.scheduled_spec_decode_tokens
         self._write(output)
+        if self._states is not None:
+            rows = {name: self._rows[name] for name in output.num_scheduled_tokens}
+            self._states.run(
+                output, {name: (row.num_computed, row.keys_with(())) for name, row in rows.items()}
+            )
         sampled = [
             self._read(output.step_id, request_id, num_tokens, drafts.get(request_id, []))
             for request_id, num_tokens in output.num_scheduled_tokens.items()
@@ -129,6 +137,8 @@ class ToyRunner:
     ) -> None:
         for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._rows.pop(request_id, None)
+            if self._states is not None:
+                self._states.drop(request_id)
         if output.kv_connector_metadata is not None and self._kv_worker is not None:
             self._kv_worker.transfer(output.kv_connector_metadata)
         for content_hash in output.free_encoder_hashes:
@@ -335,7 +345,9 @@ class ToyRunner:
         """Draft tokens of the drafter, and of replies in which several come at once; those of who
         is masked fit the mask.
         """
-        drafts = {}
+        drafts: dict[str, list[int]] = {}
+        if self._states is not None:
+            return drafts  # states cannot be taken back
         for request_id, token_ids in zip(req_ids, sampled, strict=True):
             row = self._rows[request_id]
             if token_ids and row.reply:

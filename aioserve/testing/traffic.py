@@ -23,6 +23,7 @@ EXTRAS = (
     "max_loras",
     "num_host_slots",
     "num_lookahead_tokens",
+    "num_state_slots",
     "pooling_params",
 )
 
@@ -59,7 +60,9 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     if draw(SOMETIMES):
         settings["kv_connector"] = draw(st.sampled_from(["memory", "disk"]))
         settings["num_host_slots"] = draw(st.sampled_from([40, 10, 2]))
-    if draw(SOMETIMES):
+    if draw(SOMETIMES) and "kv_connector" not in settings:
+        settings["num_state_slots"] = draw(st.sampled_from([24, 9, 4, 1]))
+    elif draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
     return settings

@@ -110,6 +110,7 @@ class RecordingScheduler(DelegatingScheduler):
         sink.flush()
 
     def _header(self, now: float, config: SchedulerConfig) -> Header:
+        states = self._kv_cache.states
         return Header(
             time=now,
             version=__version__,
@@ -120,6 +121,7 @@ class RecordingScheduler(DelegatingScheduler):
             block_size=self._kv_cache.block_size,
             enable_prefix_caching=self._kv_cache.enable_prefix_caching,
             num_watermark_blocks=self._kv_cache.num_watermark_blocks,
+            num_state_slots=None if states is None else states.num_slots,
         )
 
     # What is recorded.

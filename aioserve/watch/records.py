@@ -14,7 +14,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 5  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 6  # raise it with every change of a record, or of what is in one
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -39,6 +39,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
     block_size: int
     enable_prefix_caching: bool
     num_watermark_blocks: int
+    num_state_slots: int | None = None  # of a model whose layers have states
 
     @property
     def config(self) -> SchedulerConfig:
@@ -52,6 +53,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
             self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=(self.num_watermark_blocks + 0.5) / self.num_kv_blocks,  # it rounds down
+            num_state_slots=self.num_state_slots,
         )
 
 

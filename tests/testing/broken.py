@@ -499,6 +499,45 @@ class KeepsWrongDrafts(SoundScheduler):
         return outputs
 
 
+# States.
+
+
+@caught_by(r"\w+ runs without a slot for its state|with a state in slot -?\d+ that is not theirs")
+class ForgetsStates(SoundScheduler):
+    """Does not say where the states of a step are."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.scheduled_states.clear()
+        return output
+
+
+@caught_by(r"\d+ slots for states leaked")
+class KeepsStates(SoundScheduler):
+    """Takes the state of whoever ended for one that runs."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if (states := self.kv_cache.states) is not None:
+            states.give_back = lambda request: None  # type: ignore[method-assign]
+        return super().finish_requests(request_ids, finished_status)
+
+
+@caught_by(r"begins behind \d+ tokens with a state in slot -?\d+ that is not theirs")
+class BeginsWithOldStates(SoundScheduler):
+    """Lets a request go on where its prefix ends with whatever is in its slot."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        for request_id, moves in output.scheduled_states.items():
+            if moves.source >= 0:
+                output.scheduled_states[request_id] = msgspec.structs.replace(
+                    moves, source=moves.slot
+                )
+        return output
+
+
 # Blocks from outside the KV cache.
 
 

@@ -92,6 +92,7 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("cache.num_kv_blocks", header.num_kv_blocks),
         ("cache.block_size", header.block_size),
         ("cache.enable_prefix_caching", header.enable_prefix_caching),
+        ("cache.num_state_slots", header.num_state_slots),
         ("runner.step_base_ms", step_time.base_ms),
         ("runner.step_prefill_token_us", step_time.prefill_token_us),
         ("runner.step_decode_us", step_time.decode_us),

@@ -104,6 +104,7 @@ def make_config(
         ("cache.block_size", header.block_size),
         ("cache.enable_prefix_caching", header.enable_prefix_caching),
         ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
+        ("cache.num_state_slots", header.num_state_slots),
     ]
     config = EngineConfig.load(None, [*recorded, *settings])
     loaded = load_policy(config.scheduler.policy)
@@ -183,6 +184,7 @@ class _Rerun(RecordSink):
                 cache.block_size,
                 enable_prefix_caching=cache.enable_prefix_caching,
                 watermark=cache.watermark,
+                num_state_slots=cache.num_state_slots,
             ),
             max_model_len=self._traffic.header.max_model_len,
             clock=clock,

@@ -25,6 +25,10 @@ class DelegatingRunner(RunnerInterface):
         return self._runner.num_kv_blocks
 
     @property
+    def num_state_slots(self) -> int | None:
+        return self._runner.num_state_slots
+
+    @property
     def tells_prompts(self) -> bool:
         return self._runner.tells_prompts
 

@@ -59,6 +59,7 @@ class Blueprint:
             enable_prefix_caching=cache.enable_prefix_caching,
             watermark=cache.watermark,
             record_events=record_events,
+            num_state_slots=cache.num_state_slots,
         )
 
     def make_scheduler(

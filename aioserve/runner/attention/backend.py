@@ -1,6 +1,7 @@
 """What attention is given and must do, wherever it computes. No implementation here."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
+from aioserve.runner.state_rows import StatePieces
 
 IntArray = npt.NDArray[np.int64]
 SCALE_BYTES = 4  # of a float32, behind the codes of K or V
@@ -31,6 +33,7 @@ class StepInputs:
     logits_indices: IntArray  # S, the packed token whose logits they sample from
     #: Draft tokens by row of the batch: its last packed tokens. It is in S once more for each.
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    states: Sequence[StatePieces] = ()  # of a model with states
 
 
 class ModelInputs(NamedTuple):
@@ -42,6 +45,7 @@ class ModelInputs(NamedTuple):
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
     adapters: TokenAdapters | None = None  # of the T; None: nobody has one
     logits_adapters: TokenAdapters | None = None  # of the S
+    states: Sequence[StatePieces] = ()  # of a model with states
 
     @classmethod
     def of(cls, step: StepInputs, owners: AdapterOwners | None = None) -> "ModelInputs":
@@ -49,7 +53,7 @@ class ModelInputs(NamedTuple):
         arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
         ids, positions, slots, rows = map(torch.from_numpy, arrays)
         if owners is None:
-            return cls(ids, positions, slots, rows)
+            return cls(ids, positions, slots, rows, states=step.states)
         of_logits = owners.take(step.logits_indices).on_cpu()
         return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits)
 

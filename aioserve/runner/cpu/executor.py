@@ -62,11 +62,13 @@ class StepExecutor:
             grammars=grammars,
             eos_token_ids=eos_token_ids,
             drafter=drafter,
+            has_states=model.states is not None,
         )
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter, self._takes_guesses = drafter, takes_guesses
         self._host_blocks: HostBlocks | None = None
         self._block_size, self.num_kv_blocks = block_size, backend.memory.num_blocks
+        self.num_state_slots = None if model.states is None else model.states.num_slots
 
     @property
     def has_hidden(self) -> bool:

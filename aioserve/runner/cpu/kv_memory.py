@@ -49,13 +49,13 @@ class KVMemory:
             for layer in spec.layers
             for head_dim in (layer.key_head_dim, layer.value_head_dim)
         ]
-        if sys.platform == "linux":
+        if sys.platform == "linux" and shapes:
             caches = self._reserve(shapes, spec.dtype)
         else:
-            caches = [torch.zeros(shape, dtype=spec.dtype) for shape in shapes]
+            caches = [torch.zeros(shape, dtype=spec.dtype) for shape in shapes]  # or none
             self.num_committed_blocks = num_blocks
         self.key_caches, self.value_caches = caches[::2], caches[1::2]
-        bytes_per_block = spec.bytes_per_token * block_size
+        bytes_per_block = max(spec.bytes_per_token * block_size, 1)  # a model without attention
         self._num_ahead = -(-AHEAD_TOKENS // block_size)
         self._num_at_once = max(1, CHUNK_BYTES // bytes_per_block)
         self._num_wanted = 0  # blocks that the thread was told to commit

@@ -16,6 +16,7 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.architecture import has_states
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
@@ -28,6 +29,7 @@ from aioserve.runner.cpu.memory import (
     MIB,
     check_memory,
     choose_num_kv_blocks,
+    choose_num_state_slots,
     expected_bytes_per_token,
 )
 from aioserve.runner.drafter import Drafter
@@ -62,6 +64,8 @@ def load_on_cpu(
         draft_info = find_draft(config, info)
         if ranks is None or ranks.is_first:
             _check_memory(config, info, draft_info)
+        if has_states(info):
+            _check_states(config, ranks)
         model = load_model_on_cpu(config.model, info, ranks)
         draft: Draft | None = None
         if draft_info is not None:
@@ -79,10 +83,11 @@ def load_on_cpu(
         if draft is not None:
             draft_spec = with_kv_dtype(draft.spec, config)
             bytes_per_token += draft_spec.bytes_per_token + draft.state_bytes
+        num_state_bytes = _make_state_slots(config, model, bytes_per_token)
         num_blocks = 0
         if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
             in_all = bytes_per_token * num_ranks
-            num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len)
+            num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len, num_state_bytes)
         if ranks is not None:
             num_blocks = int(ranks.told_by_first([num_blocks])[0])
         backend = create_attention_backend(spec, num_blocks, block_size)
@@ -105,7 +110,8 @@ def load_on_cpu(
         grammars=grammars,
         eos_token_ids=info.eos_token_ids,
         # A step planned ahead would not know which of them are right.
-        takes_guesses=config.scheduler.depth == 1,
+        # States cannot be taken back.
+        takes_guesses=config.scheduler.depth == 1 and model.states is None,
         drafter=drafter,
     )
     num_tokens = num_blocks * block_size
@@ -170,6 +176,45 @@ def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
                     f"{SCALE_BYTES}, but the model has heads of {dim}: leave it out"
                 )
     return KVCacheSpec(spec.layers, torch.int8)
+
+
+def _check_states(config: EngineConfig, ranks: Ranks | None) -> None:
+    """Raises `ConfigError` for what is not served with states."""
+    refused = {
+        f"speculation.speculative_method is {config.speculation.speculative_method}": (
+            config.speculation.speculative_method != "none"
+        ),
+        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
+        "runner.tensor_parallel_size is more than 1": ranks is not None,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting}, which is not served for a model whose layers have states "
+                "(state-space, linear attention, convolutions): leave it out"
+            )
+
+
+def _make_state_slots(config: EngineConfig, model: ServedModel, bytes_per_token: int) -> int:
+    """The memory of the states, if the model has any; returns its bytes. Raises `ConfigError`."""
+    if model.states is None:
+        if config.cache.num_state_slots is not None:
+            raise ConfigError(
+                f"cache.num_state_slots is {config.cache.num_state_slots}, but no layer of "
+                f"{model.name} has a state: leave it out"
+            )
+        return 0
+    size = model.states.bytes_per_slot
+    num_slots = choose_num_state_slots(config, size, is_shared=bool(bytes_per_token))
+    model.states.allocate(num_slots)
+    logger.info(
+        "%s: states of %.2f MiB a request; %d slots for them, up to %.0f MiB as they fill",
+        model.name,
+        size / MIB,
+        num_slots,
+        num_slots * size / MIB,
+    )
+    return num_slots * size
 
 
 def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None) -> None:

@@ -12,6 +12,7 @@ from aioserve.runner.kv_pool import max_useful_blocks
 
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded
 DEFAULT_MEMORY_LIMIT = 4 << 30  # bytes
+_WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}  # types of layers
 MIB = 1 << 20
 
 
@@ -53,23 +54,27 @@ def expected_bytes_per_token(hf_config: Any, itemsize: int, scale_bytes: int = 0
     )
     if not (num_layers and num_heads and (head_dim or hidden_size)):
         return None
+    if layer_types := getattr(hf_config, "layer_types", None):
+        num_layers = sum(kind not in _WITHOUT_KV for kind in layer_types)
     head_dim = head_dim or hidden_size // num_heads
     row_bytes = head_dim * itemsize + scale_bytes
     return int(2 * num_layers * (num_kv_heads or num_heads) * row_bytes)
 
 
-def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """Blocks of the KV pool: the setting, else what fits into the memory meant for it.
+def choose_num_kv_blocks(
+    config: EngineConfig, bytes_per_token: int, max_model_len: int, num_state_bytes: int = 0
+) -> int:
+    """Blocks of the KV pool: the setting, else what fits into the memory meant for it, of which
+    states take a part.
 
     Never more than `max_useful_blocks`, unless set. Raises `ConfigError` if not even one fits.
     """
     cache = config.cache
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
-    if cache.kv_cache_gib is not None:
-        budget = int(cache.kv_cache_gib * (1 << 30))
-    else:
-        budget = min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)
+    if not bytes_per_token:  # no layer of it keeps any: they only count tokens
+        return max_useful_blocks(config, max_model_len)
+    budget = max(_budget(config) - num_state_bytes, 0)
     bytes_per_block = bytes_per_token * cache.block_size
     num_blocks = budget // bytes_per_block
     if num_blocks < 1:
@@ -80,3 +85,29 @@ def choose_num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_l
     if cache.kv_cache_gib is not None:
         return num_blocks
     return min(num_blocks, max_useful_blocks(config, max_model_len))
+
+
+def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shared: bool) -> int:
+    """Slots for the states of requests: the setting, else three for each that may run (its own, and
+    two for prefixes), as far as they fit; if the memory `is_shared` with KV blocks, into half of
+    it. Raises `ConfigError` if not even one does.
+    """
+    cache = config.cache
+    if cache.num_state_slots is not None:
+        return cache.num_state_slots
+    budget = _budget(config) // (2 if is_shared else 1)
+    num_slots = budget // bytes_per_slot
+    if num_slots < 1:
+        raise ConfigError(
+            f"not one request fits: its state has {bytes_per_slot / MIB:.1f} MiB, and "
+            f"{budget / MIB:.1f} MiB are meant for states (cache.kv_cache_gib)"
+        )
+    num_each = 3 if cache.enable_prefix_caching else 1
+    return min(num_slots, num_each * config.scheduler.max_num_seqs)
+
+
+def _budget(config: EngineConfig) -> int:
+    """Bytes for what is kept of requests."""
+    if config.cache.kv_cache_gib is not None:
+        return int(config.cache.kv_cache_gib * (1 << 30))
+    return min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)

@@ -51,6 +51,11 @@ class ThreadedRunner(RunnerInterface):
         return self._executor.num_kv_blocks
 
     @property
+    def num_state_slots(self) -> int | None:
+        assert self._executor is not None, "load() first"
+        return self._executor.num_state_slots
+
+    @property
     def tells_prompts(self) -> bool:
         return self._executor is not None and self._executor.has_hidden
 

@@ -1,0 +1,176 @@
+"""Slots for states: what a model remembers of a whole text in a fixed size, beside keys and values.
+
+State-space, linear-attention and convolution layers have such states. Knows slots, positions and
+the hashes of blocks; does not know what is in a state, nor who deserves one.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from aioserve.errors import InvariantError
+from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.request import Request
+
+
+class StateSlots(msgspec.Struct, frozen=True, gc=False):
+    """Where a request's state is read and written in a step."""
+
+    slot: int  # its own, in this step and all later ones
+    source: int  # what the step begins with: a slot, or -1 for nothing
+    snapshots: list[tuple[int, int]]  # (tokens computed, slot), ascending: written as well
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a running request has."""
+
+    slot: int
+    source: int
+    permanent: tuple[int, int]  # positions of snapshots that its later ones do not replace
+    is_new: bool = True  # the runner has not heard of it
+    latest: bytes = b""  # its newest snapshot of the other kind
+
+
+class StatePool:
+    """One slot for each running request, and snapshots at block boundaries in all that are left.
+
+    A snapshot is found by the hash of the block that ends there. One is made where a prompt leaves
+    a prefix that others have left behind, at the end of its last whole block, and where a step
+    happens to end at a boundary; of the last kind each request has its newest. The least recently
+    used go first. No snapshot keeps a request from getting a slot.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, *, keeps_snapshots: bool = True) -> None:
+        self.num_slots = num_slots
+        self._block_size = block_size
+        self._keeps_snapshots = keeps_snapshots
+        self._unused = list(range(num_slots - 1, -1, -1))
+        self._held: dict[Request, _Held] = {}
+        self._snapshots: dict[bytes, int] = {}  # by hash: the slot; least recently used first
+        #: Slots of snapshots that the step under construction begins with.
+        self._busy: set[int] = set()
+
+    @property
+    def num_free_slots(self) -> int:
+        """That requests could get, in exchange for snapshots if need be."""
+        num_busy = sum(slot in self._busy for slot in self._snapshots.values())
+        return len(self._unused) + len(self._snapshots) - num_busy
+
+    @property
+    def num_snapshots(self) -> int:
+        """That can be found."""
+        return len(self._snapshots)
+
+    def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
+        """Behind how many of the request's first `num_blocks` blocks its state is known, at most.
+        Their hashes must be. Changes nothing.
+        """
+        hashes, snapshots = request.block_hashes, self._snapshots
+        while num_blocks and hashes[num_blocks - 1] not in snapshots:
+            num_blocks -= 1
+        return num_blocks
+
+    def touch(self, block_hash: bytes) -> None:
+        """Make the snapshot behind this block, if there is one, the last to go."""
+        if (slot := self._snapshots.pop(block_hash, None)) is not None:
+            self._snapshots[block_hash] = slot
+
+    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
+        """A slot for a request that begins behind its first `num_blocks` blocks, where a snapshot
+        is; `num_free_slots` must not be 0. Of its tokens so many are in blocks of others.
+        """
+        source, block_hash = -1, b""
+        if num_blocks:
+            block_hash = request.block_hashes[num_blocks - 1]
+            self.touch(block_hash)
+            source = self._snapshots[block_hash]
+        was_busy = source in self._busy
+        self._busy.add(source)
+        slot = self._allocate()
+        if slot is None:  # the snapshot itself was the last that is free: it goes on in its place
+            if source < 0 or was_busy:
+                raise InvariantError(f"{request!r} is admitted, but no slot for its state is free")
+            slot = self._snapshots.pop(block_hash)
+        size = self._block_size
+        last = (request.num_prompt_tokens - 1) // size * size
+        self._held[request] = _Held(slot, source, (num_shared_tokens, last))
+
+    def give_back(self, request: Request) -> None:
+        """The request's slot, if it has one. What it left in snapshots stays."""
+        if (held := self._held.pop(request, None)) is not None:
+            self._unused.append(held.slot)
+
+    def plan(self, tokens: dict[Request, int]) -> dict[str, StateSlots]:
+        """What the runner must be told of a step that computes so many tokens of each, by id.
+
+        Called once, when it is certain who runs. What the step leaves can be found from the next
+        one on: steps run in order.
+        """
+        told: dict[str, StateSlots] = {}
+        made: dict[bytes, int] = {}
+        for request, num_tokens in tokens.items():
+            held, begin = self._held[request], request.num_computed_tokens - num_tokens
+            snapshots: list[tuple[int, int]] = []
+            if self._keeps_snapshots:
+                for position in self._positions(request, held, begin):
+                    if (slot := self._make_snapshot(request, held, position, made)) is not None:
+                        snapshots.append((position, slot))
+            if snapshots or held.is_new:
+                told[request.request_id] = StateSlots(held.slot, held.source, snapshots)
+                held.source, held.is_new = held.slot, False
+        self._busy.clear()
+        self._snapshots |= made
+        return told
+
+    def clear(self) -> None:
+        """Forget all snapshots."""
+        self._unused.extend(self._snapshots.values())
+        self._snapshots.clear()
+        self._busy.clear()
+
+    def _positions(self, request: Request, held: _Held, begin: int) -> list[int]:
+        """Where behind `begin`, up to what is computed, a snapshot is wanted, ascending."""
+        end = request.num_computed_tokens
+        if end > request.num_tokens:  # the last token is not known yet: nobody could find it
+            return []
+        if end == begin + 1 and end % self._block_size:
+            return []  # most rows of most steps
+        wanted = {*held.permanent}
+        if not end % self._block_size:
+            wanted.add(end)
+        return sorted(position for position in wanted if begin < position <= end)
+
+    def _make_snapshot(
+        self, request: Request, held: _Held, position: int, made: dict[bytes, int]
+    ) -> int | None:
+        """A slot for the state behind `position` tokens, among those `made` for this step; None if
+        there is one already, or none is free.
+        """
+        num_blocks = position // self._block_size
+        hash_blocks(request, num_blocks, self._block_size)
+        block_hash = request.block_hashes[num_blocks - 1]
+        if block_hash in self._snapshots or block_hash in made:
+            self.touch(block_hash)
+            return None
+        if position not in held.permanent:
+            self._forget(held.latest)
+            held.latest = block_hash
+        if (slot := self._allocate()) is not None:
+            made[block_hash] = slot
+        return slot
+
+    def _forget(self, block_hash: bytes) -> None:
+        if (slot := self._snapshots.get(block_hash)) is not None and slot not in self._busy:
+            self._unused.append(slot)
+            del self._snapshots[block_hash]
+
+    def _allocate(self) -> int | None:
+        """An unused slot, else that of the snapshot that was used least recently."""
+        if self._unused:
+            return self._unused.pop()
+        for block_hash, slot in self._snapshots.items():
+            if slot not in self._busy:
+                del self._snapshots[block_hash]
+                return slot
+        return None

@@ -1,0 +1,353 @@
+"""Layers with states (state-space, linear attention, short convolutions) as `transformers` wrote
+them, on packed steps: called for pieces of one length, they find and leave their states in slots.
+
+Knows the calls by which such modules reach their cache; knows nothing about requests or blocks.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aioserve.runner.attention.bridge import UnsupportedModelError
+from aioserve.runner.state_rows import StatePieces
+
+_CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+
+
+class StateKey(NamedTuple):
+    """One of a layer's states."""
+
+    kind: str  # "conv" or "recurrent"
+    index: int
+
+
+class StateSpec(NamedTuple):
+    """The shape of one state of one request."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one slot."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class PieceStates:
+    """What a module takes for its cache while it computes B pieces: `transformers`' calls."""
+
+    def __init__(self, states: dict[StateKey, Tensor] | None = None) -> None:
+        """`states` [B, ...]; None: the pieces begin their texts."""
+        self.states = {} if states is None else states
+        self.widths: dict[int, int] = {}  # of convolutions
+
+    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> Tensor | None:
+        """[B, channels, width] of the last inputs."""
+        return self.states.get(StateKey("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> Tensor | None:
+        """[B, ...]."""
+        return self.states.get(StateKey("recurrent", state_idx))
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """Never: states are not rolled back."""
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """Take in new inputs [B, channels, n]; returns the ones before and these."""
+        key = StateKey("conv", state_idx)
+        known = self.states.get(key)
+        if known is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            whole = F.pad(conv_states, (max(width - conv_states.shape[-1], 0), 0))
+        else:
+            width = known.shape[-1]
+            whole = torch.cat([known, conv_states], dim=-1)
+        self.states[key] = whole[..., -width:]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0
+    ) -> Tensor:
+        """Replace it."""
+        self.states[StateKey("recurrent", state_idx)] = recurrent_states
+        return recurrent_states
+
+    # As MiniMax calls it.
+    get_linear_cache = get_recurrent_state
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """As `update_recurrent_state`."""
+        self.update_recurrent_state(state)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One module with states."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    signature: inspect.Signature
+    argument: str  # which takes the cache
+    specs: dict[StateKey, StateSpec] = field(default_factory=dict)
+    slots: dict[StateKey, Tensor] = field(default_factory=dict)  # [num_slots, ...]
+    by_token: bool = False  # it goes on with a text by one token at a time
+    outputs: tuple[bool, ...] = (True,)  # which of them have a row for each token
+
+
+class _Pieces(NamedTuple):
+    tokens: Tensor  # [B, L]
+    sources: Tensor | None
+    slots: Tensor
+    copies: Tensor  # [2, C]
+
+    def by_token(self) -> "list[_Pieces]":
+        """The same, a token at a time, but for the beginnings of texts."""
+        if self.sources is None:
+            return [self]
+        last = self.tokens.shape[1] - 1
+        return [
+            _Pieces(
+                self.tokens[:, i : i + 1],
+                self.slots if i else self.sources,
+                self.slots,
+                self.copies if i == last else self.copies[:, :0],
+            )
+            for i in range(last + 1)
+        ]
+
+
+class StatefulLayers:
+    """Those of one model. Without `used`, they compute what they are given as one new text."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers: list[_Layer] = []
+        self._modules: set[nn.Module] = set()
+        self.num_slots = 0
+        self._step: list[_Pieces] | None = None
+        self._step_by_token: list[_Pieces] = []
+        self._is_probing = False
+        self._proved: dict[type, tuple[bool, tuple[bool, ...]]] = {}
+        for child in module.modules():
+            if not _CALLS & _names(type(child)):
+                continue
+            signature = inspect.signature(child.forward)
+            argument = next((a for a in _CACHE_ARGUMENTS if a in signature.parameters), None)
+            if argument is not None:
+                layer = _Layer(child, child.forward, signature, argument)
+                self._layers.append(layer)
+                self._modules.update(child.modules())
+                child.forward = self._calling(layer)  # type: ignore[method-assign]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether it is one of these layers or in one."""
+        return module in self._modules
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The states of one request, in all layers; known after `probing`."""
+        return sum(spec.num_bytes for layer in self._layers for spec in layer.specs.values())
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """See in a forward pass which states there are."""
+        self._is_probing = True
+        try:
+            yield
+        finally:
+            self._is_probing = False
+
+    def allocate(self, num_slots: int) -> None:
+        """Room for so many states of each layer; in memory as they are written."""
+        self.num_slots = num_slots
+        for layer in self._layers:
+            layer.slots = {
+                key: torch.zeros((num_slots, *spec.shape), dtype=spec.dtype)
+                for key, spec in layer.specs.items()
+            }
+
+    @contextmanager
+    def used(self, pieces: Sequence[StatePieces]) -> Iterator[None]:
+        """While a forward pass runs over these pieces."""
+        self._step = [
+            _Pieces(
+                torch.from_numpy(piece.tokens),
+                None if piece.sources is None else torch.from_numpy(piece.sources),
+                torch.from_numpy(piece.slots),
+                torch.from_numpy(piece.copies),
+            )
+            for piece in pieces
+        ]
+        self._step_by_token = [token for piece in self._step for token in piece.by_token()]
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def close(self) -> None:
+        """Give back the memory of the slots."""
+        for layer in self._layers:
+            layer.slots = {}
+
+    def _calling(self, layer: _Layer) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._step is not None:
+                step = self._step_by_token if layer.by_token else self._step
+                return _run(layer, step, args, kwargs)
+            if self._is_probing:
+                return self._probe(layer, args, kwargs)
+            return layer.forward(*args, **kwargs)
+
+        return forward
+
+    def _probe(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = layer.signature.bind(*args, **kwargs)
+        states = PieceStates()
+        bound.arguments[layer.argument] = states
+        result = layer.forward(*bound.args, **bound.kwargs)
+        layer.specs = {
+            key: StateSpec(tuple(state.shape[1:]), state.dtype)
+            for key, state in states.states.items()
+        }
+        kind = type(layer.module)
+        if kind not in self._proved:
+            self._proved[kind] = _prove(layer, bound.arguments)
+        layer.by_token, layer.outputs = self._proved[kind]
+        return result
+
+
+def _run(layer: _Layer, step: list[_Pieces], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outputs of all pieces, as the module gives them for one text."""
+    arguments = layer.signature.bind(*args, **kwargs).arguments
+    num_tokens = next(iter(arguments.values())).shape[1]
+    outs: list[Tensor | None] = [None for _ in layer.outputs]
+    for pieces in step:
+        known = None
+        if pieces.sources is not None:
+            known = {key: slots[pieces.sources] for key, slots in layer.slots.items()}
+        states = PieceStates(known)
+        found = _call(layer, layer.forward, arguments, pieces.tokens, states)
+        for key, slots in layer.slots.items():
+            slots[pieces.slots] = states.states[key].to(slots.dtype)
+            if pieces.copies.shape[1]:
+                places, copies = pieces.copies
+                slots[copies] = slots[pieces.slots[places]]
+        for i, (piece, has_rows) in enumerate(zip(found, layer.outputs, strict=True)):
+            if not has_rows:
+                continue
+            out = outs[i]
+            if out is None:
+                out = outs[i] = piece.new_empty(1, num_tokens, *piece.shape[2:])
+            out[0, pieces.tokens] = piece
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _call(
+    layer: _Layer,
+    forward: Callable[..., Any],
+    arguments: dict[str, Any],
+    tokens: Tensor,
+    states: PieceStates,
+) -> tuple[Any, ...]:
+    """What a module makes of pieces; `arguments` [1, T, ...] are those of all tokens."""
+    own = {name: _take(value, tokens) for name, value in arguments.items()}
+    own[layer.argument] = states
+    found = forward(**_spread(layer.signature, own))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _prove(layer: _Layer, arguments: dict[str, Any]) -> tuple[bool, tuple[bool, ...]]:
+    """Whether the module goes on with a text by one token at a time, because it forgets its states
+    where it is given more; and which of its outputs have rows. In float32, so that what it forgets
+    is not taken for rounding. Raises `UnsupportedModelError` if it cannot go on.
+    """
+    copied = copy.deepcopy(layer.module).float()
+    del copied.forward  # the class's own
+    exact = {name: _as_float(value) for name, value in arguments.items()}
+    tokens = torch.arange(next(iter(arguments.values())).shape[1])[None]
+    half = tokens.shape[1] // 2
+
+    def run(*parts: Tensor) -> list[tuple[Any, ...]]:
+        states = PieceStates()
+        return [_call(layer, copied.forward, exact, part, states) for part in parts]
+
+    (whole,), (first, second) = run(tokens), run(tokens[:, :half], tokens[:, half:])
+    rows = tuple(
+        all(
+            isinstance(out, Tensor) and out.dim() > 1 and out.shape[1] == n
+            for out, n in ((a, tokens.shape[1]), (b, half))
+        )
+        for a, b in zip(whole, first, strict=True)
+    )
+
+    def is_whole(parts: list[tuple[Any, ...]]) -> bool:
+        return all(
+            torch.allclose(
+                torch.cat([part[i] for part in parts], 1),
+                out,
+                rtol=1e-3,
+                atol=1e-3 * float(out.std()),
+            )
+            for i, out in enumerate(whole)
+            if rows[i]
+        )
+
+    if is_whole([first, second]):
+        return False, rows
+    if is_whole(run(tokens[:, :half], *tokens[:, half:].split(1, dim=1))):
+        return True, rows
+    raise UnsupportedModelError(
+        f"its {type(layer.module).__name__} does not go on with a text that it began"
+    )
+
+
+def _as_float(value: Any) -> Any:
+    """With numbers in float32."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_float, value))
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _take(value: Any, tokens: Tensor) -> Any:
+    """Of an argument [1, T, ...], or of several, what belongs to `tokens` [B, L]."""
+    if isinstance(value, tuple):
+        return tuple(_take(one, tokens) for one in value)
+    return value[0][tokens] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+
+def _spread(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
+    """By name, those that a `**kwargs` caught among the others."""
+    spread: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            spread |= value
+        else:
+            spread[name] = value
+    return spread
+
+
+def _names(cls: type) -> set[str]:
+    """Of attributes that the methods of a class reach."""
+    names: set[str] = set()
+    for function in vars(cls).values():
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is not None:
+            names.update(code.co_names)
+    return names

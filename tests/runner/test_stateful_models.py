@@ -1,0 +1,182 @@
+"""Models whose layers have states: the tokens of `transformers`, however their texts are computed.
+
+In pieces, beside others, from prefixes, after preemptions, with slots for few states or for one.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import (
+    CacheConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from aioserve.errors import ConfigError
+from aioserve.outputs import SchedulerStats
+from tests.greedy import GreedyReference
+from tests.models import make_model
+from tests.slow import mostly_slow
+
+_GATED_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+#: Linear attention with convolutions beside attention; state spaces alone; convolutions alone.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**_GATED_DELTA, "num_hidden_layers": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]},
+}
+NUM_TOKENS = 24
+
+
+def make_prompts() -> list[list[int]]:
+    """Of 1 to 64 tokens; the last three have 40 in common."""
+    rng = random.Random(1)
+    shared = [rng.randrange(3, 500) for _ in range(40)]
+    prompts = [[rng.randrange(3, 500) for _ in range(n)] for n in (1, 3, 17, 45, 64)]
+    return prompts + [shared + [rng.randrange(3, 500) for _ in range(n)] for n in (5, 9, 3)]
+
+
+@pytest.fixture(scope="module", params=mostly_slow(MODELS, but=["qwen3_5_text", "mamba2"]))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(
+        request.param, tmp_path_factory.mktemp(request.param), **MODELS[request.param]
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Any]:
+    """What `transformers` generates for each prompt alone."""
+    import torch
+
+    reference = GreedyReference(model, torch.float32)
+    return [reference.tokens(prompt, NUM_TOKENS) for prompt in make_prompts()]
+
+
+def make_config(model: Path, **sections: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": ModelConfig(
+                model=str(model), dtype="float32", max_model_len=128, skip_tokenizer_init=True
+            ),
+            "cache": CacheConfig(num_kv_blocks=64),
+            "runner": RunnerConfig(threads=1),
+            "scheduler": SchedulerConfig(
+                policy="chunked_prefill", max_num_batched_tokens=24, max_num_seqs=4
+            ),
+            **sections,
+        }
+    )
+
+
+async def tokens_of(engine: AsyncEngine, prompt: list[int], num_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    found: list[int] = []
+    async for output in engine.generate(prompt, params):
+        found += output.token_ids
+    return found
+
+
+def stats_of(engine: AsyncEngine) -> SchedulerStats:
+    assert engine._parts is not None
+    stats = engine._parts.core.scheduler.make_stats()
+    assert stats is not None
+    return stats
+
+
+async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
+    model: Path, expected: list[list[int]]
+) -> None:
+    prompts = make_prompts()
+    cache = CacheConfig(num_kv_blocks=128, num_state_slots=40)
+    async with AsyncEngine(make_config(model, cache=cache)) as engine:
+        found = await asyncio.gather(*(tokens_of(engine, p, NUM_TOKENS) for p in prompts))
+        assert found == expected
+        num_hits = stats_of(engine).num_prefix_hit_tokens
+        for prompt, tokens in zip(prompts, expected, strict=True):  # their next turns
+            assert await tokens_of(engine, prompt + tokens[:-1], 1) == tokens[-1:]
+        stats = stats_of(engine)
+        # Each goes on where its last whole block ended.
+        whole = sum((len(prompt) + NUM_TOKENS - 2) // 16 * 16 for prompt in prompts)
+        assert stats.num_prefix_hit_tokens - num_hits == whole
+        assert stats.num_free_state_slots == stats.num_state_slots
+
+
+@pytest.mark.parametrize(
+    ("cache", "scheduler"),
+    [
+        pytest.param(
+            CacheConfig(num_kv_blocks=16, block_size=8, watermark=0, num_state_slots=4),
+            SchedulerConfig(policy="fcfs", max_num_seqs=4),
+            id="preempted",
+        ),
+        pytest.param(
+            CacheConfig(num_kv_blocks=64, num_state_slots=1),
+            SchedulerConfig(policy="chunked_prefill", max_num_seqs=4),
+            id="one slot",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            CacheConfig(num_kv_blocks=64, block_size=4),
+            SchedulerConfig(
+                policy="chunked_prefill", max_num_seqs=3, max_num_batched_tokens=7, pipeline_depth=2
+            ),
+            id="two steps ahead",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_pressure_changes_no_token(
+    model: Path, expected: list[list[int]], cache: CacheConfig, scheduler: SchedulerConfig
+) -> None:
+    config = make_config(model, cache=cache, scheduler=scheduler)
+    async with AsyncEngine(config) as engine:
+        for _ in range(2):
+            found = await asyncio.gather(
+                *(tokens_of(engine, prompt, NUM_TOKENS) for prompt in make_prompts())
+            )
+            assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"speculation": SpeculationConfig(speculative_method="ngram")},
+            "speculation.speculative_method is ngram, which is not served for a model whose layers",
+        ),
+        (
+            {"cache": CacheConfig(kv_connector="memory")},
+            "cache.kv_connector is memory, which is not served for a model whose layers",
+        ),
+        (
+            {"cache": CacheConfig(kv_cache_gib=1e-6)},
+            r"not one (request|KV block) fits: ",
+        ),
+    ],
+    ids=["drafts", "connector", "memory"],
+)
+async def test_what_states_do_not_go_with_is_refused_in_a_line(
+    model: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with AsyncEngine(make_config(model, **sections)):
+            pass
+
+
+async def test_slots_for_a_model_without_states_are_refused(tmp_path: Path) -> None:
+    plain = make_model("llama", tmp_path, num_hidden_layers=1)
+    cache = CacheConfig(num_kv_blocks=16, num_state_slots=4)
+    with pytest.raises(ConfigError, match=r"no layer of .*Llama.* has a state: leave it out"):
+        async with AsyncEngine(make_config(plain, cache=cache)):
+            pass
