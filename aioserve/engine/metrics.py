@@ -263,7 +263,7 @@ class ShadowMetrics(Collector):
 
 
 def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterator[Metric]:
-    gauges = (
+    gauges: tuple[tuple[str, str, float], ...] = (
         ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
         ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
         ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),

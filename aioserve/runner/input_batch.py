@@ -103,7 +103,10 @@ class InputBatch:
         )
         if self._state_rows is None:
             return inputs
-        return replace(inputs, states=self._state_rows.pieces(inputs, step.scheduled_states))
+        pieces = self._state_rows.pieces(
+            req_ids, rows, packed.positions, packed.query_start_loc, step.scheduled_states
+        )
+        return replace(inputs, states=pieces)
 
     def pack(self, rows: IntArray, begins: IntArray, ends: IntArray) -> StepInputs:
         """As `Texts.pack`."""

@@ -4,15 +4,13 @@ Cuts rows at their snapshots, and puts pieces of one length together: what a lay
 one call. Knows rows and slots; knows nothing about models.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from aioserve.kv_cache import StateSlots
-
-if TYPE_CHECKING:
-    from aioserve.runner.attention.backend import StepInputs
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,23 +30,30 @@ class StateRows:
     def __init__(self, max_num_seqs: int) -> None:
         self._slots = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def pieces(self, inputs: "StepInputs", told: dict[str, StateSlots]) -> list[StatePieces]:
-        """The pieces of a step, in an order in which each comes after those before it."""
-        num_tokens = len(inputs.positions)
-        if not told and num_tokens == len(inputs.rows):  # nothing but decodes: most steps are
-            slots = self._slots[inputs.rows]
+    def pieces(
+        self,
+        req_ids: Sequence[str],
+        rows: IntArray,
+        positions: IntArray,
+        query_start_loc: IntArray,
+        told: dict[str, StateSlots],
+    ) -> list[StatePieces]:
+        """The pieces of a step, in an order in which each comes after those before it; arguments
+        are as in `StepInputs` and `SchedulerOutput.scheduled_states`.
+        """
+        num_tokens = len(positions)
+        if not told and num_tokens == len(rows):  # nothing but decodes: most steps are
+            slots = self._slots[rows]
             return [StatePieces(np.arange(num_tokens)[:, None], slots, slots, _NO_COPIES)]
         groups: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
-        begins, ends = inputs.query_start_loc[:-1].tolist(), inputs.query_start_loc[1:].tolist()
-        for request_id, row, begin, end in zip(
-            inputs.req_ids, inputs.rows.tolist(), begins, ends, strict=True
-        ):
+        begins, ends = query_start_loc[:-1].tolist(), query_start_loc[1:].tolist()
+        for request_id, row, begin, end in zip(req_ids, rows.tolist(), begins, ends, strict=True):
             moves = told.get(request_id)
             if moves is not None:
                 self._slots[row] = moves.slot
             slot = int(self._slots[row])
             source, snapshots = (slot, []) if moves is None else (moves.source, moves.snapshots)
-            first_position = int(inputs.positions[begin])
+            first_position = int(positions[begin])
             cuts = [(begin + position - first_position, copy) for position, copy in snapshots]
             wave = 0
             if not cuts or cuts[-1][0] < end:

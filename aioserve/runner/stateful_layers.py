@@ -26,7 +26,7 @@ class StateKey(NamedTuple):
     """One of a layer's states."""
 
     kind: str  # "conv" or "recurrent"
-    index: int
+    number: int  # a layer may have several
 
 
 class StateSpec(NamedTuple):
@@ -151,7 +151,7 @@ class StatefulLayers:
                 layer = _Layer(child, child.forward, signature, argument)
                 self._layers.append(layer)
                 self._modules.update(child.modules())
-                child.forward = self._calling(layer)  # type: ignore[method-assign]
+                child.forward = self._calling(layer)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -311,7 +311,9 @@ def _prove(layer: _Layer, arguments: dict[str, Any]) -> tuple[bool, tuple[bool, 
 
     if is_whole([first, second]):
         return False, rows
-    if is_whole(run(tokens[:, :half], *tokens[:, half:].split(1, dim=1))):
+    if is_whole(
+        run(tokens[:, :half], *(tokens[:, i : i + 1] for i in range(half, tokens.shape[1])))
+    ):
         return True, rows
     raise UnsupportedModelError(
         f"its {type(layer.module).__name__} does not go on with a text that it began"

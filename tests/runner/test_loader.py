@@ -125,9 +125,7 @@ def save_config(path: Path, model_type: str, **fields: Any) -> Path:
     [
         ("t5", "encoder-decoder"),
         ("bart", "encoder-decoder"),
-        ("mamba", "state-space"),
-        ("falcon_h1", "state-space"),
-        ("qwen3_next", "linear-attention"),
+        ("recurrent_gemma", "states in a way of their own"),
         ("llama4_text", "chunked_attention"),
         ("vit", "not a causal language model"),
     ],

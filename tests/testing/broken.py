@@ -512,7 +512,7 @@ class ForgetsStates(SoundScheduler):
         return output
 
 
-@caught_by(r"\d+ slots for states leaked")
+@caught_by(r"\d+ slots for states leaked|nobody was scheduled for 30 s although")
 class KeepsStates(SoundScheduler):
     """Takes the state of whoever ended for one that runs."""
 

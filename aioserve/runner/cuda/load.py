@@ -20,6 +20,7 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import stored_parameters
+from aioserve.runner.architecture import has_states
 from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
 from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda import draw
@@ -68,6 +69,11 @@ def load_on_cuda(
         )
     device = CudaDevice()
     card = device.card()
+    if has_states(info):
+        raise ConfigError(
+            "layers with states (state-space, linear attention, convolutions) are not served on "
+            "CUDA: set runner.device to cpu"
+        )
     place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
     draft_info = find_draft(config, info)
     parts = [info] if draft_info is None else [info, draft_info]
