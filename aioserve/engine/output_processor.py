@@ -249,8 +249,8 @@ class OutputProcessor:
         """Give readers an error instead of more tokens; None: all of them."""
         for request_id in list(self._states) if request_ids is None else request_ids:
             if (state := self._states.get(request_id)) is not None:
-                self._finish(state, FinishReason.ERROR, now)
                 state.fail(error)
+                self._finish(state, FinishReason.ERROR, now)
 
     def drop(self, samples: Samples, now: float) -> list[str]:
         """Forget a request whose reader has left; return the ids of samples that still lived."""

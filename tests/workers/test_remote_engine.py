@@ -23,6 +23,7 @@ from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
     RequestError,
+    RequestFailedError,
     RequestIdInUseError,
     RunnerDeadError,
     UnknownModelError,
@@ -235,6 +236,24 @@ async def test_an_engine_that_dies_tells_the_readers_of_its_workers(monkeypatch)
         assert "the device is gone" in (await remote.ask(HowAreYou())).cause_of_death
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await remote.add_request([1])
+
+
+async def test_requests_that_fail_are_forgotten_at_once(monkeypatch):
+    compute = SimulatedRunner._compute
+
+    def fail(runner, step):
+        if step.step_id == 20:
+            raise ValueError("bad luck")
+        return compute(runner, step)
+
+    monkeypatch.setattr(SimulatedRunner, "_compute", fail)
+    params = msgspec.structs.replace(ENDLESS, n=2)
+    async with joined(SLOW) as (engine, _, [remote], [client]):
+        read_by_two = [read(remote, [1], each) for each in (ENDLESS, params)]
+        for error in await asyncio.gather(*read_by_two, return_exceptions=True):
+            assert isinstance(error, RequestFailedError)
+        assert not client._samples
+        await idle(engine)
 
 
 async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
