@@ -366,7 +366,10 @@ class WorkerClient:
 
     def _stop(self, num_tokens: dict[str, int]) -> None:
         self.outbox.forget(num_tokens)
-        self._engine.end_stopped(num_tokens)
+        own = set(self._samples)
+        if not own.issuperset(num_tokens):  # one of several; or it has ended, and is another's now
+            own.update(*(samples.ids for samples in self._samples.values()))
+        self._engine.end_stopped({i: count for i, count in num_tokens.items() if i in own})
         for sample_id in num_tokens:
             # The id of its request, if that is for one sample; else one of several has ended.
             samples = self._samples.get(sample_id)

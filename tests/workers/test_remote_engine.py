@@ -36,6 +36,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
+from aioserve.workers.messages import Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.server.serving import SIMULATED
@@ -154,6 +155,22 @@ async def test_an_id_that_another_worker_has_is_in_use():
                 await other.add_request([1], ENDLESS, request_id="x")
         await idle(engine)  # it knows that the reader has left
         assert await read(other, [1], SamplingParams(max_tokens=1), request_id="x")
+
+
+async def test_a_late_word_of_a_stop_string_ends_nobody_who_has_the_id_since():
+    async with joined(SLOW, 2) as (engine, _, [one, other], _):
+        async with (
+            await one.add_request([1], ENDLESS, request_id="x") as stream,
+            await one.add_request(
+                [1], msgspec.structs.replace(ENDLESS, n=2), request_id="y"
+            ) as two,
+        ):
+            await anext(stream)
+            await anext(two)
+            other._say(Stopped({"x": 1, "y-0": 1}))
+            assert not await other.ask(AbortElsewhere("nobody's"))  # what came before was read
+            assert engine.get_stats().num_running_reqs == 3
+        await idle(engine)
 
 
 async def test_an_abort_reaches_the_requests_of_other_workers():
