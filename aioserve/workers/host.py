@@ -80,7 +80,7 @@ class Host:
 
     def open(self, name: str, address: str, on_listening: Callable[[], None]) -> "WorkerClient":
         """Wait at `address` for the worker of that name; `on_listening` is called when it takes
-        connections.
+        connections. Raises `OSError`, and `EngineDeadError` when there is no engine any more.
         """
         worker = WorkerClient(self, name, self._context, address, on_listening)
         self.workers.append(worker)
@@ -237,9 +237,13 @@ class WorkerClient:
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
         self._answering: set[asyncio.Task[None]] = set()
-        self._line = Line(
-            context, address, listens=True, on_message=self._on_message, on_room=self._send
-        )
+        try:
+            self._line = Line(
+                context, address, listens=True, on_message=self._on_message, on_room=self._send
+            )
+        except OSError:
+            self._engine.disconnect(self._client_index)
+            raise
 
     def quit(self, exit_code: int) -> None:
         """Have it close what is open, and end."""

@@ -29,21 +29,18 @@ class Line:
         on_room: Callable[[], None],
     ) -> None:
         """`listens`: it is the end that is there first. `on_message` gets what the other end sent;
-        `on_room` is called when there is room again after a `send` that found none.
+        `on_room` is called when there is room again after a `send` that found none. Raises
+        `OSError`.
         """
         self._on_message = on_message
         self._on_room = on_room
         self._loop = asyncio.get_running_loop()
         self._is_full = False
         self._is_due = False  # the loop will look at the socket anyway
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, MAX_QUEUED)
-        self._socket.set(zmq.RCVHWM, MAX_QUEUED)
-        if listens:
-            self._socket.bind(address)
-        else:
-            self._socket.connect(address)
+        try:
+            self._socket = _paired(context, address, listens)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, zmq.strerror(error.errno or 0), address) from error
         self._fd = self._socket.fileno()
         # The descriptor tells that something has changed, once; what, must be asked each time.
         self._loop.add_reader(self._fd, self._look)
@@ -101,6 +98,21 @@ class Line:
         if self._events & wanted:
             self._is_due = True
             self._loop.call_soon(self._look)
+
+
+def _paired(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, listens: bool
+) -> zmq.Socket[bytes]:
+    pair = context.socket(zmq.PAIR)
+    try:
+        pair.set(zmq.LINGER, 0)
+        pair.set(zmq.SNDHWM, MAX_QUEUED)
+        pair.set(zmq.RCVHWM, MAX_QUEUED)
+        (pair.bind if listens else pair.connect)(address)
+    except BaseException:
+        pair.close()  # the context waits for it at its end
+        raise
+    return pair
 
 
 class Calls:

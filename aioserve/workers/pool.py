@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_USAGE
+from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.app import HANDLER_TIMEOUT, url_of
@@ -139,19 +139,18 @@ class WorkerPool:
             since = time.monotonic()
             try:
                 exit_code, was_listening = await self._live(name, on_listening)
+                why = f"with exit code {exit_code}: its own last line says why"
             except EngineDeadError:  # it has been shut down: so will we be
                 return
+            except OSError as error:  # no memory, no descriptors: now, or for good
+                exit_code, was_listening, why = EXIT_FAILED, False, f"at its start: {error}"
+                logger.error("%s cannot be started: %s", name, error)
             if self._closing.is_set():
                 return
             num_failed = 0 if was_listening else num_failed + 1
             if num_failed == MAX_FAILED_STARTS or (num_failed and exit_code == EXIT_USAGE):
                 times = "" if num_failed == 1 else f" {num_failed} times"
-                self._fail(
-                    WorkerError(
-                        f"{name} has ended{times} before it served, with exit code {exit_code}: "
-                        "its own last line says why"
-                    )
-                )
+                self._fail(WorkerError(f"{name} has ended{times} before it served, {why}"))
                 return
             if time.monotonic() - since > STEADY_SECONDS:
                 delay = FIRST_DELAY
@@ -194,8 +193,6 @@ class WorkerPool:
                 pass_fds=inherited,
                 start_new_session=True,  # Ctrl-C is for the engine's process
             )
-        except OSError as error:
-            raise ConfigError(f"cannot start a worker: {error}") from error
         finally:
             for sock in own:
                 sock.close()
