@@ -12,8 +12,9 @@ from hypothesis import settings
 # What is asserted beside the tests tells its values as well.
 pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
 
-# Read when torch is loaded, here and in processes that tests start. Two test workers share the
-# cores: a second thread, where a test does not ask for one, would mostly wait, and waiting spins.
+# Read when torch is loaded, and when threads are counted, here and in processes that tests start.
+# Two test workers share the cores: a second thread, where a test does not ask for one, would mostly
+# wait for its core, and the first for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -15,6 +15,7 @@ def test_machine_answers_are_sane() -> None:
 
 def test_container_limits_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, text in {
         "cpu.max": "150000 100000",
         "memory.max": "5000",
@@ -25,3 +26,14 @@ def test_container_limits_are_respected(tmp_path: Path, monkeypatch: pytest.Monk
     assert machine.available_memory() == 2000
     (tmp_path / "memory.max").write_text("max")
     assert machine.available_memory() > 2000
+
+
+@pytest.mark.parametrize(("asked", "given"), [("2", 2), ("99", 3), ("", 3), ("2,1", 2)])
+def test_no_more_threads_than_openmp_was_told(
+    asked: str, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_CPU_TOPOLOGY", f"{tmp_path}/{{}}")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert machine.default_num_threads() == given
