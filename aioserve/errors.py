@@ -20,6 +20,8 @@
 A message says what is wrong, what would be right, and where.
 """
 
+from collections.abc import Iterable
+
 
 class AioserveError(Exception):
     """Base of all errors raised on purpose."""
@@ -42,6 +44,12 @@ class RequestIdInUseError(RequestError):
 
 class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
+
+    @classmethod
+    def of(cls, name: str, served: Iterable[str]) -> "UnknownModelError":
+        """In the words that are the same everywhere."""
+        known = ", ".join(map(repr, served))
+        return cls(f"model {name!r} does not exist; this server has {known}", param="model")
 
 
 class EngineOverloadedError(AioserveError):

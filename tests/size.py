@@ -19,7 +19,7 @@ LIMITS = {
     "aioserve/kv_connector": 830,
     "aioserve/lab": 6_850,
     "aioserve/model_source": 2_180,
-    "aioserve/ray": 1_250,
+    "aioserve/ray": 1_400,
     "aioserve/routing": 400,
     "aioserve/runner": 12_060,
     "aioserve/scheduler": 2_510,

@@ -255,8 +255,5 @@ class Adapters:
     def _known(self, name: str) -> _Adapter:
         adapter = self._named.get(name)
         if adapter is None:
-            known = ", ".join(map(repr, (self._config.model.served_name, *self._named)))
-            raise UnknownModelError(
-                f"model {name!r} does not exist; this server has {known}", param="model"
-            )
+            raise UnknownModelError.of(name, (self._config.model.served_name, *self._named))
         return adapter

@@ -20,7 +20,7 @@ from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.client import Answer
 from aioserve.engine.clock import LoopLag
-from aioserve.engine.front import EngineFront, Register
+from aioserve.engine.front import EngineFront
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.questions import (
     AbortElsewhere,
@@ -35,6 +35,7 @@ from aioserve.engine.questions import (
     UnloadAdapter,
 )
 from aioserve.engine.samples import Samples, SampleState
+from aioserve.engine.stream import RequestStream
 from aioserve.errors import EngineDeadError, EngineStartError
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
@@ -328,7 +329,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
         num_tokens, n = len(spec.prompt_token_ids), spec.sampling_params.n
         with self._claimed(spec.request_id, n, parts) as samples, self._arriving(num_tokens, parts):
-            await self._submit(spec, samples, adapter, seconds, register, parts)
+            await self._enter(spec, samples, adapter, seconds, register, parts)
         return samples
 
     def drop(self, samples: Samples) -> None:
@@ -350,9 +351,23 @@ class AsyncEngine(EngineFront[EngineParts]):
         self,
         spec: RequestSpec,
         samples: Samples,
+        stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        register: Register,
+        parts: EngineParts,
+    ) -> None:
+        def register(request: Request, index: int) -> None:
+            parts.output_processor.add_request(request, samples, index, stream)
+
+        await self._enter(spec, samples, adapter, seconds, register, parts)
+
+    async def _enter(
+        self,
+        spec: RequestSpec,
+        samples: Samples,
+        adapter: str,
+        seconds: float | None,
+        register: Callable[[Request, int], None],
         parts: EngineParts,
     ) -> None:
         spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)

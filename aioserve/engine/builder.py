@@ -25,6 +25,7 @@ from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.request_log import RequestLog
+from aioserve.engine.samples import Claims
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent
 from aioserve.model_info import ModelInfo
@@ -54,6 +55,11 @@ class EngineParts(NamedTuple):
     request_log: RequestLog | None
     arrivals: Arrivals
     delivery: Delivery
+
+    @property
+    def claims(self) -> Claims:
+        """By those who read here, or elsewhere."""
+        return self.output_processor.claims
 
     def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""

@@ -6,14 +6,14 @@ Declares it, and does what follows from a stream. Knows nothing about how one is
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar, Unpack
 
 from aioserve.config import EngineConfig
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor, read_embedding
 from aioserve.engine.questions import Question
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import RequestAbortedError
+from aioserve.errors import RequestAbortedError, UnknownModelError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.pooling_params import PoolingParams
@@ -42,6 +42,31 @@ class ServedAdapters(Protocol):
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
 
 
+class KnownAdapters:
+    """Those of an engine elsewhere, as it told last."""
+
+    def __init__(self, model: str, paths: Mapping[str, Path]) -> None:
+        """`model` is the name of what they adapt."""
+        self._model = model
+        self.paths = paths
+
+    def check_name(self, name: str) -> None:
+        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
+        if name != self._model and name not in self.paths:
+            raise UnknownModelError.of(name, (self._model, *self.paths))
+
+
+class RequestFields(TypedDict, total=False):
+    """What may be said of a request besides its prompt and its parameters."""
+
+    request_id: str | None  # names it in logs and for `abort` (default: one that nobody has)
+    priority: int  # for the policy: smaller is more urgent
+    user: str  # for the policy
+    timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
+    cache_salt: str  # prefixes are shared within one only
+    adapter: str  # one of `EngineClient.adapters`, or the model itself
+
+
 class EngineClient(ABC):
     """Serves requests from any number of tasks of one event loop."""
 
@@ -60,48 +85,24 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
+        **fields: Unpack[RequestFields],
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
         `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
-        that holds the prompt's `embedding`. `request_id` names it in logs and for `abort` (default:
-        one that nobody has). `priority` (smaller is more urgent) and `user` are for the policy.
-        After `timeout` seconds an unfinished request ends with finish reason `timeout`. Prefixes
-        are shared within one `cache_salt` only. `adapter` names one of `adapters`, or the model
-        itself. Raises `RequestError`, `RequestIdInUseError`, `EngineOverloadedError` or
-        `EngineDeadError`; for its adapter `RequestTimeoutError` or `RequestFailedError`.
+        that holds the prompt's `embedding`. Raises `RequestError`, `RequestIdInUseError`,
+        `EngineOverloadedError` or `EngineDeadError`; for its adapter `RequestTimeoutError` or
+        `RequestFailedError`.
         """
 
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
+        **fields: Unpack[RequestFields],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the deltas of one request. Leaving the loop, or cancelling the task, aborts it."""
-        stream = await self.add_request(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
+        stream = await self.add_request(prompt, sampling_params, **fields)
         async with stream:
             async for output in stream:
                 yield output
@@ -110,29 +111,14 @@ class EngineClient(ABC):
         self,
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
+        **fields: Unpack[RequestFields],
     ) -> EmbeddingOutput:
         """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
 
         The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
         or `RequestAbortedError` where a stream would have ended without a vector.
         """
-        stream = await self.add_request(
-            prompt,
-            pooling_params or PoolingParams(),
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
+        stream = await self.add_request(prompt, pooling_params or PoolingParams(), **fields)
         try:
             return await read_embedding(stream)
         except RequestAbortedError:

@@ -1,24 +1,24 @@
 """The half of an engine that callers meet: from a prompt to a stream of its outputs.
 
-The same in front of steps of this process and of another one. Knows no scheduler and no steps.
+The same in front of steps of this process, of another one, and of many. Knows no scheduler and no
+steps.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
 from aioserve.engine.client import DoorParts, EngineClient
 from aioserve.engine.clock import Clock
 from aioserve.engine.input_processor import Prompt
-from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import NOTHING_SAMPLED
-from aioserve.engine.samples import Samples
+from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestError
 from aioserve.pooling_params import PoolingParams
-from aioserve.request import Request, RequestSpec
+from aioserve.request import RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
@@ -26,17 +26,16 @@ class FrontParts(DoorParts, Protocol):
     """What it is made of while it serves."""
 
     @property
-    def output_processor(self) -> OutputProcessor: ...
+    def claims(self) -> Claims: ...
     @property
     def clock(self) -> Clock: ...
 
 
 Parts = TypeVar("Parts", bound=FrontParts)
-Register = Callable[[Request, int], None]
 
 
 class EngineFront(EngineClient, Generic[Parts]):
-    """Tokenizes prompts and makes text of what the steps give, in this process."""
+    """Checks requests and tokenizes their prompts, in this process."""
 
     async def add_request(
         self,
@@ -81,35 +80,31 @@ class EngineFront(EngineClient, Generic[Parts]):
                     deadline=None if timeout is None else arrival_time + timeout,
                     pooling_params=pooling,
                 )
-
-                def register(request: Request, index: int) -> None:
-                    parts.output_processor.add_request(request, samples, index, stream)
-
-                await self._submit(spec, samples, adapter, timeout, register, parts)
+                await self._submit(spec, samples, stream, adapter, timeout, parts)
         return stream
 
     @abstractmethod
     def _alive(self) -> Parts:
         """What serves requests. Raises `EngineDeadError` if that is not the time."""
 
-    @abstractmethod
     def _arriving(self, num_tokens: int, parts: Parts) -> AbstractContextManager[None]:
-        """Inside the block a request is tokenized and handed over. May raise
-        `EngineOverloadedError`.
+        """Inside the block a request of at least so many tokens is tokenized and handed over. May
+        raise `EngineOverloadedError`, where it is known whether there is room in the queue.
         """
+        return nullcontext()
 
     @abstractmethod
     async def _submit(
         self,
         spec: RequestSpec,
         samples: Samples,
+        stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        register: Register,
         parts: Parts,
     ) -> None:
-        """Hand a request over; `register` is called for each sample that was accepted, before there
-        are outputs of it. `seconds` bounds the waiting for the adapter.
+        """Hand a request over; returns when it is accepted, and `stream` gets what comes of it.
+        `seconds` bounds the waiting for the adapter.
         """
 
     @abstractmethod
@@ -123,7 +118,7 @@ class EngineFront(EngineClient, Generic[Parts]):
     @contextmanager
     def _claimed(self, request_id: str, n: int, parts: Parts) -> Iterator[Samples]:
         """The ids of a request that is accepted in the block, or dropped."""
-        samples = parts.output_processor.claim(request_id, n)
+        samples = parts.claims.claim(request_id, n)
         try:
             yield samples
         except BaseException:
@@ -134,7 +129,7 @@ class EngineFront(EngineClient, Generic[Parts]):
             self._abort(samples, parts)
 
     def _abort_if_here(self, request_id: str, parts: Parts) -> bool:
-        samples = parts.output_processor.samples_of(request_id)
+        samples = parts.claims.samples_of(request_id)
         if samples is not None and samples.is_arriving:
             samples.is_aborted = True
             if samples.let_go is not None:

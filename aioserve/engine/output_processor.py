@@ -1,7 +1,7 @@
 """Turns tokens into text for the readers, and finds stop strings in it.
 
-One loop over a step's outputs; it runs while the next step computes. Knows which ids are taken, but
-no scheduler: ids of requests that a stop string has ended are returned to the caller.
+One loop over a step's outputs; it runs while the next step computes. Knows no scheduler: ids of
+requests that a stop string has ended are returned to the caller.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,8 @@ from aioserve.engine.detokenizer import (
 )
 from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.request_log import RequestLog
-from aioserve.engine.samples import Samples, SampleState, wants_only_end
+from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
 
@@ -143,7 +142,7 @@ class OutputProcessor:
         self._request_log = request_log
         self._may_wait = may_wait
         self._states: dict[str, SampleState] = {}
-        self._claims: dict[str, Samples] = {}  # by every id that is taken
+        self.claims = Claims()
         self._tokenizer = tokenizer
         # By which special tokens are shown; the usual ones are made before anybody asks.
         self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {
@@ -154,20 +153,6 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._states)
-
-    def claim(self, request_id: str, n: int) -> Samples:
-        """Take the ids of a request and its `n` samples. Raises `RequestIdInUseError`."""
-        samples = Samples(request_id, n)
-        for request_id in samples.claimed_ids:
-            if request_id in self._claims:
-                raise RequestIdInUseError(f"request id {request_id!r} is in use")
-        self._claims.update(dict.fromkeys(samples.claimed_ids, samples))
-        return samples
-
-    def samples_of(self, request_id: str) -> Samples | None:
-        """The samples of a request that lives, by the id that its caller knows."""
-        samples = self._claims.get(request_id)
-        return samples if samples is not None and samples.request_id == request_id else None
 
     def add(self, state: SampleState) -> None:
         """Register the reader of one sample."""
@@ -254,25 +239,19 @@ class OutputProcessor:
 
     def drop(self, samples: Samples, now: float) -> list[str]:
         """Forget a request whose reader has left; return the ids of samples that still lived."""
-        if self._claims.get(samples.request_id) is not samples:
+        if self.claims.samples_of(samples.request_id) is not samples:
             return []  # it has ended; its ids may be another's
         dropped = [sample_id for sample_id in samples.ids if sample_id in self._states]
         for sample_id in dropped:
             self._finish(self._states[sample_id], FinishReason.ABORT, now)
-        self._release(samples)
+        self.claims.release(samples)
         return dropped
-
-    def _release(self, samples: Samples) -> None:
-        for request_id in samples.claimed_ids:
-            self._claims.pop(request_id, None)
-        if samples.let_go is not None:
-            samples.let_go()
 
     def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
         del self._states[state.request.request_id]
         state.samples.num_live -= 1
         if state.samples.num_live == 0:
-            self._release(state.samples)
+            self.claims.release(state.samples)
         num_tokens = state.num_output_tokens
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens

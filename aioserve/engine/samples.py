@@ -1,4 +1,4 @@
-"""The samples of one request: the ids that nobody else may take while one of them lives, and what
+"""The samples of one request, the ids that nobody else may take while one of them lives, and what
 delivery must know of each.
 
 Knows nothing about text, nor who reads it.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from aioserve.errors import RequestIdInUseError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
@@ -59,6 +60,37 @@ class Samples:
                 prompt_logprobs=None if index else params.prompt_logprobs,
             )
             yield msgspec.structs.replace(spec, request_id=sample_id, sampling_params=own)
+
+
+class Claims:
+    """Which ids are taken, and by whom."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, Samples] = {}  # by every id that is taken
+
+    def claim(self, request_id: str, n: int) -> Samples:
+        """Take the ids of a request and its `n` samples. Raises `RequestIdInUseError`."""
+        samples = Samples(request_id, n)
+        for request_id in samples.claimed_ids:
+            if request_id in self._claims:
+                raise RequestIdInUseError(f"request id {request_id!r} is in use")
+        self._claims.update(dict.fromkeys(samples.claimed_ids, samples))
+        return samples
+
+    def samples_of(self, request_id: str) -> Samples | None:
+        """The samples of a request that lives, by the id that its caller knows."""
+        samples = self._claims.get(request_id)
+        return samples if samples is not None and samples.request_id == request_id else None
+
+    def release(self, samples: Samples) -> bool:
+        """Give the ids back. False if that was done before: they may be another's."""
+        if self._claims.get(samples.request_id) is not samples:
+            return False
+        for request_id in samples.claimed_ids:
+            del self._claims[request_id]
+        if samples.let_go is not None:
+            samples.let_go()
+        return True
 
 
 def wants_only_end(params: SamplingParams) -> bool:

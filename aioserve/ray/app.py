@@ -1,7 +1,10 @@
 """Puts an application of Ray Serve together from its settings. Knows no request."""
 
+import logging
 import re
+from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -11,6 +14,8 @@ from aioserve.errors import ConfigError
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
 from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings
+
+logger = logging.getLogger(__name__)
 
 # Of the server's settings, those that its handlers read; the others are of its socket and its life.
 SERVED = {
@@ -24,7 +29,7 @@ SERVED = {
 def make_app(args: dict[str, object]) -> Application:
     """See `RaySettings`. Raises `ConfigError`."""
     settings = RaySettings.of(args)
-    models: dict[str, tuple[EngineConfig, Application]] = {}
+    models: dict[str, tuple[EngineConfig, bool, Application]] = {}
     for model in settings.models:
         config = model.engine_config()
         _check(config)
@@ -33,14 +38,19 @@ def make_app(args: dict[str, object]) -> Application:
             raise ConfigError(
                 f"two models are served as {name!r}: give them a model.served_model_name each"
             )
-        models[name] = config, _deployment(name, model).bind(config)
+        _warn_of_resources(name, model.ray_actor_options)
+        hashes = config.cache.enable_prefix_caching and model.wants_hashes
+        try:
+            models[name] = config, hashes, _deployment(name, model).bind(config)
+        except (TypeError, ValueError) as error:  # Ray's, of what it was given
+            told = " ".join(str(error).split())
+            raise ConfigError(f"the deployment of {name!r} cannot be: {told}") from error
     ingress = serve.deployment(Ingress).options(
         num_replicas=settings.num_ingress_replicas,
         ray_actor_options=settings.ingress_actor_options,
         max_ongoing_requests=max(model.max_ongoing_requests for model in settings.models),
     )
-    pairs = [item for pair in models.values() for item in pair]
-    return ingress.bind(*pairs)
+    return ingress.bind(*(item for parts in models.values() for item in parts))
 
 
 def _deployment(name: str, model: ModelSettings) -> serve.Deployment:
@@ -80,6 +90,26 @@ def _autoscaling(settings: Autoscaling) -> AutoscalingConfig:
                 "target_kv_cache_usage": settings.target_kv_cache_usage,
             },
         ),
+    )
+
+
+def _warn_of_resources(name: str, options: dict[str, Any]) -> None:
+    """Ray waits for a node that has what a replica needs; one may still join."""
+    if not ray.is_initialized():
+        return
+    needed = {
+        "CPU": options.get("num_cpus", 1),
+        "GPU": options.get("num_gpus") or 0,
+        "memory": options.get("memory") or 0,
+        **options.get("resources", {}),
+    }
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(key, 0) >= needed[key] for key in needed) for node in nodes):
+        return
+    told = ", ".join(f"{key} {value:g}" for key, value in needed.items() if value)
+    logger.warning(
+        "a replica of %r needs %s, and no node of this cluster has that: it waits for one that has",
+        *(name, told),
     )
 
 

@@ -6,6 +6,7 @@ Knows Ray's handles and errors. Knows no HTTP and no tokenizer.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,87 +19,134 @@ from aioserve.engine.stream import RequestStream
 from aioserve.errors import AioserveError, EngineDeadError, RequestFailedError
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.ray.route import ROUTE, Route
+from aioserve.routing import Replica, RoutedRequest
 
 logger = logging.getLogger(__name__)
 
 # A request that three replicas did not survive may be why.
 MAX_ATTEMPTS = 3
 
+# In which a replica ends a request that it was told to abort; then its reader is told without it.
+# A guess.
+ABORT_SECONDS = 2.0
+
 _REPLICA_IS_GONE = (ray.exceptions.RayActorError, ReplicaUnavailableError, EngineDeadError)
-_CANCELLED = (ray.exceptions.TaskCancelledError, asyncio.CancelledError)
+
+
+class TimeLeft:
+    """Until a time of `time.monotonic` of this process; pickled it is that number of seconds."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    @property
+    def seconds(self) -> float:
+        """Above 0, as a replica wants it."""
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        """When a replica gets it: waiting for one is waiting, too."""
+        return float, (self.seconds,)
 
 
 class Call:
-    """`begin` raises all refusals; then `stream` gets the outputs."""
+    """`begin` raises all refusals; then the stream gets the outputs."""
 
     def __init__(
         self,
         handle: DeploymentHandle,
         arguments: dict[str, Any],
-        route: Callable[[], Route],
-        request_id: str,
+        request: RoutedRequest,
+        stream: RequestStream,
         n: int,
         on_end: Callable[[], object],
     ) -> None:
-        """`arguments` are those of `EngineReplica.submit`; `on_end` is called once, at its end."""
-        self._handle = handle.options(method_name="submit", stream=True)
+        """`arguments` are those of `EngineReplica.submit`; `on_end` is called when nothing more
+        will come of it, unless it was dropped before it began.
+        """
+        self._handle = handle
         self._arguments = arguments
-        self._make_route = route
+        self._request = request
+        self._stream = stream
+        self._n = n
         self._on_end = on_end
         self._num_attempts = 0
-        self._route = route()
+        self._avoid: set[Replica] = set()  # those that have failed it
+        self._route = Route(request)
         self._response: DeploymentResponseGenerator[Any] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._last: dict[int, RequestOutput] = {}  # of each sample that has not finished
-        self._has_output = False
-        self._n = n
-        self.stream = RequestStream(request_id, n, abort=self.drop)
+        self._reading: asyncio.Task[None] | None = None
+        self._aborting: asyncio.Task[None] | None = None
+        self._is_aborted = False
+        self._last: dict[int, RequestOutput] = {}  # of each sample
 
     async def begin(self) -> None:
-        """Returns when a replica has accepted it. Raises what `AsyncEngine.add_request` does."""
-        try:
-            self.stream.num_prompt_tokens = await self._send()
-        except BaseException:
-            self._cancel()
+        """Returns when a replica has accepted it, or it has ended before. Raises what
+        `AsyncEngine.add_request` does.
+        """
+        if await self._send():
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(self._end)
+        else:
+            self._route.has_ended()
             self._on_end()
-            raise
-        self._task = asyncio.create_task(self._read())
+
+    def let_go(self) -> None:
+        """End it before it has begun: `begin` returns."""
+        self._is_aborted = True
+        self._cancel()
 
     def drop(self) -> None:
         """Nobody reads it any more."""
-        if self._task is not None:
-            self._task.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+        else:
+            self._cancel()
+            self._route.has_ended()
 
     def abort(self) -> bool:
-        """End it: its reader gets what there is. Whether it has really ended by this."""
-        if self._task is None or self._task.done():
+        """End it where it is: its reader gets what there is. Whether it really ends by this."""
+        if self._reading is None or self._reading.done() or self._is_aborted:
             return False
-        self._task.cancel()
-        for index in range(self._n):
-            last = self._last.get(index)
-            if last is None or last.finish_reason is None:
-                self.stream.put(
-                    RequestOutput(
-                        request_id=self.stream.request_id,
-                        index=index,
-                        finish_reason=FinishReason.ABORT,
-                        num_prompt_tokens=self.stream.num_prompt_tokens,
-                        num_output_tokens=0 if last is None else last.num_output_tokens,
-                        num_cached_tokens=0 if last is None else last.num_cached_tokens,
-                    )
-                )
+        self._is_aborted = True
+        self._aborting = asyncio.create_task(self._abort(self._reading, self._route.replica))
         return True
 
-    async def _send(self) -> int:
-        """To a replica that lives and accepts it; the number of its prompt tokens."""
-        while True:
-            self._num_attempts += 1
-            self._route = self._make_route()
-            self._response = self._handle.remote(**self._arguments, **{ROUTE: self._route})
-            try:
-                return int(await anext(self._response))
-            except Exception as error:
-                self._check_again(error)
+    async def _abort(self, reading: "asyncio.Task[None]", replica: Replica | None) -> None:
+        if replica is not None:  # else a router of Ray's has chosen, which takes no orders
+            abort = self._handle.options(method_name="abort")
+            route = {ROUTE: Route(RoutedRequest(0), only=replica)}
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await abort.remote(self._stream.request_id, **route)
+                    await asyncio.wait([reading])
+        if not reading.done():
+            reading.cancel()
+            self._tell_end(FinishReason.ABORT)
+
+    async def _send(self) -> bool:
+        """To a replica that lives and accepts it. False if it has ended before."""
+        left: TimeLeft | None = self._arguments["timeout"]
+        submit = self._handle.options(method_name="submit", stream=True)
+        try:
+            async with asyncio.timeout(None if left is None else left.seconds):
+                while not self._is_aborted:
+                    self._num_attempts += 1
+                    self._route.has_ended()
+                    self._route = Route(self._request, avoid=frozenset(self._avoid))
+                    self._response = submit.remote(**self._arguments, **{ROUTE: self._route})
+                    try:
+                        await anext(self._response)
+                        if not self._is_aborted:
+                            return True
+                    except Exception as error:
+                        if not self._is_aborted:
+                            self._check_again(error)
+            reason = FinishReason.ABORT
+        except TimeoutError:
+            reason = FinishReason.TIMEOUT
+        self._cancel()
+        self._tell_end(reason)
+        return False
 
     async def _read(self) -> None:
         try:
@@ -107,35 +155,57 @@ class Call:
                     await self._read_one_replica()
                     return
                 except Exception as error:
-                    if self._has_output:
+                    if self._is_aborted:
+                        return self._tell_end(FinishReason.ABORT)
+                    if self._last:
                         raise
                     self._check_again(error)
-                await self._send()
-        except asyncio.CancelledError:
-            self._cancel()
-            raise
+                if not await self._send():
+                    return
         except Exception as error:
-            self.stream.fail(_ours(error))
-        finally:
-            self._on_end()
+            self._stream.fail(_ours(error))
 
     async def _read_one_replica(self) -> None:
         assert self._response is not None
         async for output in self._response:
-            if not self._has_output:
-                self._has_output = True
+            if not self._last:
                 self._route.has_started()
             self._last[output.index] = output
-            self.stream.put(output)
+            self._stream.put(output)
 
     def _check_again(self, error: Exception) -> None:
         """Raises what the caller should hear, unless another replica may do better."""
         cause = _cause(error)
         if not isinstance(cause, _REPLICA_IS_GONE) or self._num_attempts >= MAX_ATTEMPTS:
             raise _ours(error) from error
+        if (replica := self._route.replica) is not None:
+            self._avoid.add(replica)
         logger.warning(
-            "%s is sent to another replica: %s", self.stream.request_id, type(cause).__name__
+            "%s is sent to another replica: %s", self._stream.request_id, type(cause).__name__
         )
+
+    def _tell_end(self, reason: FinishReason) -> None:
+        """To the reader, of what has not ended."""
+        for index in range(self._n):
+            last = self._last.get(index)
+            if last is None or last.finish_reason is None:
+                self._stream.put(
+                    RequestOutput(
+                        request_id=self._stream.request_id,
+                        index=index,
+                        finish_reason=reason,
+                        num_prompt_tokens=self._stream.num_prompt_tokens,
+                        num_output_tokens=0 if last is None else last.num_output_tokens,
+                        num_cached_tokens=0 if last is None else last.num_cached_tokens,
+                    )
+                )
+
+    def _end(self, reading: "asyncio.Task[None]") -> None:
+        """However it did, be it before the task had its first turn."""
+        if reading.cancelled():
+            self._cancel()
+        self._route.has_ended()
+        self._on_end()
 
     def _cancel(self) -> None:
         if self._response is not None:

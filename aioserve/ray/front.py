@@ -4,162 +4,104 @@ Tokenizes, so that the router can look for prefixes; text is made in the replica
 """
 
 import asyncio
-from collections.abc import Mapping
-from pathlib import Path
+import logging
 from typing import Any, NamedTuple, cast
-from uuid import uuid4
 
+import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.client import Answer, EngineClient
-from aioserve.engine.input_processor import InputProcessor, Prompt
-from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor
+from aioserve.engine.client import Answer, KnownAdapters
+from aioserve.engine.clock import Clock, clock_of
+from aioserve.engine.front import EngineFront
+from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
+from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import (
-    ConfigError,
-    EngineDeadError,
-    RequestError,
-    RequestIdInUseError,
-    UnknownModelError,
-)
+from aioserve.errors import ConfigError, EngineDeadError, RequestError
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
-from aioserve.pooling_params import PoolingParams
-from aioserve.ray.call import Call
+from aioserve.ray.call import Call, TimeLeft
 from aioserve.ray.replica import ReplicaInfo
-from aioserve.ray.route import Route
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import RoutedRequest
-from aioserve.sampling_params import SamplingParams
 from aioserve.version import __version__
 
+logger = logging.getLogger(__name__)
+
 HEALTH_SECONDS = 5.0  # in which a replica says that it is there. A guess
+PATIENCE_SECONDS = 30.0  # after which somebody is told for whom we wait
+
+# Blocks of a prompt that are hashed before others have a turn on the loop: 2 ms, a guess.
+BLOCKS_AT_ONCE = 1_000
 
 
-class _Adapters:
-    """Those of the settings: every replica has loaded them at its start."""
+class RayParts(NamedTuple):
+    """What a front end is made of."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._served_name = config.model.served_name
-        pairs = [spec.partition("=") for spec in config.adapters.lora]
-        self.paths: Mapping[str, Path] = {name: Path(path) for name, _, path in pairs}
-
-    def check_name(self, name: str) -> None:
-        if name != self._served_name and name not in self.paths:
-            known = ", ".join([self._served_name, *self.paths])
-            raise UnknownModelError(f"there is no model {name!r}, but {known}", param="model")
-
-
-class _Parts(NamedTuple):
+    info: ReplicaInfo
+    adapters: KnownAdapters
     input_processor: InputProcessor
     pooling: PoolingDoor
+    clock: Clock
+    claims: Claims
 
 
-class RayFront(EngineClient):
+class RayFront(EngineFront[RayParts]):
     """Serves requests from any number of tasks of one event loop."""
 
-    def __init__(self, config: EngineConfig, handle: DeploymentHandle) -> None:
-        """`config` is that of the replicas; `handle` leads to them. `start` comes first."""
+    def __init__(
+        self, config: EngineConfig, handle: DeploymentHandle, *, hashes: bool, seed: int
+    ) -> None:
+        """`config` is that of the replicas; `handle` leads to them, by a router that wants `hashes`
+        or not. Of front ends with the same `seed`, all would draw the same. `start` comes first.
+        """
         self.config = config
         self.model_info = ModelInfo(config.model)
         self.max_model_len = 0
         self.started_at = 0
-        self.adapters_served = _Adapters(config)
         self._handle = handle
-        self._info: ReplicaInfo | None = None
-        self._parts: _Parts | None = None
-        self._calls: dict[str, Call | None] = {}  # None: not accepted yet
+        self._hashes = hashes
+        self._seed = seed
+        self._parts: RayParts | None = None
+        self._calls: dict[str, Call] = {}
 
     @property
-    def adapters(self) -> _Adapters:
-        return self.adapters_served
+    def adapters(self) -> KnownAdapters:
+        return self._alive().adapters
 
     async def start(self) -> None:
         """Ask a replica what they all are. Raises `ConfigError` for one of another version."""
-        info = await self._handle.describe.remote()
+        info = await self._ask_first()
         if info.version != __version__:
             raise ConfigError(
                 f"the replicas run aioserve {info.version}, the ingress {__version__}: give them "
                 "the same environment"
             )
-        self._info, self.max_model_len = info, info.max_model_len
-        self.started_at = info.started_at
-        self._parts = _Parts(
+        self.max_model_len, self.started_at = info.max_model_len, info.started_at
+        self._parts = RayParts(
+            info,
+            KnownAdapters(self.config.model.served_name, info.adapters),
             InputProcessor(
-                self.model_info,
-                info.max_model_len,
-                self.config.runner.seed,
-                None,
-                tells_prompts=info.tells_prompts,
+                self.model_info, info.max_model_len, self._seed, tells_prompts=info.tells_prompts
             ),
             PoolingDoor(self.model_info, can_pool=info.can_pool),
+            clock_of(asyncio.get_running_loop()),
+            Claims(),
         )
 
-    async def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> RequestStream:
-        """As `AsyncEngine.add_request`."""
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
-        processor, pooling = self._alive()
-        request_id = request_id or f"req-{uuid4().hex}"
-        if request_id in self._calls:
-            raise RequestIdInUseError(f"request_id {request_id!r} belongs to a request in progress")
-        began = asyncio.get_running_loop().time()
-        complete: SamplingParams | PoolingParams
-        if isinstance(params, PoolingParams):
-            complete, n = pooling.complete(params), 1
-        else:
-            complete = processor.complete_params(params or SamplingParams())
-            n = complete.n
-        self._calls[request_id] = None
-        try:
-            room = processor.room(complete)
-            processor.least_tokens(prompt, room)
-            token_ids = await processor.tokenize(prompt, room)
-            if timeout is not None:
-                timeout = max(timeout - (asyncio.get_running_loop().time() - began), 1e-3)
-            arguments = {
-                "prompt": token_ids,
-                "params": complete,
-                "request_id": request_id,
-                "priority": priority,
-                "user": user,
-                "timeout": timeout,
-                "cache_salt": cache_salt,
-                "adapter": adapter,
-            }
-            routed = self._routed(token_ids, cache_salt, adapter, user)
-            call = Call(
-                self._handle,
-                arguments,
-                lambda: Route(routed),
-                request_id,
-                n,
-                on_end=lambda: self._calls.pop(request_id, None),
+    async def _ask_first(self) -> ReplicaInfo:
+        asking = asyncio.ensure_future(self._handle.describe.remote())
+        while not (await asyncio.wait([asking], timeout=PATIENCE_SECONDS))[0]:
+            logger.warning(
+                "no replica of %r has started yet: `serve status` and `ray status` say why",
+                self.config.model.served_name,
             )
-            await call.begin()
-        except BaseException:
-            self._calls.pop(request_id, None)
-            raise
-        call.stream.prompt_token_ids = token_ids
-        self._calls[request_id] = call
-        return call.stream
+        return cast(ReplicaInfo, asking.result())
 
     def abort(self, request_id: str) -> bool:
-        call = self._calls.get(request_id)
-        return call is not None and call.abort()
+        return self._parts is not None and self._abort_if_here(request_id, self._parts)
 
     async def ask(self, question: Question[Answer]) -> Answer:
         """Health, and what other front ends have. Raises `RequestError` for what an operator does
@@ -172,7 +114,8 @@ class RayFront(EngineClient):
             answer = False
         else:
             raise RequestError(
-                f"{type(question).__name__} is not served in front of replicas: see docs/ray.md"
+                f"{type(question).__name__} is not served in front of replicas on Ray, which has "
+                "ways of its own: see docs/ray.md"
             )
         return cast(Answer, answer)
 
@@ -184,22 +127,65 @@ class RayFront(EngineClient):
             return Health(cause_of_death=f"no replica answers ({type(error).__name__})")
         return Health()
 
-    def _routed(
-        self, token_ids: list[int], cache_salt: str, adapter: str, user: str
-    ) -> RoutedRequest:
-        assert self._info is not None
-        spec = RequestSpec(
-            "",
-            token_ids,
-            NOTHING_SAMPLED,
-            cache_salt=cache_salt,
-            adapter_id=self._info.adapter_ids.get(adapter, ""),
-        )
-        request, size = Request(spec), self.config.cache.block_size
-        hash_blocks(request, len(token_ids) // size, size)
-        return RoutedRequest(len(token_ids), tuple(request.block_hashes), size, user)
+    async def _submit(
+        self,
+        spec: RequestSpec,
+        samples: Samples,
+        stream: RequestStream,
+        adapter: str,
+        seconds: float | None,
+        parts: RayParts,
+    ) -> None:
+        arguments = {
+            "prompt": spec.prompt_token_ids,
+            "params": spec.pooling_params or spec.sampling_params,
+            "request_id": spec.request_id,
+            "priority": spec.priority,
+            "user": spec.user,
+            "timeout": None if spec.deadline is None else TimeLeft(spec.deadline),
+            "cache_salt": spec.cache_salt,
+            "adapter": adapter,
+        }
+        routed = await self._routed(spec, adapter, parts)
 
-    def _alive(self) -> _Parts:
+        def on_end() -> None:
+            if parts.claims.release(samples):
+                del self._calls[spec.request_id]
+
+        call = Call(self._handle, arguments, routed, stream, len(samples.ids), on_end)
+        self._calls[spec.request_id] = call
+        if samples.is_aborted:
+            call.let_go()
+        samples.let_go = call.let_go
+        try:
+            await call.begin()
+        finally:
+            samples.let_go = None
+
+    def _drop(self, samples: Samples, parts: RayParts) -> None:
+        if parts.claims.release(samples):
+            call = self._calls.pop(samples.request_id, None)
+            if call is not None:
+                call.drop()
+
+    def _abort(self, samples: Samples, parts: RayParts) -> bool:
+        call = self._calls.get(samples.request_id)
+        return call is not None and call.abort()
+
+    async def _routed(self, spec: RequestSpec, adapter: str, parts: RayParts) -> RoutedRequest:
+        num_tokens, size = len(spec.prompt_token_ids), self.config.cache.block_size
+        if not self._hashes:
+            return RoutedRequest(num_tokens, session=spec.user)
+        adapter_id = parts.info.adapter_ids.get(adapter, "")
+        request = Request(msgspec.structs.replace(spec, adapter_id=adapter_id))
+        num_blocks = num_tokens // size
+        for num_hashed in range(0, num_blocks, BLOCKS_AT_ONCE):
+            if num_hashed:
+                await asyncio.sleep(0)
+            hash_blocks(request, min(num_hashed + BLOCKS_AT_ONCE, num_blocks), size)
+        return RoutedRequest(num_tokens, tuple(request.block_hashes), size, spec.user)
+
+    def _alive(self) -> RayParts:
         if self._parts is None:
             raise EngineDeadError("the front end has not been started")
         return self._parts

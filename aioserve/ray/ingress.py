@@ -4,53 +4,69 @@ Ray's proxies speak ASGI, our handlers aiohttp: between them lies a Unix socket 
 Knows no fields of any body but `model`.
 """
 
+import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import ClientSession, ClientTimeout, UnixConnector, web
+from aiohttp import ClientResponse, ClientSession, ClientTimeout, UnixConnector, web
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from aioserve.config import EngineConfig
 from aioserve.ray.front import RayFront
-from aioserve.server.app import build_app
+from aioserve.server.app import build_app, max_body_mib
+from aioserve.server.responses.store import ResponseStore
 
-# Of one hop only (RFC 9110, 7.6.1); and the length, which whoever writes the body knows.
-HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"}
+# Of one hop only (RFC 9110, 7.6.1).
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"}
+# What whoever sends a request on knows by himself.
+OUR_OWN = {"host", "content-length"}
 
 
 class _Model:
     """The routes of one model, on a socket."""
 
-    def __init__(self, front: RayFront, path: Path) -> None:
+    def __init__(self, front: RayFront, path: Path, responses: ResponseStore) -> None:
         self.front = front
-        self.path = path
-        self.runner = web.AppRunner(
-            build_app(front),
+        self.max_bytes = max_body_mib(front) * 2**20
+        self._path = path
+        self._runner = web.AppRunner(
+            build_app(front, responses),
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
             shutdown_timeout=1.0,
         )
-        self.session: ClientSession | None = None
+        self._session: ClientSession | None = None
 
     async def start(self) -> None:
-        await self.runner.setup()
-        await web.UnixSite(self.runner, str(self.path)).start()
-        self.session = ClientSession(
-            connector=UnixConnector(path=str(self.path), limit=0),
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self._path)).start()
+        self._session = ClientSession(
+            connector=UnixConnector(path=str(self._path), limit=0),
             timeout=ClientTimeout(total=None),
             auto_decompress=False,
         )
 
+    async def ask(
+        self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: bytes = b""
+    ) -> ClientResponse:
+        """Its head has come; the rest is to be read, or the response closed."""
+        assert self._session is not None
+        return await self._session.request(
+            method, f"http://aioserve{target}", data=body, headers=headers, allow_redirects=False
+        )
+
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
-        await self.runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+        await self._runner.cleanup()
 
 
 class _Named(msgspec.Struct):
@@ -70,34 +86,35 @@ class Ingress:
     """The deployment that Ray's proxies call."""
 
     async def __init__(self, *models: Any) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Pairs, one after the other: the settings of a model's replicas, and their handle."""
+        """Three for each model, one after the other: the settings of its replicas, whether their
+        router wants hashes, and their handle.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="aioserve-")
-        self._models: dict[str, _Model] = {}
-        configs: tuple[EngineConfig, ...] = models[::2]
-        handles: tuple[DeploymentHandle, ...] = models[1::2]
-        for i, (config, handle) in enumerate(zip(configs, handles, strict=True)):
-            front = RayFront(config, handle)
+        self._named: dict[str, _Model] = {}
+        self._models: list[_Model] = []
+        configs: tuple[EngineConfig, ...] = models[::3]
+        wishes: tuple[bool, ...] = models[1::3]
+        handles: tuple[DeploymentHandle, ...] = models[2::3]
+        responses = ResponseStore()
+        own = zlib.crc32(serve.get_replica_context().replica_id.unique_id.encode())
+        for i, (config, hashes, handle) in enumerate(zip(configs, wishes, handles, strict=True)):
+            front = RayFront(
+                config, handle, hashes=hashes, seed=config.runner.seed + (own << 32) + i
+            )
             await front.start()
-            model = _Model(front, Path(self._folder.name) / f"{i}.sock")
+            model = _Model(front, Path(self._folder.name) / f"{i}.sock", responses)
             await model.start()
+            self._models.append(model)
             for name in (config.model.served_name, *front.adapters.paths):
-                self._models[name] = model
+                self._named[name] = model
 
     async def __call__(self, request: Request) -> Response:
         """Pass it on, and its answer piece by piece. Cancelled, it closes the connection, which
         aborts what was asked.
         """
-        body = await request.body()
         if request.method == "GET" and request.url.path == "/v1/models":
             return await self._list_models()
-        model = self._find(body)
-        assert model.session is not None
-        path = request.url.path
-        url = f"http://aioserve{path}" + (f"?{request.url.query}" if request.url.query else "")
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP]
-        response = await model.session.request(
-            request.method, url, data=body, headers=headers, allow_redirects=False
-        )
+        response = await self._ask(request, await self._read(request))
 
         async def chunks() -> AsyncIterator[bytes]:
             async with response:
@@ -113,27 +130,55 @@ class Ingress:
         return made
 
     async def __del__(self) -> None:
-        for model in set(self._models.values()):
+        for model in self._models:
             await model.close()
         self._folder.cleanup()
 
+    async def _read(self, request: Request) -> bytes:
+        """The body; of one that is too long as much as it takes to refuse it."""
+        most = max(model.max_bytes for model in self._models)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                break
+        return bytes(body)
+
+    async def _ask(self, request: Request, body: bytes) -> ClientResponse:
+        """The model that the body names. If it names none, one after the other: until one knows
+        what is asked for, or, if that is how it is, one is not well.
+        """
+        path, query = request.url.path, request.url.query
+        target = f"{path}?{query}" if query else path
+        headers = [
+            (key, value)
+            for key, value in request.headers.items()
+            if key.lower() not in HOP_BY_HOP | OUR_OWN
+        ]
+        models = self._find(body)
+        for model in models:
+            response = await model.ask(request.method, target, headers, body)
+            is_last = model is models[-1]
+            is_told = response.status != (200 if path == "/health" else 404)
+            if is_last or is_told:
+                return response
+            response.close()
+        raise AssertionError("there is no model")
+
+    def _find(self, body: bytes) -> list[_Model]:
+        """Who may know what to do."""
+        if len(self._models) > 1 and body:
+            with contextlib.suppress(msgspec.MsgspecError):
+                if name := _decoder.decode(body).model:
+                    # The first will refuse what nobody has.
+                    return [self._named.get(name, self._models[0])]
+        return self._models
+
     async def _list_models(self) -> Response:
         """Of all of them, as each lists its own."""
-        lists = []
-        for model in dict.fromkeys(self._models.values()):
-            assert model.session is not None
-            async with model.session.get("http://aioserve/v1/models") as response:
-                lists.append(msgspec.json.decode(await response.read(), type=_ModelList))
-        cards = [card for one in lists for card in one.data]
+        cards: list[msgspec.Raw] = []
+        for model in self._models:
+            async with await model.ask("GET", "/v1/models") as response:
+                cards += msgspec.json.decode(await response.read(), type=_ModelList).data
         body = msgspec.json.encode({"object": "list", "data": cards})
         return Response(body, media_type="application/json")
-
-    def _find(self, body: bytes) -> _Model:
-        """The model that the body names; the first, which will refuse, if it names no other."""
-        first = next(iter(self._models.values()))
-        if len(self._models) == 1 or not body:
-            return first
-        try:
-            return self._models.get(_decoder.decode(body).model, first)
-        except msgspec.MsgspecError:
-            return first

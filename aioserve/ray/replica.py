@@ -6,14 +6,15 @@ that there may be some that follow its KV cache.
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, Section
 from aioserve.engine import AsyncEngine, Prompt
-from aioserve.errors import EngineDeadError
+from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.gauges import StatsGauges
@@ -27,10 +28,18 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     max_model_len: int
-    adapter_ids: dict[str, str]  # by name, in the order in which they were loaded
+    adapters: dict[str, Path]
+    adapter_ids: dict[str, str]  # by name, of those in memory
     can_pool: bool
     tells_prompts: bool
     started_at: int  # of this one; of the others about then
+
+
+class UserConfig(Section, frozen=True, kw_only=True):
+    """What may change while a replica runs."""
+
+    policy: str
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class EngineReplica:
@@ -77,12 +86,17 @@ class EngineReplica:
             async for output in stream:
                 yield output
 
+    async def abort(self, request_id: str, *, route: Any = None) -> bool:
+        """As `AsyncEngine.abort`. `route` was for the router, which found us by it."""
+        return self._engine.abort(request_id)
+
     async def describe(self) -> ReplicaInfo:
         """What does not change while it lives."""
         engine = self._engine
         return ReplicaInfo(
             version=__version__,
             max_model_len=engine.max_model_len,
+            adapters=engine.adapters.paths,
             adapter_ids=engine.adapters.ids,
             can_pool=engine.can_pool,
             tells_prompts=engine.tells_prompts,
@@ -90,8 +104,12 @@ class EngineReplica:
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """`user_config` of the deployment, when it is set or changes: `policy`, `options`."""
-        self._engine.switch_policy(user_config["policy"], user_config.get("options"))
+        """`user_config` of the deployment, when it is set or changes. Raises `ConfigError`."""
+        try:
+            wanted = msgspec.convert(user_config, UserConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"user_config: {error}") from None
+        self._engine.switch_policy(wanted.policy, wanted.options)
 
     def check_health(self) -> None:
         """Ray replaces a replica whose check raises."""

@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from aioserve.ray.kv_feed import follow
 from aioserve.ray.route import ROUTE, Route
-from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
+from aioserve.routing import Replica, RoutedRequest, make_router
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ class AioserveRouter(RequestRouter):
         self._choice = make_router(router, seed)
         self._known: dict[ReplicaID, Replica] = {}
         self._places: tuple[Replica, ...] = ()
-        self._assignments: dict[str, Assignment] = {}  # by Ray's id of the request
         self._followers: dict[ReplicaID, asyncio.Task[None]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -56,6 +55,9 @@ class AioserveRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """First the one that was chosen, then all by their work: for one that has no seat left."""
+        route = _route_of(pending_request)
+        if route is not None:
+            candidate_replicas = self._fit(candidate_replicas, route)
         if not candidate_replicas:
             return []
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
@@ -64,7 +66,6 @@ class AioserveRouter(RequestRouter):
             return [candidate_replicas]
         if places != self._places:  # the same tuple, while nobody comes or goes
             self._places = places
-        route = _route_of(pending_request)
         choice = self._choice.choose(UNKNOWN if route is None else route.request, self._places)
         if route is not None:
             route.chosen = (self._places[choice.place], choice)
@@ -77,15 +78,21 @@ class AioserveRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """It is there now: work, until it ends."""
+        """It is there now: work, until its caller says that it has ended. Ray tells of an end, too,
+        but of a quick one before this.
+        """
         replica, route = self._known.get(replica_id), _route_of(pending_request)
         if replica is not None and route is not None:
-            self._assignments[pending_request.metadata.internal_request_id] = route.assign(replica)
+            route.assign(replica)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """However it ended."""
-        if (assignment := self._assignments.pop(internal_request_id, None)) is not None:
-            assignment.has_ended()
+    def _fit(self, candidates: list[RunningReplica], route: Route) -> list[RunningReplica]:
+        """Those that the call wants, or may have."""
+        known = [(self._known.get(replica.replica_id), replica) for replica in candidates]
+        if route.only is not None:
+            return [replica for own, replica in known if own is route.only]
+        if not route.avoid:
+            return candidates
+        return [replica for own, replica in known if own not in route.avoid] or candidates
 
     def _forget(self, replica_id: ReplicaID) -> None:
         if self._known.pop(replica_id, None) is not None:

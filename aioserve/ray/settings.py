@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from aioserve.config import EngineConfig, Section
 from aioserve.errors import ConfigError
-from aioserve.routing import make_router
+from aioserve.routing import ROUTERS, make_router
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -54,9 +54,22 @@ class ModelSettings(Section, frozen=True, kw_only=True):
         if self.num_replicas is not None and self.autoscaling is not None:
             raise ConfigError("num_replicas has no effect beside autoscaling: leave one out")
 
+    @property
+    def wants_hashes(self) -> bool:
+        """Whether its router looks at hashes of blocks."""
+        return self.router in ROUTERS and ROUTERS[self.router].follows_kv_events
+
     def engine_config(self) -> EngineConfig:
         """What each replica is started with. Raises `ConfigError`."""
-        return EngineConfig.load(self.config, list(self.settings.items()))
+        config = EngineConfig.load(self.config, list(self.settings.items()))
+        for name in ("decision_log", "request_log"):
+            is_alone = self.autoscaling is None and self.num_replicas in (None, 1)
+            if getattr(config.scheduler, name) is not None and not is_alone:
+                raise ConfigError(
+                    f"scheduler.{name} is the file of one engine, and all replicas would write it: "
+                    "leave it out, or have one replica"
+                )
+        return config
 
 
 class RaySettings(Section, frozen=True, kw_only=True):

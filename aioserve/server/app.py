@@ -55,7 +55,7 @@ def build_app(
     """
     app = web.Application(
         middlewares=[log_requests, answer_errors],
-        client_max_size=_max_body_mib(engine) * 2**20,
+        client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
     app[RESPONSES] = responses or ResponseStore()
@@ -80,7 +80,7 @@ def build_app(
     return app
 
 
-def _max_body_mib(engine: EngineClient) -> int:
+def max_body_mib(engine: EngineClient) -> int:
     """The setting, or what prompts of this model need: bodies are decoded in one go, on the loop,
     because the decoder keeps the GIL. A MiB of token ids takes some 20 ms.
     """

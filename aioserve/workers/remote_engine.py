@@ -6,23 +6,22 @@ Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Kn
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import zmq
 
 from aioserve.arguments import EXIT_FAILED
-from aioserve.engine.client import Answer
+from aioserve.engine import RequestStream
+from aioserve.engine.client import Answer, KnownAdapters
 from aioserve.engine.clock import Clock, LoopLag, clock_of
-from aioserve.engine.front import EngineFront, Register
+from aioserve.engine.front import EngineFront
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
-from aioserve.engine.samples import Samples
-from aioserve.errors import ConfigError, EngineDeadError, UnknownModelError
+from aioserve.engine.samples import Claims, Samples
+from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
@@ -77,21 +76,10 @@ class RemoteParts(NamedTuple):
     output_processor: OutputProcessor
     clock: Clock
 
-
-class KnownAdapters:
-    """Which adapters the engine has, as it told us last."""
-
-    def __init__(self, model: str, paths: Mapping[str, Path]) -> None:
-        self._model = model
-        self.paths = paths
-
-    def check_name(self, name: str) -> None:
-        """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
-        if name != self._model and name not in self.paths:
-            known = ", ".join(map(repr, (self._model, *self.paths)))
-            raise UnknownModelError(
-                f"model {name!r} does not exist; this server has {known}", param="model"
-            )
+    @property
+    def claims(self) -> Claims:
+        """By requests of this worker."""
+        return self.output_processor.claims
 
 
 class _StopCounts:
@@ -199,7 +187,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
     def abort(self, request_id: str) -> bool:
         if self._parts is None or self._error is not None:
             return False
-        samples = self._parts.output_processor.samples_of(request_id)
+        samples = self._parts.claims.samples_of(request_id)
         if samples is not None and samples.is_aborted and not samples.is_arriving:
             return False  # its end is on the way
         return self._abort_if_here(request_id, self._parts)
@@ -236,16 +224,13 @@ class RemoteEngine(EngineFront[RemoteParts]):
             raise EngineDeadError("the engine has not been started")
         return self._parts
 
-    def _arriving(self, num_tokens: int, parts: RemoteParts) -> AbstractContextManager[None]:
-        return nullcontext()  # whether there is room in the queue, the engine knows
-
     async def _submit(
         self,
         spec: RequestSpec,
         samples: Samples,
+        stream: RequestStream,
         adapter: str,
         seconds: float | None,
-        register: Register,
         parts: RemoteParts,
     ) -> None:
         self._alive()
@@ -253,7 +238,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
 
         def accept() -> None:
             for index, request in enumerate(requests):
-                register(request, index)
+                parts.output_processor.add_request(request, samples, index, stream)
 
         number, future = self._calls.begin()
         # Not before: until then there may be outputs of one that had its id, and was dropped.
@@ -267,7 +252,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
             del self._accepting[number]
 
     def _drop(self, samples: Samples, parts: RemoteParts) -> None:
-        if parts.output_processor.samples_of(samples.request_id) is not samples:
+        if parts.claims.samples_of(samples.request_id) is not samples:
             return  # it has ended
         parts.output_processor.drop(samples, parts.clock())
         if self._error is None:

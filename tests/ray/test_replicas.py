@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.errors import ConfigError
 from aioserve.ray import build_app
 from tests.processes import PATIENCE
 
@@ -122,6 +123,16 @@ class Streamed:
                 elif line.startswith(b"data: "):
                     self.events.append(json.loads(line[6:]))
                     self.has_begun.set()
+
+
+def test_replicas_that_fit_nowhere_are_told_in_a_line(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_app({"models": [{"ray_actor_options": {"num_cpus": 1000, "resources": {"card": 1}}}]})
+    with pytest.raises(ConfigError, match=r"the deployment of 'embedded' cannot be: .*num_cpu\b"):
+        build_app({"models": [{"ray_actor_options": {"num_cpu": 1}}]})
+    [line] = [record.message for record in caplog.records if record.name == "aioserve.ray.app"]
+    assert line.startswith("a replica of 'embedded' needs CPU 1000, card 1, and no node of this")
 
 
 async def test_texts_and_refusals_are_those_of_one_engine(http: aiohttp.ClientSession) -> None:
@@ -251,7 +262,36 @@ async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
     async with http.post("/v1/completions", json={"model": "third", "prompt": "a"}) as response:
         assert response.status == 404
 
+    # What names no model is known to whoever has it.
+    async with http.get("/v1/models/other") as response:
+        assert (await response.json())["id"] == "other"
+    async with http.post("/v1/responses", json={"model": "other", "input": "a"}) as response:
+        stored = (await response.json())["id"]
+    async with http.get(f"/v1/responses/{stored}") as response:
+        assert (await response.json())["id"] == stored
+    fields = {"prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True, "request_id": "x"}
+    aborted = asyncio.create_task(complete(http, model="other", **fields))
+    await asyncio.sleep(0.5)
+    async with http.post("/v1/abort", json={"request_id": "x"}) as response:
+        assert response.status == 200
+    answer = await aborted
+    assert answer["choices"][0]["finish_reason"] == "abort"
+    assert 0 < answer["usage"]["completion_tokens"] < NUM_TOKENS
+    assert answer["choices"][0]["text"]
+
     handle = serve.get_deployment_handle("engine-embedded", "aioserve")
+    await handle.reconfigure.remote({"policy": "priority"})
+    with pytest.raises(ConfigError, match=r"user_config: .*polcy"):
+        await handle.reconfigure.remote({"polcy": "priority"})
+
+    async with http.get("/health") as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        assert response.status == 400
+        assert "docs/ray.md" in (await response.json())["error"]["message"]
+    async with http.post("/v1/completions", data=b"x" * 2**25) as response:
+        assert response.status == 413
+
     stream = Streamed(http, PROMPT)
     await stream.has_begun.wait()
     assert (await handle.record_autoscaling_stats.remote())["num_requests"] == 1

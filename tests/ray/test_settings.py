@@ -36,6 +36,16 @@ def test_a_replica_is_set_up_as_a_server_is() -> None:
     assert config.scheduler.max_num_seqs == 3
 
 
+@pytest.mark.parametrize("many", [{"num_replicas": 2}, {"autoscaling": {"max_replicas": 2}}])
+@pytest.mark.parametrize("name", ["decision_log", "request_log"])
+def test_replicas_do_not_write_into_one_log(name: str, many: dict[str, Any]) -> None:
+    model = {"settings": {f"scheduler.{name}": "a.log"}}
+    for number in ({}, {"num_replicas": 1}):
+        RaySettings.of({"models": [model | number]}).models[0].engine_config()
+    with pytest.raises(ConfigError, match=f"scheduler.{name} is the file of one engine"):
+        RaySettings.of({"models": [model | many]}).models[0].engine_config()
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_files_that_ship_say_what_can_work(path: Path) -> None:
     (application,) = yaml.safe_load(path.read_text())["applications"]
