@@ -74,10 +74,21 @@ def told(body: bytes) -> object:
 
 
 @pytest.mark.dist
-def test_answers_are_those_of_one_process():
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--pipeline-depth 2 --shadow-policy fcfs --decision-log log",
+        "--pipeline-depth 2 --kv-connector memory --num-kv-blocks 64",
+        "--tensor-parallel-size 2 --dtype float32",
+    ],
+    ids=["plain", "watched", "kv connector", "ranks"],
+)
+def test_answers_are_those_of_one_process(flags, tmp_path):
+    words = [str(tmp_path / word) if word == "log" else word for word in flags.split()]
     answers = []
     for workers in ("0", "2"):
-        with serving("--api-workers", workers, "--enable-admin") as (_, url):
+        with serving("--api-workers", workers, "--enable-admin", *words) as (_, url):
             own = [fetch(f"{url}/v1/{path}", body) for path, body in BODIES]
             answers.append([(status, told(body)) for status, body in own])
             stored = json.loads(own[4][1])["id"]
