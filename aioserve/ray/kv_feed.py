@@ -87,7 +87,7 @@ class KVFeed:
 
     async def _answer(self) -> None:
         while True:
-            router, _ = await self._socket.recv_multipart()
+            router, *_ = await self._socket.recv_multipart()  # whatever it says
             self._flush()  # what it is told below holds that already
             self._numbers[router] = 0
             self._send(router, Changes(0, True, list(self._held), []))

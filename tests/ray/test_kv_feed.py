@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
+import zmq
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.ray.kv_feed import KVFeed, follow
@@ -62,6 +63,22 @@ async def test_what_is_stored_and_removed_reaches_a_router(feed: KVFeed) -> None
     feed.note(removed("a"))
     feed.note(stored("c"))
     await follower.expect("b", "c")
+    await follower.stop()
+
+
+async def test_a_stranger_who_says_something_else_keeps_no_router_from_an_answer(
+    feed: KVFeed,
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(feed.address)
+        stranger.send_multipart([b"what", b"now"])
+        async with asyncio.timeout(20):
+            while not feed._numbers:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    follower = Follower(feed)
+    feed.note(stored("a"))
+    await follower.expect("a")
     await follower.stop()
 
 
