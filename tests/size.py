@@ -19,7 +19,7 @@ LIMITS = {
     "aioserve/kv_connector": 830,
     "aioserve/lab": 6_850,
     "aioserve/model_source": 2_180,
-    "aioserve/ray": 1_400,
+    "aioserve/ray": 1_420,
     "aioserve/routing": 400,
     "aioserve/runner": 12_060,
     "aioserve/scheduler": 2_510,
@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_300,
     "policies": 650,
-    "tests": 34_450,
+    "tests": 34_950,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
