@@ -1,7 +1,12 @@
 # make serve, make test: both set up .venv first. make help lists all.
 SHELL := /bin/bash
-# Kernels compile while packages are fetched; nothing else goes side by side.
+# Kernels compile while packages are fetched. Several goals go one after the other: of clean and
+# test, neither would live. Nor may two fetch packages at once, as wheel and test would.
+ifeq ($(words $(MAKECMDGOALS)),1)
+ifeq ($(filter test-wheel test-clients,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j2
+endif
+endif
 PYTHON ?= python3
 BIN := .venv/bin
 # Compiling all of what is installed takes a minute; Python compiles what is imported.
@@ -11,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
 
 install: .venv/runtime  ## create .venv with pinned dependencies
 serve: .venv/runtime  ## start the server on the embedded model (MODEL=smollm2 on that; ARGS="--port 9000" adds flags)

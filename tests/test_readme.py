@@ -1,6 +1,7 @@
 """The README is true: its code runs, and its commands exist."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -74,3 +75,19 @@ def test_every_file_and_target_that_is_named_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_goals_of_make_that_are_named_together_run_one_after_the_other() -> None:
+    """`make clean test` would remove what it has just installed."""
+    environment = {n: value for n, value in os.environ.items() if not n.startswith("MAKE")}
+    for goals, are_parallel in (("serve", True), ("clean test", False), ("test-wheel", False)):
+        printed = subprocess.run(
+            ["make", "-pn", *goals.split()],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            check=True,
+        ).stdout
+        (flags,) = re.findall(r"^MAKEFLAGS = (.*)$", printed, re.MULTILINE)
+        assert ("-j2" in flags) is are_parallel, goals
