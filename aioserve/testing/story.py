@@ -25,11 +25,13 @@ MAX_PROGRAM = 20  # lines of a program that are shown whole; of longer ones, bot
 IN_WORDS = {
     WaitReason.BUDGET: "no tokens left in the step, or too few for a whole prompt",
     WaitReason.SEATS: "max_num_seqs requests run",
+    WaitReason.ADAPTERS: "those that run have max_loras adapters, and not its own",
     WaitReason.BLOCKS: "its tokens do not fit the free KV blocks",
     WaitReason.STATES: "no slot for its state is free",
     WaitReason.ENCODER_BUDGET: "its next image does not fit",
     WaitReason.DEADLINE: "the policy holds that it will miss its deadline",
     WaitReason.PREEMPTED: "it gave way in this very step",
+    WaitReason.REMOTE_KVS: "its blocks are being read",
     WaitReason.IN_FLIGHT: "a step that still has it is not back",
     WaitReason.POLICY: "the policy did not ask for it in its last step",
 }

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from aioserve.request import WaitReason
 from aioserve.scheduler import Request, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.shrink import BROKEN
-from aioserve.testing.story import told
+from aioserve.testing.story import IN_WORDS, told
 from tests.testing.broken import SoundScheduler
 
 
@@ -124,3 +125,7 @@ def test_a_long_program_is_cut_in_the_middle() -> None:
     assert len(story.splitlines()) < 30
     assert "lines more" in story
     assert story.endswith("harness.add_request('r1', [1])")
+
+
+def test_there_are_words_for_every_reason_to_wait() -> None:
+    assert set(IN_WORDS) == set(WaitReason)
