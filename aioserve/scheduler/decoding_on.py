@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from aioserve.request import Request
 from aioserve.scheduler.base import BaseScheduler
+from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 
@@ -20,6 +21,20 @@ class DecodingOn:
         self._book = scheduler.book
         self._kv_cache = scheduler.kv_cache
         self.requests: list[Request] = scheduler.book.in_flight[0][1]
+
+    @staticmethod
+    def is_promised_by(policy: type[SchedulerInterface]) -> bool:
+        """Whether this class promises `keeps_decoding`: not one that plans or counts otherwise than
+        the base that does, nor one that learns from every step.
+        """
+        if not issubclass(policy, BaseScheduler) or policy.uses_step_time:
+            return False
+        for cls in policy.__mro__:
+            if "keeps_decoding" in vars(cls):
+                return bool(vars(cls)["keeps_decoding"])
+            if not vars(cls).keys().isdisjoint(("schedule", "update_from_output")):
+                return False
+        return False
 
     @staticmethod
     def follows(scheduler: BaseScheduler, output: SchedulerOutput) -> bool:

@@ -5,6 +5,7 @@ Tables go to stdout, progress to stderr if that is a terminal. Knows nothing abo
 
 import argparse
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -90,8 +91,8 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
 
 def _fleet(arguments: argparse.Namespace) -> FleetSpec | None:
     price: float | None = arguments.price_per_hour
-    if price is not None and price < 0:
-        raise ConfigError(f"--price-per-hour must be at least 0, got {price:g}")
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigError(f"--price-per-hour must be a number of at least 0, got {price:g}")
     if arguments.fleet is None:
         for name in ("routers", "price_per_hour"):
             if getattr(arguments, name) is not None:

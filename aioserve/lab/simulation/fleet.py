@@ -77,10 +77,16 @@ class _Seat:
         self.place = place
         self.replica = Replica(f"replica-{place}")
         self.engine: SteppedEngine | None = None
-        self.slowdown = 1.0
+        self.slowdowns: list[float] = []  # that last now, each times the others
         self.live: dict[str, tuple[int, Request, Assignment]] = {}  # by request id
         self.num_turns = 0  # made or planned: a turn that is planned anew makes the old one void
-        self.expiry = math.inf  # when deadlines will be looked at
+        self.due = math.inf  # the deadline for which deadlines will be looked at, and when
+        self.expiry = math.inf
+
+    @property
+    def slowdown(self) -> float:
+        """What its steps are times as long as the model says."""
+        return math.prod(self.slowdowns, start=1.0)
 
 
 class _Run:
@@ -258,15 +264,15 @@ class _Run:
     def _watch_expiry(self, seat: _Seat) -> None:
         """Have deadlines looked at when the next one is due."""
         assert seat.engine is not None
-        due = seat.engine.next_expiry()
-        if due is not None and due < seat.expiry:
-            seat.expiry = max(due, self._clock.now + TIMER_SECONDS)
+        due, now = seat.engine.next_expiry(), self._clock.now
+        if due is not None and due < seat.due:
+            seat.due, seat.expiry = due, now + max(due - now, TIMER_SECONDS)
             self._at(seat.expiry, EXPIRY, partial(self._expire, seat))
 
     def _expire(self, seat: _Seat) -> None:
         if seat.engine is None or self._clock.now != seat.expiry:
             return  # it has died since, or an earlier deadline came
-        seat.expiry = math.inf
+        seat.due = seat.expiry = math.inf
         self._catch_up(seat, seat.engine)
         for request_id in seat.engine.expire():
             i, request, assignment = seat.live.pop(request_id)
@@ -292,27 +298,28 @@ class _Run:
 
     def _plan_incidents(self, fleet: Fleet) -> None:
         incidents = self._workload.incidents + fleet.incidents
-        for failure in incidents.failures:
+        # In order: who dies in the moment in which it is back comes back first.
+        for failure in sorted(incidents.failures, key=lambda failure: failure.at):
             seat = self._seats[failure.replica]
             self._at(failure.at, INCIDENT, partial(self._fail, seat))
             if failure.down is not None:
                 self._num_returns += 1
                 self._at(failure.at + failure.down, INCIDENT, partial(self._return, seat))
         for straggler in incidents.stragglers:
-            seat = self._seats[straggler.replica]
-            for when, slowdown in ((0.0, straggler.slowdown), (straggler.duration, 1.0)):
-                if when is not None:
-                    self._at(
-                        straggler.at + when,
-                        INCIDENT,
-                        partial(self._slow, seat, slowdown),
-                    )
+            seat, at = self._seats[straggler.replica], straggler.at
+            slowdowns, slowdown = seat.slowdowns, straggler.slowdown
+            self._at(at, INCIDENT, partial(self._slow, seat, slowdowns.append, slowdown))
+            if straggler.duration is not None:
+                end = at + straggler.duration
+                self._at(end, INCIDENT, partial(self._slow, seat, slowdowns.remove, slowdown))
 
-    def _slow(self, seat: _Seat, slowdown: float) -> None:
-        seat.slowdown = slowdown
+    def _slow(self, seat: _Seat, change: Callable[[float], None], slowdown: float) -> None:
+        """A slowdown begins to last, or ends."""
         if seat.engine is not None:
             self._catch_up(seat, seat.engine)
-            seat.engine.runner.slowdown = slowdown
+        change(slowdown)
+        if seat.engine is not None:
+            seat.engine.runner.slowdown = seat.slowdown
 
     def _start(self, seat: _Seat) -> None:
         observer = RunObserver(
@@ -344,7 +351,7 @@ class _Run:
         assert engine is not None
         engine.catch_up()
         self._stop(seat, engine)
-        seat.expiry = math.inf
+        seat.due = seat.expiry = math.inf
         self._router.forget(seat.replica.name)
         self._count_up()
         live, seat.live = seat.live, {}

@@ -117,10 +117,10 @@ class SteppedEngine:
         self._last_step_id = 0
         self._last_end = 0.0
         self._stalled_since: float | None = None
+        self._is_woken = False  # somebody came or went while steps were with the runner
         self._stretch: _Stretch | None = None
-        keeps_decoding = issubclass(self._policy, BaseScheduler) and self._policy.keeps_decoding
         self._goes_on = (
-            keeps_decoding
+            DecodingOn.is_promised_by(self._policy)
             and self._depth == 1
             and not blueprint.config.scheduler.num_lookahead_tokens
             and not blueprint.config.runner.simulated_draft_tokens
@@ -167,6 +167,7 @@ class SteppedEngine:
         with blamed(self._policy, "add_request()"):
             self._scheduler.add_request(request)
         self.unstarted.add(request.request_id)
+        self._is_woken = not self.is_idle
 
     def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
         """Take the step that is back, if one was out, and hand over the next. Returns what came of
@@ -174,6 +175,7 @@ class SteppedEngine:
         None: when somebody comes. Raises `PolicyError`.
         """
         self.catch_up()
+        is_woken, self._is_woken = self._is_woken, False
         outputs: list[EngineCoreOutput] = []
         if self._in_flight:
             step = self._in_flight.popleft()
@@ -184,7 +186,7 @@ class SteppedEngine:
         if self._in_flight:
             return outputs, self._look_ahead()
         if self._scheduler.has_requests():  # the policy holds somebody back
-            return outputs, self._clock() + IDLE_POLL_SECONDS
+            return outputs, self._clock() + (0.0 if is_woken else IDLE_POLL_SECONDS)
         return outputs, None
 
     def take_events(self) -> list[KVEvent]:
@@ -199,6 +201,8 @@ class SteppedEngine:
         """The ids of those whose deadline has passed: they have ended."""
         expired = self._scheduler.expire_requests()
         self.unstarted.difference_update(expired)
+        if expired:
+            self._is_woken = not self.is_idle
         return expired
 
     def _look_ahead(self) -> float:

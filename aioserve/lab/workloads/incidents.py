@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A replica's steps take `slowdown` times as long."""
+    """A replica's steps take `slowdown` times as long; if it is two at once, times both."""
 
     replica: Place  # from 0
     slowdown: Duration

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from aioserve.cli import main
-from aioserve.config import CacheConfig
+from aioserve.config import CacheConfig, EngineConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab.simulation.fleet import FleetOutcome, simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet, FleetSpec
@@ -21,9 +21,9 @@ from aioserve.scheduler import available_policies
 from tests.lab.simulation.test_run import config, request, workload
 
 
-def traffic(num_requests: int = 60, **fields: Any) -> Workload:
+def traffic(num_requests: int = 60, rng: random.Random | None = None, **fields: Any) -> Workload:
     """Bursts, conversations, common beginnings, deadlines, clients and priorities."""
-    rng = random.Random(1)
+    rng = rng or random.Random(1)
     requests: list[WorkloadRequest] = []
     for i in range(num_requests):
         pieces = (Piece(rng.randrange(3), 40), Piece(100 + i, rng.randrange(1, 150)))
@@ -42,9 +42,29 @@ def traffic(num_requests: int = 60, **fields: Any) -> Workload:
                 timeout=rng.choice([None, None, None, 0.25]),
                 follows=follows,
                 session=requests[follows].session if follows >= 0 else i,
+                draft_acceptance=i % 4 / 3,
             )
         )
     return Workload("test", tuple(requests), **fields)
+
+
+def crowded(settings: EngineConfig) -> EngineConfig:
+    """For a model whose longest request takes all blocks that there are, in a small pool."""
+    model = msgspec.structs.replace(settings.model, max_model_len=961)
+    return msgspec.structs.replace(settings, model=model)
+
+
+def check_equal(settings: EngineConfig, asked: Workload) -> FleetOutcome:
+    """Of one replica and of the engine all is the same, to the last bit."""
+    alone, fleet = simulate(settings, asked), simulate_fleet(settings, asked, Fleet(1, "prefix"))
+    for engine, replica in zip(alone.requests, fleet.requests, strict=True):
+        for name in engine.__slots__:
+            assert getattr(replica, name) == getattr(engine, name), name
+    for name in vars(alone.steps):
+        assert getattr(fleet.steps, name) == getattr(alone.steps, name), name
+    for name in vars(alone).keys() - {"requests", "steps", "states"}:
+        assert getattr(fleet, name) == getattr(alone, name), name
+    return fleet
 
 
 def ends(outcome: FleetOutcome) -> Counter[str]:
@@ -54,25 +74,79 @@ def ends(outcome: FleetOutcome) -> Counter[str]:
 @pytest.mark.parametrize("policy", sorted(available_policies()))
 def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> None:
     """To the last bit of every time: with preemptions, deadlines and a queue that is full."""
-    settings = config(policy, num_kv_blocks=61, max_num_seqs=8, max_waiting_requests=9)
-    settings = msgspec.structs.replace(
-        settings, model=msgspec.structs.replace(settings.model, max_model_len=961)
-    )
-    asked = traffic()
-    alone, fleet = simulate(settings, asked), simulate_fleet(settings, asked, Fleet(1, "prefix"))
+    settings = crowded(config(policy, num_kv_blocks=61, max_num_seqs=8, max_waiting_requests=9))
+    fleet = check_equal(settings, traffic())
     reasons = ends(fleet)
     assert reasons["timeout"]
     assert reasons["refused"]
     assert reasons["length"] > 20
     assert fleet.num_preemptions
-    for engine, replica in zip(alone.requests, fleet.requests, strict=True):
-        for name in engine.__slots__:
-            assert getattr(replica, name) == getattr(engine, name), name
-    assert list(fleet.steps.start) == list(alone.steps.start)
-    assert list(fleet.steps.seconds) == list(alone.steps.seconds)
-    assert fleet.num_preemptions == alone.num_preemptions
-    assert fleet.num_scheduled_tokens == alone.num_scheduled_tokens
-    assert fleet.end == alone.end
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduler": {"pipeline_depth": 2}},
+        {"runner": {"simulated_draft_tokens": 3}, "scheduler": {"num_lookahead_tokens": 3}},
+        {"scheduler": {"num_lookahead_tokens": 2}},
+        {"scheduler": {"long_prefill_token_threshold": 64, "queue_timeout": 0.1}},
+        {"scheduler": {"victim": "most_remaining"}, "cache": {"watermark": 0.2}},
+        {"cache": {"enable_prefix_caching": False}},
+        {"cache": {"block_size": 8, "num_kv_blocks": 121}},
+        {"runner": {"step_context_token_us": 0.07, "step_query_context_ns": 1.3}},
+        {"runner": {"profile": "example"}},
+    ],
+    ids=str,
+)
+def test_whatever_is_set_a_replica_serves_as_the_engine_does(
+    settings: dict[str, dict[str, Any]],
+) -> None:
+    made = crowded(config("mlfq", num_kv_blocks=61, max_num_seqs=8))
+    for section, fields in settings.items():
+        changed = msgspec.structs.replace(getattr(made, section), **fields)
+        made = msgspec.structs.replace(made, **{section: changed})
+    assert check_equal(made, traffic()).num_scheduled_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(available_policies()))
+@pytest.mark.parametrize("seed", range(8))
+def test_any_traffic_is_served_by_a_replica_as_by_the_engine(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    settings = crowded(
+        config(
+            policy,
+            num_kv_blocks=rng.choice([61, 80, 300]),
+            max_num_seqs=rng.choice([2, 8, 64]),
+            max_waiting_requests=rng.choice([3, 1000]),
+            num_lookahead_tokens=rng.choice([0, 0, 2]),
+            pipeline_depth=rng.choice([None, 1, 2]),
+        )
+    )
+    check_equal(settings, traffic(200, rng))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler\n"
+        "class Pauses(ChunkedPrefillScheduler):\n"
+        "    def schedule(self):\n"
+        "        return super().schedule() if self.num_steps % 5 else self.new_step().output()\n",
+        "from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler\n"
+        "class Learns(ChunkedPrefillScheduler):\n"
+        "    keeps_decoding = uses_step_time = True\n"
+        "    def schedule(self):\n"
+        "        self.options.chunk_size = 9 + self.step_time.num_steps // 9\n"
+        "        return super().schedule()\n",
+    ],
+    ids=["who plans otherwise than its base", "who learns from every step"],
+)
+def test_nobody_is_taken_to_keep_decoding_who_need_not(policy: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(policy)
+    asked = traffic(30)
+    check_equal(config(str(file)), asked)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -152,6 +226,34 @@ def test_a_straggler_is_slower_by_its_factor_while_it_is_one_and_gets_less() -> 
     assert routed.count(0) < 0.4 * len(routed)
 
 
+def test_a_straggler_that_is_slow_twice_is_so_until_the_last_end() -> None:
+    """Three times as slow throughout, and twice that from second 2 to 4."""
+    stragglers = (
+        Straggler(replica=0, slowdown=3.0),
+        Straggler(replica=0, slowdown=2.0, at=2.0, duration=2.0),
+    )
+    slow = Incidents(stragglers=stragglers)
+    asked = workload(*(request(at, 100, 4) for at in (0.0, 3.0, 5.0)))
+    outcome = simulate_fleet(config(), asked, Fleet(1, "prefix", incidents=slow))
+    took = [served.end - served.arrival for served in outcome.requests]
+    assert took == pytest.approx([3 * 0.0213, 6 * 0.0213, 3 * 0.0213])
+
+
+def test_a_replica_may_die_again_in_the_moment_in_which_it_is_back() -> None:
+    """In whatever order that is written down."""
+    failures = (Failure(replica=0, at=2.0), Failure(replica=0, at=1.0, down=1.0))
+    asked = workload(request(1.5, 100, 4), request(3.0, 100, 4))
+    fleet = Fleet(2, "least_work", incidents=Incidents(failures=failures))
+    assert ends(simulate_fleet(config(), asked, fleet)) == {"length": 2}
+
+
+def test_deadlines_closer_than_a_timer_can_be_are_met_as_by_the_engine() -> None:
+    """The timer for the first of them stands when the second comes."""
+    asked = [request(0.0, 900, 4), request(0.0, 100, 4, timeout=0.0005)]
+    asked += [request(0.0003, 101, 4, timeout=0.0003), request(0.0004, 102, 4, timeout=0.0102)]
+    assert ends(check_equal(config(max_num_seqs=1), workload(*asked)))["timeout"] == 3
+
+
 def test_a_conversation_stays_at_one_replica_if_it_is_sticky_and_finds_its_prefix() -> None:
     asked = traffic()
     sticky = simulate_fleet(config(), asked, Fleet(4, "session"))
@@ -203,6 +305,7 @@ def test_what_cannot_be_is_refused_at_the_door(capsys: pytest.CaptureFixture[str
         (["--fleet", "2", "--routers", "prefix", "prefix"], "a router is named twice"),
         (["--routers", "prefix"], "--routers is for a fleet: give --fleet N"),
         (["--price-per-hour", "3"], "--price-per-hour is for a fleet"),
+        (["--fleet", "2", "--price-per-hour", "nan"], "must be a number of at least 0, got nan"),
         (["--fleet", "2", "--live"], "--fleet is simulated"),
         (["--fleet", "sixten"], "unknown fleet 'sixten' (did you mean 'sixteen'?)"),
         (["--workload", "breakdown"], "has incidents, which befall replicas: give compare --fleet"),
