@@ -58,9 +58,7 @@ class WaitReason(enum.StrEnum):
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
     PREEMPTED = "preempted"  # it gave way in this very step
-    REMOTE_KVS = (
-        "remote_kvs"  # its blocks are being read: it is in no line, and nobody waits for it
-    )
+    REMOTE_KVS = "remote_kvs"  # its blocks are being read: it is in no line, in nobody's way
     IN_FLIGHT = "in_flight"  # preempted; a step that still has it is not back
     POLICY = "policy"  # the policy did not ask for it
 

@@ -3,8 +3,8 @@
     python docs/make_pages.py
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
-read and call: attributes that `__init__` assigns, with the comments beside them (or beside the
-field of `RequestSpec` that it assigns), properties and methods.
+read and call: attributes of classes with a comment `#:`, those that `__init__` assigns, with the
+comments beside them (or beside the field of `RequestSpec` that it assigns), properties and methods.
 """
 
 import ast
@@ -51,11 +51,17 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         ["schedule", "order", "victim", "add_request", "update_from_output"],
     ),
     (
+        "What you may say of it: `BaseScheduler`",
+        BaseScheduler,
+        ["admits_in_order", "keeps_decoding", "runs_whole_prompts", "uses_step_time"],
+    ),
+    (
         "What you have: `self`",
         BaseScheduler,
         [
             *("new_step", "options", "clock", "running", "waiting", "kv_cache", "num_steps"),
-            *("max_num_seqs", "max_num_batched_tokens", "step_time"),
+            *("max_num_seqs", "max_num_batched_tokens", "max_loras", "running_adapters"),
+            "step_time",
         ],
     ),
     (
@@ -148,6 +154,8 @@ def _members(cls: type[Any]) -> dict[str, str]:
     attributes: dict[str, str] = {}
     callables: dict[str, str] = {}
     for node in tree.body:
+        if isinstance(node, ast.AnnAssign):
+            attributes |= _class_attribute(node, lines)
         if not isinstance(node, ast.FunctionDef):
             continue
         if node.name == "__init__":
@@ -177,6 +185,18 @@ def _attribute(statement: ast.stmt, lines: list[str]) -> dict[str, str]:
         comment = _comments(RequestSpec)[target.attr]
     note = f": {comment.strip()}" if comment else ""
     return {target.attr: f"- `{target.attr}`{note}"}
+
+
+def _class_attribute(node: ast.AnnAssign, lines: list[str]) -> dict[str, str]:
+    """With the comment `#:` before it and its default; what has none is not shown."""
+    first = node.lineno - 1
+    while lines[first - 1].strip().startswith("#: "):
+        first -= 1
+    comment = " ".join(line.strip().removeprefix("#: ") for line in lines[first : node.lineno - 1])
+    if not comment or node.value is None:
+        return {}
+    name = ast.unparse(node.target)
+    return {name: f"- `{name} = {ast.unparse(node.value)}`: {comment}"}
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:

@@ -161,6 +161,7 @@ ALLOWED = {
         "aioserve.scheduler",
         "aioserve.scheduler.adapters",
         "aioserve.scheduler.blame",
+        "aioserve.scheduler.decoding_on",
         "aioserve.scheduler.output",
         "aioserve.structured_outputs",
     },

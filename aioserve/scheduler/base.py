@@ -49,8 +49,10 @@ class BaseScheduler(Switchable):
     admits_in_order: ClassVar[Literal["all", "user"] | None] = None
     #: True if the policy asks `step_time`: it then learns from every step.
     uses_step_time: ClassVar[bool] = False
-    #: What the policy promises: while nobody waits and every prompt is computed, a step is one more
-    #: token for everybody, whatever the clock says. The lab then need not ask for each.
+    #: What the policy promises, and the contract checks: that while nobody waits and every prompt
+    #: is computed, a step is one more token for everybody, whatever the clock says, and leaves no
+    #: trace in the policy. `compare --fleet` then need not ask for each. A class that has a
+    #: `schedule` or `update_from_output` of its own promises anew.
     keeps_decoding: ClassVar[bool] = False
 
     def __init__(

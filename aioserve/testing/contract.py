@@ -191,6 +191,19 @@ class PolicyContract:
                     harness.step()
                 harness.run_until_idle()
 
+    def test_who_promises_to_keep_decoding_does_so_unasked(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Long replies, after which others come who compete; with blocks enough, and too few."""
+        for num_blocks in (120, 60):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=num_blocks,
+                max_num_seqs=4,
+                max_model_len=120,
+            ) as harness:
+                harness.check_keeps_decoding()
+
     def test_who_waits_for_an_adapters_place_gets_it(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

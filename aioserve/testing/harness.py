@@ -25,7 +25,9 @@ from aioserve.scheduler import (
     make_successor,
 )
 from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.decoding_on import DecodingOn
 from aioserve.testing.calls import Call, kept, make_calls
+from aioserve.testing.decoding_promise import check_keeps_decoding
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.replies import Drafter, Masked, Reply
@@ -435,6 +437,27 @@ class SchedulerHarness:
                         f"time: {planned.num_scheduled_tokens} instead of "
                         f"{expected.num_scheduled_tokens}"
                     )
+
+    @kept
+    def check_keeps_decoding(self) -> None:
+        """What the policy promises with `keeps_decoding`, on requests of the kit's own, with the
+        limits of this harness. Without a promise, or where nobody relies on it, there is nothing.
+        """
+        if not DecodingOn.is_promised_by(self.policy):
+            return
+        if self.config.depth > 1 or self.config.num_lookahead_tokens:
+            return
+        num_blocks, size = self.kv_cache.pool.num_blocks, self.kv_cache.block_size
+
+        def make(clock: Callable[[], float]) -> BaseScheduler:
+            made: Callable[..., Any] = self.policy
+            cache = KVCacheManager(num_blocks, size)
+            found = made(self.config, cache, max_model_len=self.max_model_len, clock=clock)
+            assert isinstance(found, BaseScheduler), "it is promised by no other"
+            return found
+
+        with self._blame("schedule"):
+            check_keeps_decoding(make, self.max_model_len, self.kv_cache.num_slots)
 
     @kept
     def check_idle(self) -> None:

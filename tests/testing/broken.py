@@ -6,6 +6,7 @@ things.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -254,6 +255,51 @@ class PreemptsNobody(SoundScheduler):
 
     def victim(self) -> Request | None:
         return None
+
+
+@caught_by(r"step \d+: PausesToBreathe promises keeps_decoding, but plans .*: due is one more")
+class PausesToBreathe(SoundScheduler):
+    """Promises to keep decoding, and lets the last sit out one step in fifty."""
+
+    keeps_decoding = True
+
+    def schedule(self) -> SchedulerOutput:
+        if self.waiting or self.num_steps % 50 != 49:
+            return super().schedule()
+        step = self.new_step()
+        for request in self.running[:-1]:
+            step.run(request)
+        return step.output()
+
+
+@caught_by(r"step \d+: TiresOfLongSteps promises keeps_decoding, but plans .*: due is one more")
+class TiresOfLongSteps(SoundScheduler):
+    """Promises to keep decoding, and stops for a step every forty seconds."""
+
+    keeps_decoding = True
+
+    def schedule(self) -> SchedulerOutput:
+        if self.waiting or self.clock() % 40 > 4:
+            return super().schedule()
+        return self.new_step().output()
+
+
+@caught_by(r"step \d+: RemembersDecodes promises .* it has kept something of them")
+class RemembersDecodes(SoundScheduler):
+    """Promises to keep decoding, and remembers how much of that each client got."""
+
+    keeps_decoding = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.served: Counter[str] = Counter()
+
+    def order(self, request: Request) -> int:
+        return self.served[request.user]
+
+    def schedule(self) -> SchedulerOutput:
+        self.served.update(request.user for request in self.running)
+        return super().schedule()
 
 
 # Blocks.

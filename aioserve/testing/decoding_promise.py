@@ -1,0 +1,157 @@
+"""Whether a policy keeps what it promises with `keeps_decoding`: the same traffic, twice.
+
+Once it is asked for every step, once steps that only decode are done without it, as the lab does.
+Then every plan must be the same. Knows schedulers and steps. Knows nothing about a runner.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from aioserve.errors import EngineOverloadedError
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import Request, RequestSpec
+from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import BaseScheduler, SchedulerOutput
+from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.testing.violation import ContractViolation
+
+Clock = Callable[[], float]
+
+NUM_CROWDS, CROWD_SIZE, NUM_LONG = 5, 7, 3  # the last of a crowd have long replies
+# The next crowd comes when nobody has waited for so many steps: while those decode.
+PATIENCE = 40
+#: Steps take this long, in seconds: a policy may look at the clock.
+SHORT, LONG, NUM_SHORT = 0.004, 3.0, 120
+MAX_STEPS = 3000  # many times what all of them need, one after the other
+
+
+class _Plan(NamedTuple):
+    """What is compared of a step."""
+
+    num_tokens: list[tuple[str, int]]  # in the order of the rows
+    admitted: list[tuple[str, int]]  # with the tokens that were cached
+    preempted: list[str]
+    new_block_ids: dict[str, list[int]]
+
+
+def check_keeps_decoding(
+    make: Callable[[Clock], BaseScheduler], max_model_len: int, num_slots: int
+) -> None:
+    """Compare the plans of two schedulers that `make` makes. `max_model_len` is theirs, `num_slots`
+    what their KV cache holds, in tokens. Raises `ContractViolation`.
+    """
+    longest = min(max_model_len, num_slots + 1)  # the last token needs no slot
+    asked, trusted = _Run(make, longest, trusts=False), _Run(make, longest, trusts=True)
+    name = type(asked.scheduler).__name__
+    for number, (plan, expected) in enumerate(zip(asked.plans(), trusted.plans(), strict=False)):
+        if plan == expected:
+            continue
+        if number in trusted.unasked:
+            raise ContractViolation(
+                f"step {number + 1}: {name} promises keeps_decoding, but plans {plan.num_tokens}: "
+                f"due is one more token for each of {[row for row, _ in expected.num_tokens]}"
+            )
+        raise ContractViolation(
+            f"step {number + 1}: {name} promises keeps_decoding, but where it was not asked for "
+            f"steps that only decode it plans {expected.num_tokens} instead of {plan.num_tokens}: "
+            "it has kept something of them"
+        )
+
+
+class _Run:
+    """One scheduler from the first crowd to the end of the last."""
+
+    def __init__(
+        self, make: Callable[[Clock], BaseScheduler], longest: int, *, trusts: bool
+    ) -> None:
+        self.unasked: set[int] = set()  # steps that were done without asking
+        self.scheduler = make(self._clock)
+        self._longest = longest
+        self._trusts = trusts
+        self._num_steps = 0
+        self._num_quiet = 0  # of these, the last, in which nobody waited
+        self._num_crowds = 0
+
+    def _clock(self) -> float:
+        num_short = min(self._num_steps, NUM_SHORT)
+        return SHORT * num_short + LONG * (self._num_steps - num_short)
+
+    def plans(self) -> Iterator[_Plan]:
+        """Of every step, those that were not asked for among them."""
+        scheduler = self.scheduler
+        while self._num_steps < MAX_STEPS:
+            is_quiet = self._num_quiet >= PATIENCE or not scheduler.has_unfinished_requests()
+            if is_quiet and self._num_crowds < NUM_CROWDS:
+                self._come(self._num_crowds)
+                self._num_crowds += 1
+            if not scheduler.has_requests():
+                return
+            output = scheduler.schedule()
+            self._note_step()
+            yield _plan(output)
+            if not output.num_scheduled_tokens:
+                continue
+            tokens = [self._sample(name) for name in output.num_scheduled_tokens]
+            if self._trusts and DecodingOn.follows(scheduler, output):
+                decodes = DecodingOn(scheduler)
+                is_last = self._num_crowds == NUM_CROWDS
+                limit = MAX_STEPS if is_last else max(PATIENCE - self._num_quiet, 0)
+                yield from self._go_on(decodes, decodes.num_steps(limit))
+            result = ModelRunnerOutput(list(output.num_scheduled_tokens), tokens)
+            scheduler.update_from_output(output, result)
+
+    def _go_on(self, decodes: DecodingOn, count: int) -> Iterator[_Plan]:
+        """So many steps more, one by one, so that what each takes can be seen."""
+        for _ in range(count):
+            before = [len(request.block_ids) for request in decodes.requests]
+            decodes.go_on([[0] for _ in decodes.requests])
+            self.unasked.add(self._num_steps)
+            self._note_step()
+            new = {
+                request.request_id: request.block_ids[num_blocks:]
+                for request, num_blocks in zip(decodes.requests, before, strict=True)
+                if len(request.block_ids) > num_blocks
+            }
+            yield _Plan([(r.request_id, 1) for r in decodes.requests], [], [], new)
+
+    def _note_step(self) -> None:
+        self._num_steps += 1
+        num_running, num_waiting = self.scheduler.get_request_counts()
+        self._num_quiet = 0 if num_waiting or not num_running else self._num_quiet + 1
+
+    def _come(self, crowd: int) -> None:
+        """Some with a prefix of others. Those who will have decoded for long are of one client."""
+        for i in range(CROWD_SIZE):
+            is_long = i >= CROWD_SIZE - NUM_LONG
+            num_prompt = 1 + self._longest * (1 + (3 * i + crowd) % CROWD_SIZE) // 40
+            num_common = num_prompt // 2 if i % 2 else 0
+            prompt = [7] * num_common + [crowd * CROWD_SIZE + i] * (num_prompt - num_common)
+            params = SamplingParams(
+                max_tokens=self._longest - num_prompt if is_long else 2 + 2 * i, ignore_eos=True
+            )
+            spec = RequestSpec(
+                f"r{crowd}.{i}",
+                prompt,
+                params,
+                arrival_time=self._clock(),
+                priority=(5 * i + crowd) % 3,
+                user="abc"[(crowd if is_long else i) % 3],
+            )
+            with suppress(EngineOverloadedError):  # a policy may refuse whom it likes
+                self.scheduler.add_request(Request(spec))
+
+    def _sample(self, name: str) -> list[int]:
+        request = self.scheduler.get_request(name)
+        if request is None or request.num_computed_tokens < request.num_tokens:
+            return []
+        return [0]
+
+
+def _plan(output: SchedulerOutput) -> _Plan:
+    return _Plan(
+        list(output.num_scheduled_tokens.items()),
+        [(data.request_id, data.num_computed_tokens) for data in output.scheduled_new_reqs],
+        list(output.preempted_req_ids),
+        dict(output.scheduled_cached_reqs.new_block_ids),
+    )
