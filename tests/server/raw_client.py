@@ -50,6 +50,15 @@ async def until(server, is_reached: Callable[[dict[str, float]], bool]) -> dict[
     return gauges
 
 
+async def fail_what_runs(server) -> None:
+    """As if a step of the only request had raised, when it has streamed for a while."""
+    await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+    await asyncio.sleep(0.05)
+    output_processor = server.engine._parts.output_processor
+    [request_id] = output_processor._states
+    output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
+
+
 async def until_idle(server, *, num_aborted: int) -> None:
     """Nothing is left, and so many requests did not just run to their end."""
     await until(server, lambda gauges: gauges == IDLE)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.processes import PATIENCE
+from tests.server.raw_client import until
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -16,9 +17,7 @@ async def abort(server, request_id):
 
 
 async def until_running(server, number):
-    async with asyncio.timeout(PATIENCE):
-        while (await server.gauges())["num_requests_running"] < number:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await until(server, lambda gauges: gauges["num_requests_running"] >= number)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,6 +13,7 @@ from aioserve.server.anthropic.prompt import template_messages, tools_of
 from aioserve.server.anthropic.protocol import CountTokensRequest
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
+from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
 from tests.server.serving import SIMULATED, running
 
@@ -163,13 +164,7 @@ async def test_why_it_stopped_is_told_in_anthropics_words(start_server, stream):
 async def test_a_stream_that_fails_ends_with_anthropics_error(start_server):
     async with start_server(runner={"step_base_ms": 5}) as server:
         answering = asyncio.create_task(ask(server, max_tokens=4000, stream=True))
-        async with asyncio.timeout(PATIENCE):
-            while not (await server.gauges())["num_requests_running"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            await asyncio.sleep(0.05)
-        parts = server.engine._parts
-        [request_id] = parts.output_processor._states
-        parts.output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
+        await fail_what_runs(server)
         *_, (name, event) = (await answering).named_events()
         assert name == "error"
         assert event["error"] == {"type": "api_error", "message": "internal server error"}

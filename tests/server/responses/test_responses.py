@@ -14,8 +14,8 @@ from aioserve.errors import RequestError
 from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import InputItem, ResponsesRequest
 from aioserve.server.responses.store import Kept, ResponseStore
-from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
+from tests.server.raw_client import fail_what_runs
 from tests.server.scripted import HERMES, TWO_CALLS, saying
 from tests.server.serving import SIMULATED, running
 
@@ -95,13 +95,7 @@ async def test_the_store_forgets_what_was_not_asked_for_the_longest():
 async def test_a_stream_that_fails_ends_with_openais_error(start_server):
     async with start_server(runner={"step_base_ms": 5}) as server:
         answering = asyncio.create_task(ask_for(server, max_output_tokens=4000, stream=True))
-        async with asyncio.timeout(PATIENCE):
-            while not (await server.gauges())["num_requests_running"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            await asyncio.sleep(0.05)
-        parts = server.engine._parts
-        [request_id] = parts.output_processor._states
-        parts.output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
+        await fail_what_runs(server)
         events = [data for _, data in (await answering).named_events()]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         EVENT.validate_python(events[-1])
