@@ -92,6 +92,7 @@ def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> Non
         {"scheduler": {"long_prefill_token_threshold": 64, "queue_timeout": 0.1}},
         {"scheduler": {"victim": "most_remaining"}, "cache": {"watermark": 0.2}},
         {"cache": {"enable_prefix_caching": False}},
+        {"cache": {"num_state_slots": 12}},
         {"cache": {"block_size": 8, "num_kv_blocks": 121}},
         {"runner": {"step_context_token_us": 0.07, "step_query_context_ns": 1.3}},
         {"runner": {"profile": "example"}},
