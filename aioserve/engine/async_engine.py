@@ -88,6 +88,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
+        self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
         self._num_clients = 0  # besides those of this process
 
     @property
@@ -241,11 +242,12 @@ class AsyncEngine(EngineFront[EngineParts]):
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._parts is not None:  # nobody else has come as far meanwhile
-            parts, self._parts = self._parts, None
-            parts.close()
-        if self._runner is not None:
-            await self._runner.close()
+        async with self._ending:
+            if self._parts is not None:
+                parts, self._parts = self._parts, None
+                await parts.close()
+            if self._runner is not None:
+                await self._runner.close()
 
     async def _drain(self, parts: EngineParts, seconds: float) -> None:
         if parts.shadow_turns is not None:

@@ -61,12 +61,17 @@ class EngineParts(NamedTuple):
         """By those who read here, or elsewhere."""
         return self.output_processor.claims
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
-        self.core.scheduler.shutdown()
-        self.input_processor.close()
-        if self.request_log is not None:
-            self.request_log.close()
+        scheduler = self.core.scheduler
+        try:
+            if (connector := scheduler.get_kv_connector()) is not None:
+                await connector.shutdown()
+        finally:
+            scheduler.shutdown()
+            self.input_processor.close()
+            if self.request_log is not None:
+                self.request_log.close()
 
 
 class EngineBuilder:
@@ -102,6 +107,7 @@ class EngineBuilder:
         self.runner = runner
         self.config, self._metrics = _with_runner(config, runner), metrics
         self.adapters = Adapters(config, runner, metrics.adapters)
+        self._connector: KVConnectorBase | None = None
         self._request_log: RequestLog | None = None
         if config.scheduler.request_log is not None:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
@@ -110,16 +116,21 @@ class EngineBuilder:
         """Nothing will be built, or that has failed: give back what there is."""
         if self._request_log is not None:
             self._request_log.close()
+        if self._connector is not None:
+            await self._connector.shutdown()
         await self.adapters.close()
         await self.runner.close()
 
     def build(self, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
         """The parts around the runner, which is loaded. Raises `ConfigError` or `PolicyError`."""
         config, clock, metrics = self.config, self._clock, self._metrics
+        self._connector = make_connector(
+            config, self._model_info, self.runner, metrics.kv_connector
+        )
         kv_cache = self._make_kv_cache(
             self.runner.num_kv_blocks,
             record_events=on_kv_event is not None,
-            connector=make_connector(config, self._model_info, self.runner, metrics.kv_connector),
+            connector=self._connector,
         )
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         scheduler = self._make_scheduler(kv_cache, max_model_len)

@@ -77,7 +77,7 @@ class StepTime(Protocol):
 
 
 class KVConnectorBase(ABC):
-    """The scheduler's side. Called from one event loop; no method waits."""
+    """The scheduler's side. Called from one event loop; none but `shutdown` waits."""
 
     notes: BlockNotes
     #: Told that a request has its blocks: somebody may be asleep.
@@ -148,5 +148,7 @@ class KVConnectorBase(ABC):
         """Forget what is in host memory."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Give back what is held outside; what is still to be written is. May wait for that."""
+    async def shutdown(self) -> None:
+        """No step comes any more. Give back what is held outside; returns when what was still to be
+        written is.
+        """

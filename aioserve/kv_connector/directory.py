@@ -114,8 +114,11 @@ class BlockDirectory(BlockStore):
         num_read = self.num_bytes_read // self._block_bytes
         return self.read_seconds / num_read * num_blocks if num_read else 0.0
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._is_closed = True
+        await asyncio.to_thread(self._end_threads)
+
+    def _end_threads(self) -> None:
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
@@ -129,7 +132,7 @@ class BlockDirectory(BlockStore):
         """Call back with what the work returns, or with `nothing` if it raises."""
 
         def done(future: asyncio.Future[T]) -> None:
-            if self._is_closed or future.cancelled():
+            if future.cancelled() or (self._is_closed and pool is self._readers):
                 return
             error = future.exception()
             if error is not None:

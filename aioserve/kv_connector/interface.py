@@ -65,5 +65,5 @@ class BlockStore(ABC):
         """As measured so far; 0: nothing is known."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Finish what was begun. Idempotent."""
+    async def close(self) -> None:
+        """Finish writes that were begun; reads are not answered any more. Idempotent."""

@@ -198,9 +198,9 @@ class OffloadingConnector(KVConnectorBase):
         self.forget_unsettled()
         self.slots.clear_index()
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         if self._store is not None:
-            self._store.close()
+            await self._store.close()
         self._num_written = self._num_writes
         self._tell_saved(self._last_step_id)
 

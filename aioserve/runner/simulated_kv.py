@@ -92,5 +92,5 @@ class SimulatedDirectory(BlockStore):
         wait = max(self._busy_until - self._loop.time(), 0.0)
         return wait + num_blocks * self._seconds_per_block
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass

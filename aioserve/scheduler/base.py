@@ -279,10 +279,6 @@ class BaseScheduler(Switchable):
     def make_stats(self) -> SchedulerStats:
         return stats(self.book)
 
-    def shutdown(self) -> None:
-        if (connector := self.kv_cache.connector) is not None:
-            connector.shutdown()
-
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())
 

@@ -140,7 +140,7 @@ class SchedulerInterface(ABC):
 
     def get_kv_connector(self) -> KVConnectorBase | None:
         """What finds KV blocks outside the cache; None without one. The engine tells it when a step
-        is back, by `update_connector_output`, before the result is taken in.
+        is back, by `update_connector_output`, before the result is taken in; and shuts it down.
         """
         return None
 

@@ -87,6 +87,6 @@ class ToyStore(BlockStore):
     def seconds_to_read(self, num_blocks: int) -> float:
         return 0.0
 
-    def close(self) -> None:
+    async def close(self) -> None:
         while self._pending:
             self.answer()

@@ -1,6 +1,7 @@
 """An engine with a KV connector gives the tokens that it gives without, whatever is found where."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorStats
+from aioserve.kv_connector import BlockDirectory
 from tests.adapters import make_adapter
 from tests.models import make_model
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -94,6 +97,11 @@ def stats_of(engine: AsyncEngine) -> KVConnectorStats:
     connector = engine.metrics.kv_connector.connector
     assert connector is not None
     return connector.make_stats()
+
+
+def connector_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("aioserve-kv-") and "memory" not in name]
 
 
 def files_in(path: Path) -> list[Path]:
@@ -316,3 +324,38 @@ async def test_what_a_connector_cannot_do_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         await AsyncEngine(EngineConfig(**sections)).start()
+
+
+async def test_a_shutdown_waits_for_files_and_holds_up_nobody(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write_one = threading.Event(), BlockDirectory._write_one
+
+    def slow(self: BlockDirectory, *arguments: Any) -> None:
+        assert may_write.wait(PATIENCE)
+        write_one(self, *arguments)
+
+    monkeypatch.setattr(BlockDirectory, "_write_one", slow)
+    engine = AsyncEngine(settings(base, kv_connector="disk", kv_connector_path=str(tmp_path)))
+    await engine.start()
+    await run_all(engine)
+    shutdowns = [asyncio.create_task(engine.shutdown()) for _ in range(2)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert engine.get_stats() is None  # but for the files, all has ended
+    assert not files_in(tmp_path)
+    assert not any(shutdown.done() for shutdown in shutdowns)
+    may_write.set()
+    await asyncio.gather(*shutdowns)
+    assert files_in(tmp_path)
+    assert not connector_threads()
+
+
+async def test_a_start_that_fails_leaves_no_thread_of_a_directory(
+    base: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path)
+    config = settings(base, num_kv_blocks=2, kv_connector="disk", kv_connector_path=path)
+    with pytest.raises(ConfigError, match="the KV cache holds 8 tokens"):
+        await AsyncEngine(config).start()
+    assert not connector_threads()

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from aioserve.errors import ConfigError
 from aioserve.kv_connector import BlockDirectory
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -71,7 +73,7 @@ async def test_blocks_are_found_from_the_first_on_without_a_gap(
     assert await read(store, (0, 5), (1, 6), (2, 7)) == 2
     assert memory(5) == bytes([1]) * SIZE
     assert memory(6) == bytes([2]) * SIZE
-    store.close()
+    await store.close()
 
 
 async def test_the_directory_keeps_its_limit_and_what_was_wanted_last(
@@ -81,7 +83,7 @@ async def test_the_directory_keeps_its_limit_and_what_was_wanted_last(
     limit = 64 * (SIZE + 72)
     other = BlockDirectory(tmp_path, {"model": "b"}, SIZE, memory, max_bytes=limit)
     await write(other, *((i, 0) for i in range(8)))
-    other.close()
+    await other.close()
     for file in other.folder.rglob("*.kv"):
         os.utime(file, (1, 1))  # of long ago
     (tmp_path / "notes.kv").write_bytes(b"not ours")
@@ -98,13 +100,13 @@ async def test_the_directory_keeps_its_limit_and_what_was_wanted_last(
     assert await find(store, 99) == 1
     assert (tmp_path / "notes.kv").exists()
     assert store.num_failures == 0
-    store.close()
+    await store.close()
 
 
 async def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path, memory: Memory) -> None:
     store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
     await write(store, (0, 0))
-    store.close()
+    await store.close()
     (folder,) = (path for path in store.folder.iterdir() if path.is_dir())
     old, fresh = folder / ".x.1.1.tmp", folder / ".y.1.1.tmp"
     for file in (old, fresh):
@@ -114,7 +116,7 @@ async def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path, memory: Mem
     await write(again, (1, 0))  # after the sweep: one thread does both
     assert fresh.exists()
     assert not old.exists()
-    again.close()
+    await again.close()
 
 
 async def test_a_crash_before_the_rename_leaves_no_block(
@@ -129,14 +131,35 @@ async def test_a_crash_before_the_rename_leaves_no_block(
     monkeypatch.undo()
     assert await find(store, 0) == 0
     assert store.num_failures == 1
-    store.close()
+    await store.close()
 
 
 async def test_a_folder_of_another_engine_is_refused_in_one_line(
     tmp_path: Path, memory: Memory
 ) -> None:
     store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
-    store.close()
+    await store.close()
     (store.folder / "namespace.json").write_text('{"model": "another"}')
     with pytest.raises(ConfigError, match=r"namespace.json is not of this model .*: remove "):
         BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+
+
+async def test_the_loop_runs_on_while_a_close_waits_for_writes(
+    tmp_path: Path, memory: Memory
+) -> None:
+    may_write, written = threading.Event(), []
+
+    def slow(slot: int) -> memoryview:
+        assert may_write.wait(PATIENCE)
+        return memory(slot)
+
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, slow, max_bytes=1 << 20)
+    store.write([key(0)], [0], lambda: written.append(0))
+    closing = asyncio.create_task(store.close())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    may_write.set()  # by the loop: had it been held up, nobody would
+    await closing
+    assert written == [0]
+    assert used_bytes(tmp_path) == SIZE + 72
