@@ -9,6 +9,7 @@ import errno
 import hashlib
 import logging
 import os
+import secrets
 import struct
 import threading
 import time
@@ -66,6 +67,7 @@ class BlockDirectory(BlockStore):
         of a slot. To be made on the event loop. Raises `ConfigError` if the directory is of no use.
         """
         self._root = path.expanduser().absolute()
+        self._name = secrets.token_hex(8)  # of temporary files; pids are not unique in containers
         self._block_bytes = block_bytes
         self._memory = memory
         self._max_bytes = max_bytes
@@ -203,7 +205,7 @@ class BlockDirectory(BlockStore):
     def _write_one(self, path: Path, block_hash: bytes, memory: memoryview) -> None:
         """All of it, or nothing under that name."""
         self._num_written += 1
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.{self._num_written}{TEMPORARY}")
+        temporary = path.with_name(f".{self._name}.{self._num_written}{TEMPORARY}")
         header = _HEADER.pack(_MAGIC, block_hash, len(memory), _checksum(block_hash, memory))
         try:
             try:
@@ -229,17 +231,16 @@ class BlockDirectory(BlockStore):
         """
         entries: list[_Entry] = []
         for folder in self._root.glob(f"{PREFIX}*/??"):
-            try:
-                with os.scandir(folder) as found:
-                    for item in found:
+            # Somebody else may clean up as well: what is gone is passed over, the rest is counted.
+            with suppress(OSError), os.scandir(folder) as found:
+                for item in found:
+                    with suppress(OSError):
+                        stat = item.stat()
                         if item.name.endswith(SUFFIX):
-                            stat = item.stat()
                             entries.append(_Entry(stat.st_mtime, stat.st_size, item.path))
                         elif item.name.endswith(TEMPORARY):
-                            if item.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                            if stat.st_mtime < time.time() - ABANDONED_SECONDS:
                                 os.unlink(item.path)
-            except OSError:
-                continue  # somebody else cleans up as well
         self._num_bytes_unseen = 0
         too_many = sum(entry.size for entry in entries) - self._max_bytes * (1 - RESCAN_SHARE)
         for entry in sorted(entries):
@@ -259,12 +260,13 @@ class BlockDirectory(BlockStore):
         note = self._folder / NAMESPACE_FILE
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not note.exists():
-                temporary = note.with_suffix(f".{os.getpid()}{TEMPORARY}")
+            written = _read_note(note)
+            if written is None:
+                temporary = self._folder / f".{self._name}{TEMPORARY}"
                 temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self._identity)))
                 temporary.replace(note)
-            written = msgspec.json.decode(note.read_bytes())
-        except (OSError, msgspec.MsgspecError) as error:
+                written = self._identity
+        except OSError as error:
             raise ConfigError(
                 f"cache.kv_connector_path {self._root} cannot be used: {error}"
             ) from error
@@ -298,6 +300,13 @@ class _Trouble:
             return None
         num_held, self._num_held, self._last = self._num_held, 0, now
         return num_held
+
+
+def _read_note(path: Path) -> object:
+    """What it says; None if it is not there, or was cut off when the power went."""
+    with suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes())
+    return None
 
 
 def _checksum(block_hash: bytes, memory: memoryview) -> bytes:

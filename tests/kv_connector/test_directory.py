@@ -3,6 +3,8 @@
 import asyncio
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,60 @@ async def test_a_crash_before_the_rename_leaves_no_block(
     assert await find(store, 0) == 0
     assert store.num_failures == 1
     await store.close()
+
+
+async def test_what_a_writer_of_the_same_pid_left_is_in_nobodys_way(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers, most have one: the next one after a crash, and two on one volume."""
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stores = [BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20) for _ in "ab"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        patch.setattr(Path, "unlink", crash)
+        with pytest.raises(KeyboardInterrupt):
+            stores[0]._write_one(stores[0]._path(key(0)), key(0), memory(0))
+    await write(stores[1], (0, 0))
+    assert await find(stores[1], 0) == 1
+    assert stores[1].num_failures == 0
+    for store in stores:
+        await store.close()
+
+
+async def test_a_namespace_file_that_was_cut_off_is_written_again(
+    tmp_path: Path, memory: Memory
+) -> None:
+    for content in (b"", b'{"mod'):
+        store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+        await store.close()
+        note = store.folder / "namespace.json"
+        assert b'"model": "a"' in note.read_bytes()
+        note.write_bytes(content)
+
+
+async def test_one_file_that_is_gone_hides_no_other_from_the_limit(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(store, *((i, 0) for i in range(8)))  # in one folder
+    await store.close()
+    gone = store.folder / key(0).hex()[:2] / "gone.kv"
+    gone.symlink_to(tmp_path / "nothing")
+    scandir = os.scandir
+
+    @contextmanager
+    def gone_first(path: str) -> Iterator[list[os.DirEntry[str]]]:
+        with scandir(path) as found:
+            yield sorted(found, key=lambda item: item.name != gone.name)
+
+    monkeypatch.setattr(os, "scandir", gone_first)
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=4 * SIZE)
+    await store.close()
+    gone.unlink()
+    assert used_bytes(tmp_path) <= 4 * SIZE
 
 
 async def test_a_folder_of_another_engine_is_refused_in_one_line(
