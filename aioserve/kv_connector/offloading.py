@@ -66,6 +66,7 @@ class OffloadingConnector(KVConnectorBase):
         self._planned: deque[tuple[int, _Transfers]] = deque()  # not back yet
         #: Who waits for a read: the first block of it, and what calls the time limit off.
         self._waiting: dict[Request, tuple[int, Callable[[], None]]] = {}
+        self._late: set[Request] = set()  # given up; while there are some, the store is not asked
         self._ready: dict[Request, None] = {}  # need wait no longer
         self._staged: dict[Request, list[int]] = {}  # slots that were read for them
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
@@ -82,7 +83,7 @@ class OffloadingConnector(KVConnectorBase):
 
     def on_new_request(self, request: Request, num_computed_blocks: int) -> bool:
         store, hashes = self._store, request.block_hashes
-        if store is None or not self._loads:
+        if store is None or not self._loads or self._late:
             return False
         first = self._end_in_slots(request, num_computed_blocks)
         if first >= self._num_blocks(request):
@@ -257,6 +258,7 @@ class OffloadingConnector(KVConnectorBase):
     def _found(self, request: Request, num_found: int) -> None:
         """The store has so many blocks of it, behind those in host memory."""
         if request not in self._waiting:
+            self._late.discard(request)
             return
         store, (first, _) = self._store, self._waiting[request]
         assert store is not None, "it has answered"
@@ -279,11 +281,13 @@ class OffloadingConnector(KVConnectorBase):
             self._staged[request] = slots
             self._be_ready(request)
         else:
+            self._late.discard(request)
             self.slots.free(slots)
 
     def _give_up(self, request: Request) -> None:
         if request in self._waiting:
             self._num_timeouts += 1
+            self._late.add(request)
             self._be_ready(request)
 
     def _be_ready(self, request: Request) -> None:

@@ -74,7 +74,13 @@ def test_a_read_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monkey
     assert harness.requests["late"].num_external_tokens == 0
     assert harness.connector is not None
     assert harness.connector.make_stats().num_failures == 1
+    harness.add_request("next", [8] * 30, max_tokens=3)  # nobody else waits for a disk that hangs
+    assert harness.scheduler.get_wait_reasons()["next"] is not WaitReason.REMOTE_KVS
     harness.run_until_idle()  # the answer comes, and no slot is lost
+    harness.reset_prefix_cache()
+    harness.add_request("last", PROMPT, max_tokens=3)
+    harness.run_until_idle()
+    assert harness.requests["last"].num_external_tokens == 28
 
 
 def test_what_is_cheaper_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
