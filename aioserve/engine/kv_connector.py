@@ -19,7 +19,7 @@ from aioserve.kv_cache import KVConnectorBase
 from aioserve.kv_connector import (
     BlockDirectory,
     BlockStore,
-    KVConnectorWorker,
+    HostMemoryWorker,
     OffloadingConnector,
     fingerprint,
 )
@@ -85,6 +85,11 @@ def make_connector(
             store = runner.make_kv_store(int(cache.kv_connector_disk_gib * GIB))
     elif cache.kv_connector == "disk":
         assert cache.kv_connector_path is not None, "check_connector"
+        if not isinstance(worker, HostMemoryWorker):
+            raise ConfigError(
+                "cache.kv_connector is disk, but this engine's runner has no bytes that files "
+                "could hold: give memory, or leave it out"
+            )
         store = BlockDirectory(
             Path(cache.kv_connector_path),
             _identity(config, model_info, worker),
@@ -98,7 +103,7 @@ def make_connector(
 
 
 def _identity(
-    config: EngineConfig, model_info: ModelInfo, worker: KVConnectorWorker
+    config: EngineConfig, model_info: ModelInfo, worker: HostMemoryWorker
 ) -> dict[str, str]:
     """All that the bytes of a block depend on, besides tokens, salt and adapter: those are in its
     hash. What computes with other kernels or versions rounds differently: it is another engine.

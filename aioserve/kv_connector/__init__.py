@@ -2,12 +2,13 @@
 
 from aioserve.kv_connector.directory import BlockDirectory
 from aioserve.kv_connector.identity import fingerprint
-from aioserve.kv_connector.interface import BlockStore, KVConnectorWorker
+from aioserve.kv_connector.interface import BlockStore, HostMemoryWorker, KVConnectorWorker
 from aioserve.kv_connector.offloading import OffloadingConnector, Role
 
 __all__ = [
     "BlockDirectory",
     "BlockStore",
+    "HostMemoryWorker",
     "KVConnectorWorker",
     "OffloadingConnector",
     "Role",

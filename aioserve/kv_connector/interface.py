@@ -14,14 +14,19 @@ class KVConnectorWorker(ABC):
 
     num_slots: int
     block_bytes: int
-    #: What must be equal, besides the model and the block size, for a block to mean the same.
-    layout: str
     num_loaded: int = 0  # blocks, since the start
     load_seconds: float = 0.0  # that they took
 
     @abstractmethod
     def transfer(self, metadata: KVConnectorMetadata) -> None:
         """Copy blocks, in the runner's thread and in the order of the steps."""
+
+
+class HostMemoryWorker(KVConnectorWorker):
+    """One whose slots are bytes, which can be kept elsewhere."""
+
+    #: What must be equal, besides the model and the block size, for a block to mean the same.
+    layout: str
 
     @abstractmethod
     def memory(self, slot: int) -> memoryview:

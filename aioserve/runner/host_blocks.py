@@ -16,13 +16,13 @@ from torch import Tensor
 
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorMetadata
-from aioserve.kv_connector import KVConnectorWorker
+from aioserve.kv_connector import HostMemoryWorker
 
 # No other process is to see it; where there is no such flag, mmap is private anyway.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
 
 
-class HostBlocks(KVConnectorWorker):
+class HostBlocks(HostMemoryWorker):
     """As many slots as fit a number of bytes: address space at once, memory as they fill."""
 
     def __init__(self, caches: Sequence[Tensor], num_bytes: int, layout: str) -> None:

@@ -15,8 +15,6 @@ from aioserve.kv_connector import BlockStore, KVConnectorWorker
 class SimulatedBlocks(KVConnectorWorker):
     """Slots of host memory that are counted alone."""
 
-    layout = "simulated"
-
     def __init__(self, num_bytes: int, block_bytes: int, seconds_per_block: float) -> None:
         """A copy of a block takes so long. Raises `ConfigError` if there is no room for one."""
         self.block_bytes = block_bytes
@@ -34,9 +32,6 @@ class SimulatedBlocks(KVConnectorWorker):
         self.num_loaded += num_loads
         self.load_seconds += num_loads * self.seconds_per_block
         self.seconds_of_step = (num_loads + len(metadata.saves)) * self.seconds_per_block
-
-    def memory(self, slot: int) -> memoryview:
-        raise NotImplementedError("what is simulated has no bytes")
 
 
 class SimulatedDirectory(BlockStore):

@@ -17,7 +17,6 @@ class ToyWorker(KVConnectorWorker):
     """Copies between the blocks of a `ToyRunner` and its slots."""
 
     block_bytes = 1
-    layout = "toy"
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -29,9 +28,6 @@ class ToyWorker(KVConnectorWorker):
             self.contents[slot] = self.blocks[block_id].copy()
         for slot, block_id in metadata.loads:
             self.blocks[block_id][:] = self.contents[slot]
-
-    def memory(self, slot: int) -> memoryview:
-        raise NotImplementedError("toys have no bytes")
 
 
 class ToyStore(BlockStore):

@@ -256,7 +256,7 @@ def _encode_other(value: Any) -> Any:
     """Paths as text."""
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(type(value))
+    raise TypeError(f"no message has a {type(value).__name__}")
 
 
 def _decode_other(kind: type, value: Any) -> Any:

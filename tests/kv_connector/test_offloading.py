@@ -2,17 +2,23 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig
-from aioserve.engine.kv_connector import check_connector
+from aioserve.engine.kv_connector import KVConnectorMetrics, check_connector, make_connector
 from aioserve.errors import ConfigError
 from aioserve.kv_connector import offloading
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
+from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.simulated_kv import SimulatedBlocks
 from aioserve.scheduler import OnlineStepTime, SchedulerInterface
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.toy_connector import ToyStore
@@ -144,3 +150,16 @@ def test_a_policy_without_the_verbs_gets_no_connector() -> None:
     config = EngineConfig(cache=CacheConfig(kv_connector="memory"))
     with pytest.raises(ConfigError, match="SchedulerInterface does not derive from BaseScheduler"):
         check_connector(config, SchedulerInterface)
+
+
+def test_slots_without_bytes_get_no_directory(tmp_path: Path) -> None:
+    config = EngineConfig(cache=CacheConfig(kv_connector="disk", kv_connector_path=str(tmp_path)))
+    runner = SimpleNamespace(make_kv_worker=lambda size: SimulatedBlocks(size, 1024, 0.0))
+    with pytest.raises(ConfigError, match="this engine's runner has no bytes that files"):
+        make_connector(
+            config,
+            ModelInfo(config.model),
+            cast(RunnerInterface, runner),
+            KVConnectorMetrics(CollectorRegistry()),
+        )
+    assert not list(tmp_path.iterdir())
