@@ -10,6 +10,7 @@ import ctypes
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from aioserve.kernels.structs import (
 __all__ = [
     "Kernels",
     "KernelsUnavailableError",
+    "check_ids",
     "compute_thread_ids",
     "load_kernels",
     "usable_variants",
@@ -46,10 +48,19 @@ def load_kernels() -> "Kernels":
     return Kernels(choose_variant())
 
 
+def check_ids(ids: Tensor, count: int) -> None:
+    """Raise `IndexError` unless all of `ids`, int64, are rows of a table of `count`: the kernels
+    would read whatever lies beside it.
+    """
+    most = ids.numpy().view(np.uint64).max(initial=0)  # below 0, they are large there
+    if most >= count:
+        raise IndexError(f"token {most.astype(np.int64)} is none of the {count} in the vocabulary")
+
+
 class Kernels:
     """One variant of the library.
 
-    Nothing is checked per call: tensors are contiguous unless said otherwise, of one dtype
+    Nothing but ids is checked per call: tensors are contiguous unless said otherwise, of one dtype
     (float32, bfloat16 or float16; sums are float32), and rows have a multiple of 16 numbers.
     """
 
@@ -190,7 +201,10 @@ class Kernels:
         self._linear[x.dtype](ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
 
     def embed(self, table: PackedWeight, ids: Tensor, out: Tensor) -> None:
-        """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks."""
+        """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks. Raises `IndexError`
+        if there is none such.
+        """
+        check_ids(ids, table.outputs)
         self._embed[out.dtype](ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel())
 
     def add_low_rank(
@@ -212,7 +226,8 @@ class Kernels:
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor
     ) -> None:
-        """A whole forward pass: `logits` [S, V] of the tokens that sample. Fills the KV cache.
+        """A whole forward pass: `logits` [S, V] of the tokens that sample. Fills the KV cache. Its
+        ids are the caller's to check, by `check_ids`.
 
         `scratch` has room for `tokens` times twice `hidden` and `wide` numbers.
         """

@@ -128,6 +128,10 @@ def test_rows_are_those_of_the_unpacked_weight(
     unpacked = torch.cat([weight.dequantize(dtype) for weight in weights])
     table = BlockEmbedding(BlockLinear(kernels, weights, None, dtype), dtype)
     assert torch.equal(table(ids), unpacked[ids])
+    assert table(ids[:0]).shape == (0, 256)
+    for stranger in (139, -1, 1 << 40):
+        with pytest.raises(IndexError, match=f"token {stranger} is none of the 139"):
+            table(torch.tensor([0, stranger]))
 
 
 def test_other_threads_keep_their_number_of_threads_while_weights_are_laid_out(

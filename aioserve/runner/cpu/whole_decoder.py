@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from aioserve.kernels import load_kernels
+from aioserve.kernels import check_ids, load_kernels
 from aioserve.kernels.structs import (
     AdapterStruct,
     AddUp,
@@ -71,6 +71,7 @@ class WholeDecoder(FusedDecoder):
         tokens = inputs.adapters
         if tokens is not None and not all(CompiledAdapter.serves(a) for a, _ in tokens.groups):
             return super().forward(inputs, attention)
+        check_ids(inputs.input_ids, self.embedding.shape[0])
         if self._attention is not attention:
             self._fill_in(attention)
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)

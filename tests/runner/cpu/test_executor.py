@@ -8,7 +8,7 @@ import torch
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu import kv_memory
 from aioserve.sampling_params import SamplingParams
-from tests.models import MODEL_KINDS
+from tests.models import MODEL_KINDS, VOCAB_SIZE
 from tests.runner.cpu.resident import is_resident
 from tests.runner.driver import BLOCK_SIZE, Driver, Generate, MakeDriver, random_prompt
 
@@ -161,6 +161,23 @@ def test_other_requests_go_on_after_a_failed_step(
     driver.finish("failing")
     driver.generate("sound", 8)
     assert_all_match(driver, "llama", generate_reference)
+
+
+@pytest.mark.parametrize("stranger", [VOCAB_SIZE, -1])
+def test_a_token_that_the_vocabulary_has_not_fails_its_step_alone(
+    stranger: int, make_driver: MakeDriver
+) -> None:
+    alone = make_driver()
+    alone.add("a", random_prompt(9))
+    expected = alone.generate("a", 6)
+    driver = make_driver()
+    driver.add("a", random_prompt(9))
+    driver.generate("a", 3)
+    driver.add("b", [5, stranger, 6])
+    with pytest.raises(IndexError):
+        driver.step({"b": 3})
+    driver.finish("b")
+    assert driver.generate("a", 6) == expected
 
 
 def test_non_finite_values_of_one_request_do_not_reach_the_next_owner_of_its_blocks(
