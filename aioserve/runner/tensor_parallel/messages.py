@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from aioserve.config import EngineConfig
+from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
@@ -46,12 +47,10 @@ _decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode
 
 
 def encode(message: Message | Answer) -> bytes:
-    """As bytes; of a step, what the others can do without is left out: they mask nothing."""
-    if isinstance(message, Step):
-        new = message.step.scheduled_new_reqs
-        if any(request.sampling_params.structured_outputs is not None for request in new):
-            plain = [_without_grammar(request) for request in new]
-            message = Step(msgspec.structs.replace(message.step, scheduled_new_reqs=plain))
+    """As bytes; of a step, what the others can do without is left out: they choose no token."""
+    if isinstance(message, Step) and message.step.scheduled_new_reqs:
+        plain = [_for_others(request) for request in message.step.scheduled_new_reqs]
+        message = Step(msgspec.structs.replace(message.step, scheduled_new_reqs=plain))
     return _encode(message)
 
 
@@ -65,6 +64,13 @@ def decode_answer(data: bytes) -> Answer:
     return msgspec.msgpack.decode(data, type=Answer)
 
 
-def _without_grammar(request: NewRequestData) -> NewRequestData:
-    params = msgspec.structs.replace(request.sampling_params, structured_outputs=None)
-    return msgspec.structs.replace(request, sampling_params=params)
+def _for_others(request: NewRequestData) -> NewRequestData:
+    """How a token is chosen is nothing to them, nor has MessagePack every number that clients may
+    send for it.
+    """
+    params = SamplingParams(
+        temperature=0, prompt_logprobs=request.sampling_params.prompt_logprobs, detokenize=False
+    )
+    return msgspec.structs.replace(
+        request, sampling_params=params, stop_token_ids=frozenset(), cache_salt=""
+    )

@@ -197,6 +197,16 @@ def test_codes_of_the_pool_are_those_of_one_rank(
     assert serve(make_pair("qwen3", **int8)[0])[0] == expected
 
 
+def test_numbers_that_no_message_holds_are_for_the_first_rank_alone(
+    make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
+) -> None:
+    outputs = []
+    for driver in (make_driver(dtype="float32"), make_pair(dtype="float32")[0]):
+        driver.add("a", PROMPTS[0], SamplingParams(top_k=1 << 70, seed=1, max_tokens=1 << 70))
+        outputs.append(driver.generate("a", 4))
+    assert outputs[0] == outputs[1]
+
+
 def test_a_step_whose_tokens_cannot_be_chosen_is_lost_alone(
     make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
 ) -> None:
