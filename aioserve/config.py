@@ -371,6 +371,15 @@ class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
         PositiveInt,
         Meta(description="processes that hold the model, and its KV pool and threads, together"),
     ] = 1
+    rank_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="seconds that one of these processes may keep the others waiting, at the "
+            "start or in a step, before the engine ends",
+        ),
+    ] = 300.0
     seed: Annotated[
         int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
     ] = 0
@@ -558,6 +567,12 @@ _RULES = (
         ("device", "gpu_memory_utilization", "enforce_eager", "threads", "tensor_parallel_size"),
         _is_model,
         _SIMULATED,
+    ),
+    _Rule(
+        "runner",
+        ("rank_timeout",),
+        lambda config: config.runner.tensor_parallel_size > 1,
+        "runner.tensor_parallel_size is 1",
     ),
     _Rule(
         "runner",

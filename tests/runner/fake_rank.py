@@ -1,5 +1,5 @@
 """A rank that loads nothing: `python -m tests.runner.fake_rank SOCKET`. The model's name says what
-it does: it fails, leaves, or waits for steps.
+it does: it fails, leaves, waits for steps, stays when it should end, or is deaf.
 """
 
 import os
@@ -14,15 +14,16 @@ if __name__ == "__main__":
     assert isinstance(start, Start)
     behaviour = start.config.model.model
     if behaviour == "fails":
-        first.answer(Answer(f"rank {start.rank} says why"))
+        first.answer(Answer(error=f"rank {start.rank} says why"))
         sys.exit(1)
     if behaviour == "leaves":
         os._exit(7)
     first.answer(Answer())
+    first.answer(Answer(has_loaded=True))
     try:
-        while True:
+        while behaviour != "deaf":
             first.hear(decode)
     except EOFError:
-        if behaviour == "stays":
-            while True:
-                os.read(os.pipe()[0], 1)
+        pass
+    while behaviour in ("stays", "deaf"):
+        os.read(os.pipe()[0], 1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 import pytest
@@ -24,20 +25,19 @@ FAKE = "tests.runner.fake_rank"
 class Ranks(OtherRanks):
     """Two fake ones beside the first; `deaths` is what was said of them."""
 
-    def __init__(self, behaviour: str) -> None:
-        config = EngineConfig(
-            model=ModelConfig(model=behaviour), runner=RunnerConfig(tensor_parallel_size=3)
-        )
+    def __init__(self, behaviour: str, **settings: Any) -> None:
+        runner = RunnerConfig(tensor_parallel_size=3, **settings)
+        config = EngineConfig(model=ModelConfig(model=behaviour), runner=runner)
         self.deaths: SimpleQueue[RunnerDeadError] = SimpleQueue()
         super().__init__(FAKE, config, self.deaths.put)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[str], Ranks]]:
+def start() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(behaviour: str) -> Ranks:
-        started.append(Ranks(behaviour))
+    def start(behaviour: str, **settings: Any) -> Ranks:
+        started.append(Ranks(behaviour, **settings))
         return started[-1]
 
     yield start
@@ -70,9 +70,10 @@ def test_a_rank_that_cannot_start_says_why_in_a_line(
     behaviour: str, words: str, start: Callable[[str], Ranks]
 ) -> None:
     ranks = start(behaviour)
-    with pytest.raises(RunnerDeadError, match=words) as error:
-        ranks.wait_loaded()
-    assert "\n" not in str(error.value)
+    for wait in (ranks.wait_here, ranks.wait_loaded):
+        with pytest.raises(RunnerDeadError, match=words) as error:
+            wait()
+        assert "\n" not in str(error.value)
 
 
 def test_a_rank_that_dies_is_named_although_nobody_asks(start: Callable[[str], Ranks]) -> None:
@@ -92,6 +93,19 @@ def test_a_rank_that_does_not_leave_is_killed(
     monkeypatch.setattr(processes, "CLOSE_SECONDS", 0.1)
     ranks = start("stays")
     ranks.wait_loaded()
+    ranks.close()
+
+
+def test_a_rank_that_reads_nothing_is_not_waited_for_for_ever(
+    start: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "REASON_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "CLOSE_SECONDS", 0.1)
+    ranks = start("deaf", rank_timeout=0.25)
+    ranks.wait_loaded()
+    long = Sampled(list(range(1 << 22)))  # more than any socket holds
+    with pytest.raises(RunnerDeadError, match=r"rank 1 has not listened for 0.25 s \(runner\."):
+        ranks.tell(long)
     ranks.close()
 
 

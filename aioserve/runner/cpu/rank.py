@@ -28,7 +28,7 @@ def main(file: int) -> int:
     except (EOFError, RunnerDeadError):  # the first rank tells why
         return 0
     except Exception as error:
-        first.answer(Answer(in_a_line(error)))
+        first.answer(Answer(error=in_a_line(error)))
         return 1
 
 
@@ -54,12 +54,14 @@ def _run(first: FirstRank, start: Start) -> int:
     )
     info = ModelInfo(config.model)
     check_model(config, info)
-    ranks = Ranks(start.rank, config.runner.tensor_parallel_size, Path(start.meeting))
+    first.answer(Answer())
+    settings, meeting = config.runner, Path(start.meeting)
+    ranks = Ranks(start.rank, settings.tensor_parallel_size, meeting, settings.rank_timeout)
     executor = load_on_cpu(config, info, ranks=ranks)
     executor.choose = choose
     gc.collect()
     gc.freeze()  # else it is looked at again and again
-    first.answer(Answer())
+    first.answer(Answer(has_loaded=True))
     while True:
         message = first.hear(decode)
         assert isinstance(message, Step)

@@ -90,8 +90,11 @@ class ShardedRunner(ThreadedRunner):
         assert self._others is not None
         try:
             check_model(self._config, self._model_info)
-            size = self._config.runner.tensor_parallel_size
-            ranks = Ranks(0, size, self._others.meeting)
+            settings = self._config.runner
+            self._others.wait_here()
+            ranks = Ranks(
+                0, settings.tensor_parallel_size, self._others.meeting, settings.rank_timeout
+            )
             self._executor = load_on_cpu(self._config, self._model_info, self.grammars, ranks)
             self._executor.choose = self._choose
             self._others.wait_loaded()

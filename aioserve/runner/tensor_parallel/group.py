@@ -14,10 +14,6 @@ from torch import Tensor
 
 from aioserve.errors import RunnerDeadError
 
-# How long a rank waits for the others, who may have a layer of a long prompt to compute, or a model
-# to read. One that dies is noticed at once; this is for one that hangs. A guess.
-PATIENCE = timedelta(minutes=5)
-
 
 class Ranks:
     """One of `size` ranks. All of them call the same, in the same order, on the same shapes.
@@ -25,20 +21,23 @@ class Ranks:
     Every method raises `RunnerDeadError` if another rank has left, or does not answer.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Path) -> None:
-        """Returns when all have come. `meeting`: a file that does not exist yet, one for all."""
+    def __init__(self, rank: int, size: int, meeting: Path, timeout: float) -> None:
+        """Returns when all have come. `meeting`: a file that does not exist yet, one for all.
+        `timeout`: seconds to wait for another rank, who may have a layer of a long prompt to
+        compute, or a model to read. One that dies is noticed at once; this is for one that hangs.
+        """
         import torch.distributed
 
         distributed: Any = torch.distributed  # its stubs tell little
         gloo = distributed.ProcessGroupGloo
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._timeout = rank, size, timeout
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = PATIENCE
+        options._timeout = timedelta(seconds=timeout)
         try:
             self._group = gloo(distributed.FileStore(str(meeting), size), rank, size, options)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +54,7 @@ class Ranks:
         try:
             self._group.allreduce([x]).wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
 
     def join(self, x: Tensor) -> Tensor:
         """`x` [..., n] of all ranks side by side, [..., size * n]."""
@@ -64,7 +63,7 @@ class Ranks:
         try:
             self._group.allgather([parts], [x]).wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         return torch.cat(parts, dim=-1)
 
     def join_at_first(self, x: Tensor, width: int) -> Tensor:
@@ -81,7 +80,7 @@ class Ranks:
         try:
             self._group.gather([parts] if parts else [], [x], options).wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         return torch.cat(parts, dim=-1)[..., :width] if parts else x.new_zeros(1).expand(shape)
 
     def told_by_first(self, numbers: Sequence[float]) -> list[float]:
@@ -94,10 +93,10 @@ class Ranks:
         try:
             self._group.broadcast([told], options).wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise self._lost(error) from error
         found: list[float] = told.tolist()
         return found
 
-
-def _lost(error: RuntimeError) -> RunnerDeadError:
-    return RunnerDeadError(f"another rank has left or does not answer: {error}".partition("\n")[0])
+    def _lost(self, error: RuntimeError) -> RunnerDeadError:
+        what = f"another rank has left, or has not answered for {self._timeout:g} s"
+        return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])

@@ -15,7 +15,7 @@ from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a rank: load your share. It answers with `Answer`."""
+    """The first message to a rank: load your share. It answers with `Answer`, twice."""
 
     config: EngineConfig
     rank: int
@@ -35,8 +35,9 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank says: that it has loaded, or why it ends."""
+    """What a rank says: that it comes to the meeting, later that it has loaded, or why it ends."""
 
+    has_loaded: bool = False
     error: str | None = None
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -42,9 +43,11 @@ class OtherRanks:
         its own, if one ends that was not told to.
         """
         self._size = config.runner.tensor_parallel_size
+        self._timeout = config.runner.rank_timeout
         self._on_end = on_end
         self._is_closing = False
         self._news = threading.Condition()
+        self._here: set[int] = set()
         self._loaded: set[int] = set()
         self._ended: dict[int, str] = {}  # and why
         self._folder = Path(tempfile.mkdtemp(prefix="aioserve-ranks-"))
@@ -62,6 +65,10 @@ class OtherRanks:
 
     def _start(self, module: str, config: EngineConfig, rank: int) -> None:
         ours, theirs = socket.socketpair()
+        # Else a rank that reads nothing would hold this process up as soon as its socket is full.
+        seconds, rest = divmod(self._timeout, 1)
+        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sockets.append(ours)
         self._connections.append(Connection(os.dup(ours.fileno())))
         with theirs:
@@ -91,13 +98,23 @@ class OtherRanks:
         for rank in range(1, self._size):
             self._send(rank, data)
 
+    def wait_here(self) -> None:
+        """Returns when all come to the meeting, where nobody would notice that one has ended.
+        Raises `RunnerDeadError` if one ends before.
+        """
+        self._wait(self._here)
+
     def wait_loaded(self) -> None:
         """Returns when all have. Raises `RunnerDeadError` if one ends before."""
+        self._wait(self._loaded)
+        self._leave_folder()
+
+    def _wait(self, ranks: set[int]) -> None:
+        """Until all are among them."""
         with self._news:
-            self._news.wait_for(lambda: len(self._loaded) == self._size - 1 or self._ended)
+            self._news.wait_for(lambda: len(ranks) == self._size - 1 or self._ended)
             if self._ended:
                 raise self._death()
-        self._leave_folder()
 
     def why(self, error: Exception) -> Exception:
         """What `error` of the first rank comes of: another one that has ended, or itself."""
@@ -135,7 +152,10 @@ class OtherRanks:
         try:
             self._connections[rank - 1].send_bytes(data)
         except OSError as error:
-            raise self.why(RunnerDeadError(f"rank {rank} does not listen: {error}")) from error
+            what = f"rank {rank} does not listen: {error}"
+            if isinstance(error, BlockingIOError):
+                what = f"rank {rank} has not listened for {self._timeout:g} s (runner.rank_timeout)"
+            raise self.why(RunnerDeadError(what)) from error
 
     def _death(self) -> RunnerDeadError:
         rank, why = next(iter(self._ended.items()))
@@ -145,9 +165,9 @@ class OtherRanks:
         """On a thread of its own, until the process ends."""
         connection, error = self._connections[rank - 1], None
         with contextlib.suppress(EOFError, OSError):
-            while (error := decode_answer(connection.recv_bytes()).error) is None:
+            while (error := (answer := decode_answer(connection.recv_bytes())).error) is None:
                 with self._news:
-                    self._loaded.add(rank)
+                    (self._loaded if answer.has_loaded else self._here).add(rank)
                     self._news.notify_all()
         code = process.wait()
         with self._news:

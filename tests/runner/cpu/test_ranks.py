@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from aioserve.config import EngineConfig
-from aioserve.errors import ConfigError, RequestFailedError
+from aioserve.errors import ConfigError, RequestFailedError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import AdapterFiles
 from aioserve.model_source.directory import Directory
@@ -34,6 +36,7 @@ from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
+from tests.processes import PATIENCE
 from tests.runner.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, make_config
 
 _END = b""
@@ -58,7 +61,7 @@ class Pair:
     def _load(self, rank: int, choose: Any) -> StepExecutor:
         info = ModelInfo(self._config.model)
         check_model(self._config, info)
-        ranks = Ranks(rank, 2, self._meeting)
+        ranks = Ranks(rank, 2, self._meeting, PATIENCE)
         executor = load_on_cpu(self._config, info, ranks=ranks)
         executor.choose = choose
         return executor
@@ -224,6 +227,17 @@ def test_a_step_whose_tokens_cannot_be_chosen_is_lost_alone(
     assert driver.generate("b", 8) == expected
 
 
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    def meet(rank: int) -> Ranks:
+        return Ranks(rank, 2, tmp_path / "meeting", PATIENCE)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(meet, range(2))
+    first._group._set_default_timeout(timedelta(seconds=0.05))
+    with pytest.raises(RunnerDeadError, match=r"not answered for 300 s \(runner.rank_timeout\)"):
+        first.add_up(torch.zeros(4))
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
@@ -259,6 +273,10 @@ def test_a_width_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
         ({"cache": {"kv_connector": "memory"}}, "cache.kv_connector is not served so"),
         ({"runner": {"threads": 3}}, "runner.threads: give a multiple of 2, not 3"),
         ({"runner": {"runner": "simulated"}}, "tensor_parallel_size is 2, which has no effect"),
+        (
+            {"runner": {"tensor_parallel_size": 1, "rank_timeout": 5}},
+            "rank_timeout is 5.0, which has no effect: runner.tensor_parallel_size is 1",
+        ),
     ],
 )
 def test_settings_that_do_not_go_with_ranks_are_refused(
