@@ -39,6 +39,7 @@ from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.plan import shares_heads
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def load_on_cpu(
         machine.keep_freed_memory()
         draft_info = find_draft(config, info)
         if ranks is None or ranks.is_first:
-            _check_memory(config, info, draft_info)
+            _check_memory(config, info, draft_info, num_ranks)
         if has_states(info):
             _check_states(config, ranks)
         model = load_model_on_cpu(config.model, info, ranks)
@@ -217,7 +218,10 @@ def _make_state_slots(config: EngineConfig, model: ServedModel, bytes_per_token:
     return num_slots * size
 
 
-def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None) -> None:
+def _check_memory(
+    config: EngineConfig, info: ModelInfo, draft: ModelInfo | None, num_ranks: int
+) -> None:
+    """Of all ranks: they are on this machine."""
     weights, per_token = 0, []
     for part in (info,) if draft is None else (info, draft):
         model = with_dtype(part.config)
@@ -228,6 +232,11 @@ def _check_memory(config: EngineConfig, info: ModelInfo, draft: ModelInfo | None
         per_token.append(expected_bytes_per_token(part.hf_config, *sizes))
         if is_eagle(part.source.known_config):
             per_token.append(NUM_TAPS * info.hidden_size * named_dtype(model.dtype).itemsize)
+    if num_ranks > 1:
+        itemsize = named_dtype(with_dtype(info.config).dtype).itemsize
+        weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * itemsize  # whole on each
+        if not shares_heads(info.hf_config):
+            per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
     check_memory(config, weights, all_known, info.max_model_len)

@@ -13,13 +13,13 @@ from aioserve.runner.kv_pool import max_useful_blocks
 DEFAULT_MEMORY_SHARE = 0.25  # of what is free once the weights are loaded
 DEFAULT_MEMORY_LIMIT = 4 << 30  # bytes
 _WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}  # types of layers
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def check_memory(
     config: EngineConfig, weight_bytes: int, bytes_per_token: int | None, max_model_len: int
 ) -> None:
-    """Raise `ConfigError` if weights and the pool that the settings ask for do not fit together.
+    """Raise `ConfigError` if weights, and what the settings ask for besides, do not fit together.
 
     For use before anything is loaded: a system without memory ends the process without a word.
     """
@@ -28,13 +28,16 @@ def check_memory(
     if sized and bytes_per_token is not None:
         num_blocks = choose_num_kv_blocks(config, bytes_per_token, max_model_len)
         pool_bytes = num_blocks * config.cache.block_size * bytes_per_token
+    outside = 0 if config.cache.kv_connector == "none" else int(config.cache.kv_connector_gib * GIB)
     available = machine.available_memory()
-    if weight_bytes + pool_bytes > available:
-        pool = f" and {pool_bytes / MIB:,.0f} MiB for the KV pool" if pool_bytes else ""
+    if weight_bytes + pool_bytes + outside > available:
+        others = (("the KV pool", pool_bytes), ("KV blocks outside of it", outside))
+        more = "".join(f" and {size / MIB:,.0f} MiB for {what}" for what, size in others if size)
+        settings = "cache.kv_cache_gib, cache.num_kv_blocks, model.dtype"
         raise ConfigError(
-            f"too little memory: {weight_bytes / MIB:,.0f} MiB for the weights{pool} are needed, "
-            f"{available / MIB:,.0f} MiB are available (cache.kv_cache_gib, cache.num_kv_blocks, "
-            "model.dtype)"
+            f"too little memory: {weight_bytes / MIB:,.0f} MiB for the weights{more} are needed, "
+            f"{available / MIB:,.0f} MiB are available ({settings}"
+            f"{', cache.kv_connector_gib' if outside else ''})"
         )
 
 
@@ -109,5 +112,5 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
 def _budget(config: EngineConfig) -> int:
     """Bytes for what is kept of requests."""
     if config.cache.kv_cache_gib is not None:
-        return int(config.cache.kv_cache_gib * (1 << 30))
+        return int(config.cache.kv_cache_gib * GIB)
     return min(int(machine.available_memory() * DEFAULT_MEMORY_SHARE), DEFAULT_MEMORY_LIMIT)

@@ -66,8 +66,8 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
             raise ConfigError(
                 f"{ranks} the plan for {name} shares {module} as {style!r}, not served"
             )
-    if not any(key.endswith("k_proj") and style == "colwise" for key, style in body.items()):
-        return  # every rank has all heads
+    if not shares_heads(hf_config):
+        return
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     for count, what in (
@@ -77,6 +77,13 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
     ):
         if not isinstance(count, int) or count % size:
             raise ConfigError(f"{ranks} {name} has {count} {what}, which is no multiple of it")
+
+
+def shares_heads(hf_config: Any) -> bool:
+    """Whether a rank has some of the heads, with their K and V; else each has all."""
+    plan = getattr(hf_config, "base_model_tp_plan", None) or {}
+    shared = [key for key, style in plan.items() if style == "colwise"]
+    return any("attention" in key or "attn" in key for key in shared)
 
 
 def plan_of(module: Any) -> dict[str, str]:

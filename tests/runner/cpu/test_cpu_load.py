@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -46,6 +47,36 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
         load_on_cpu(config, ModelInfo(config.model))
     assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
     assert "5 MiB are available (cache.kv_cache_gib" in str(caught.value)
+
+
+def test_host_memory_of_a_connector_counts(
+    model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model_path("llama"))
+    cache = msgspec.structs.replace(config.cache, kv_connector="memory", kv_connector_gib=1.0)
+    config = msgspec.structs.replace(config, cache=cache)
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(load, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"and 1,024 MiB for KV blocks outside of it.*connector_"):
+        load_on_cpu(config, ModelInfo(config.model))
+
+
+@pytest.mark.parametrize(("kind", "num_pools"), [("llama", 1), ("olmo2", 2)])
+def test_what_every_rank_has_whole_counts_for_each(
+    kind: str, num_pools: int, model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding, and K and V of all heads if the plan does not share them."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        load, "check_memory", lambda _, weights, per_token, __: seen.append((weights, per_token))
+    )
+    config = make_config(model_path(kind), dtype="float32")
+    info = ModelInfo(config.model)
+    for num_ranks in (1, 2):
+        load._check_memory(config, info, None, num_ranks)
+    (weights, per_token), (of_two, per_token_of_two) = seen
+    assert of_two - weights == info.vocab_size * info.hidden_size * 4
+    assert per_token_of_two == per_token * num_pools
 
 
 @pytest.mark.parametrize(("setting", "is_fixed"), [(2, True), (None, False)])
