@@ -1,6 +1,7 @@
 """One clock for all timestamps: finer than a millisecond where time is real, virtual where not."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from aioserve.lab import VirtualClockEventLoop
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
+from tests.processes import PATIENCE
 
 
 def test_a_loop_with_a_time_of_its_own_keeps_it() -> None:
@@ -30,12 +32,21 @@ def test_a_loop_with_a_time_of_its_own_keeps_it() -> None:
         loop.close()
 
 
+def hold_up(seconds: float) -> None:
+    """Whatever runs on this thread, until another one says that it is over."""
+    is_over = threading.Event()
+    timer = threading.Timer(seconds, is_over.set)
+    timer.start()
+    assert is_over.wait(PATIENCE)
+    timer.join()
+
+
 async def test_the_lag_of_a_blocked_loop_is_told_once() -> None:
     """By the timer that is overdue, and by the same one when it has been called."""
     for is_called in (False, True):
         began, lag = time.monotonic(), LoopLag()
         assert lag() == 0.0
-        time.sleep(0.05)  # noqa: ASYNC251 - that is the point
+        hold_up(0.05)
         if is_called:
             await asyncio.sleep(2 * LAG_PROBE_SECONDS)
         found = lag()
