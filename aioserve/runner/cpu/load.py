@@ -94,7 +94,9 @@ def load_on_cpu(
         backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
         drafter: Drafter | None
-        if draft is None:
+        if ranks is not None and not ranks.is_first:
+            drafter = None  # its guesses come with the steps
+        elif draft is None:
             drafter = ngram_drafter(config.speculation)
         else:
             draft_backend = create_attention_backend(draft_spec, num_blocks, block_size)

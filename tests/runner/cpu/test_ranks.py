@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioserve.config import EngineConfig
+from aioserve.config import EngineConfig, SpeculationConfig
 from aioserve.errors import ConfigError, RequestFailedError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import AdapterFiles
@@ -116,7 +116,9 @@ def make_pair(
     pairs: list[Pair] = []
 
     def make(kind: str = "llama", **model: Any) -> tuple[Driver, Pair]:
-        pair = Pair(_with_ranks(make_config(model_path(kind), **model)), tmp_path / str(len(pairs)))
+        sections = {"speculation": model.pop("speculation", SpeculationConfig())}
+        config = _with_ranks(make_config(model_path(kind), **model), **sections)
+        pair = Pair(config, tmp_path / str(len(pairs)))
         pairs.append(pair)
         return Driver(pair, NUM_BLOCKS, BLOCK_SIZE), pair  # type: ignore[arg-type]
 
@@ -303,14 +305,16 @@ async def test_an_adapter_cannot_come_later_either(model_path: Callable[..., Pat
     await runner.close()
 
 
-def test_drafts_are_verified_by_both(
+def test_drafts_of_the_first_are_verified_by_both(
     make_driver: Callable[..., Driver], make_pair: Callable[..., tuple[Driver, Pair]]
 ) -> None:
     prompt = list(range(100, 100 + 5 * BLOCK_SIZE))
     alone = make_driver(dtype="float32")
     alone.add("a", prompt)
     expected = alone.generate("a", 8)
-    driver, _ = make_pair(dtype="float32")
+    ngram = SpeculationConfig(speculative_method="ngram")
+    driver, pair = make_pair(dtype="float32", speculation=ngram)
+    assert (pair.first._drafter is None, pair.second._drafter is None) == (False, True)
     driver.add("a", prompt)
     driver.step()
     drafts = [expected[1], (expected[2] + 1) % VOCAB_SIZE, expected[3]]
