@@ -136,11 +136,10 @@ class StepExecutor:
 
     def make_host_blocks(self, num_bytes: int) -> HostBlocks:
         """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
-        memory, backend = self._backend.memory, self._backend
+        memory, model = self._backend.memory, self._model
+        computed = f"{model.name}, {model.kv_cache_spec.dtype}, {self._backend.description}"
         caches = [*memory.key_caches, *memory.value_caches]
-        self._host_blocks = HostBlocks(
-            caches, num_bytes, f"{self._model.name}, {backend.description}"
-        )
+        self._host_blocks = HostBlocks(caches, num_bytes, computed)
         return self._host_blocks
 
     def _transfer(self, transfers: KVConnectorMetadata) -> None:

@@ -183,3 +183,11 @@ def test_heads_with_no_room_for_a_scale_behind_them_are_refused(tmp_path: Path) 
     config = make_config(tmp_path, kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="a multiple of 4, but the model has heads of 6"):
         load_on_cpu(config, ModelInfo(config.model))
+
+
+def test_codes_of_another_compute_type_are_no_blocks_of_ours(make_driver: MakeDriver) -> None:
+    """As both are for dtype "auto", on machines that share a directory."""
+    runners = [
+        make_driver(dtype=dtype, kv_cache_dtype="int8").runner for dtype in ("float32", "bfloat16")
+    ]
+    assert len({runner.make_host_blocks(1 << 20).layout for runner in runners}) == 2
