@@ -15,7 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SpeculationConfig,
+)
 from tests.models import make_model
 from tests.processes import PATIENCE, serving, until
 from tests.server.serving import running
@@ -50,7 +56,8 @@ class Served:
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.process, self._url = process, url
-        self.others = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
+        self.others = [c for c in children if "aioserve.runner.cpu.rank" in c.cmdline()]
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         try:
@@ -89,9 +96,11 @@ def two_ranks(model: Path, *argv: str) -> Iterator[Served]:
         yield served
 
 
-async def said_by_one(model: Path) -> list[Any]:
+async def said_by_one(model: Path, **sections: Any) -> list[Any]:
     config = EngineConfig(
-        model=ModelConfig(model=str(model), dtype="float32"), runner=RunnerConfig(threads=1)
+        model=ModelConfig(model=str(model), dtype="float32"),
+        runner=RunnerConfig(threads=1),
+        **sections,
     )
     async with running(config) as server:
         answers = [await server.request("POST", "/v1/completions", json=body) for body in BODIES]
@@ -108,27 +117,52 @@ def round_off(value: Any) -> Any:
     return [round_off(own) for own in value] if isinstance(value, list) else value
 
 
+def check_equal_until_killed(served: Served, expected: list[Any]) -> None:
+    for body, choices in zip(BODIES, expected, strict=True):
+        status, answer = served.ask("/v1/completions", body)
+        assert status == 200
+        assert round_off(answer["choices"]) == round_off(choices)
+    with served.stream() as response:
+        served.others[0].kill()
+        *_, last, end = response.read().split(b"\n\n")
+    assert end == b""
+    error = json.loads(last.strip().removeprefix(b"data: "))["error"]
+    assert error["code"] == "engine_unavailable"
+    assert "rank 1 of 2: process" in error["message"]
+    assert "killed by SIGKILL" in error["message"]
+
+
 def test_two_ranks_say_what_one_says_until_one_of_them_is_killed(model: Path) -> None:
     expected = asyncio.run(said_by_one(model))
     with two_ranks(model, "--no-exit-on-dead-engine") as served:
-        for body, choices in zip(BODIES, expected, strict=True):
-            status, answer = served.ask("/v1/completions", body)
-            assert status == 200
-            assert round_off(answer["choices"]) == round_off(choices)
-        with served.stream() as response:
-            served.others[0].kill()
-            *_, last, end = response.read().split(b"\n\n")
-        assert end == b""
-        error = json.loads(last.strip().removeprefix(b"data: "))["error"]
-        assert error["code"] == "engine_unavailable"
-        assert "rank 1 of 2: process" in error["message"]
-        assert "killed by SIGKILL" in error["message"]
+        check_equal_until_killed(served, expected)
         assert served.ask("/health")[0] == 503
         assert served.ask("/v1/completions", BODIES[0])[0] == 503
         served.process.send_signal(signal.SIGTERM)
         code, log = served.ends()
         assert code == 3
         assert "killed by SIGKILL" in log.splitlines()[-1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("argv", "sections"),
+    [
+        (("--pipeline-depth", "2"), {}),
+        (
+            ("--speculative-method", "ngram"),
+            {"speculation": SpeculationConfig(speculative_method="ngram")},
+        ),
+        (
+            ("--api-workers", "1", "--kv-cache-dtype", "int8"),
+            {"cache": CacheConfig(kv_cache_dtype="int8")},
+        ),
+    ],
+)
+def test_so_it_is_with(argv: tuple[str, ...], sections: dict[str, Any], model: Path) -> None:
+    expected = asyncio.run(said_by_one(model, **sections))
+    with two_ranks(model, "--no-exit-on-dead-engine", *argv) as served:
+        check_equal_until_killed(served, expected)
 
 
 @pytest.mark.dist
