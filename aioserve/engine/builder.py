@@ -315,10 +315,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     from aioserve.runner.devices import choose_device
 
     if choose_device(config) == "cuda":
-        if config.cache.kv_connector != "none":
-            raise ConfigError(
-                "cache.kv_connector is for the CPU: give --device cpu, or leave it out"
-            )
         method = config.speculation.speculative_method
         if method != "none" and config.scheduler.pipeline_depth != 1:
             raise ConfigError(

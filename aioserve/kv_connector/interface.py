@@ -6,23 +6,19 @@ Knows slots of host memory, which the scheduler's side gives out, and hashes. Kn
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from aioserve.kv_cache import KVConnectorMetadata
 
-
-class KVConnectorWorker(ABC):
-    """The runner's side: slots of host memory, each with room for one block of all layers."""
+class KVConnectorWorker:
+    """The runner's side: slots of host memory, each with room for one block of all layers. What is
+    copied in a step is there when the step is back.
+    """
 
     num_slots: int
     block_bytes: int
     num_loaded: int = 0  # blocks, since the start
     load_seconds: float = 0.0  # that they took
 
-    @abstractmethod
-    def transfer(self, metadata: KVConnectorMetadata) -> None:
-        """Copy blocks, in the runner's thread and in the order of the steps."""
 
-
-class HostMemoryWorker(KVConnectorWorker):
+class HostMemoryWorker(KVConnectorWorker, ABC):
     """One whose slots are bytes, which can be kept elsewhere."""
 
     #: What must be equal, besides the model and the block size, for a block to mean the same.

@@ -25,20 +25,14 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix
 class HostBlocks(HostMemoryWorker):
     """As many slots as fit a number of bytes: address space at once, memory as they fill."""
 
-    def __init__(self, caches: Sequence[Tensor], num_bytes: int, layout: str) -> None:
-        """`caches` are K and V of every layer, [num_blocks, ...], each block in one piece. Raises
-        `ConfigError` if there is no room for a single block.
+    def __init__(self, caches: Sequence[Tensor], num_bytes: int, computed: str) -> None:
+        """`caches` are K and V of every layer, [num_blocks, ...], each block in one piece;
+        `computed` says by what. Raises `ConfigError` if there is no room for a single block.
         """
-        sizes = [cache[0].numel() * cache.dtype.itemsize for cache in caches]
+        sizes = sizes_of(caches)
         self.block_bytes = sum(sizes)
-        self.num_slots = num_bytes // self.block_bytes
-        if not self.num_slots:
-            raise ConfigError(
-                f"cache.kv_connector_gib is {num_bytes:,} bytes, but a block of the KV cache has "
-                f"{self.block_bytes:,}"
-            )
-        shapes = [tuple(cache.shape[1:]) for cache in caches]
-        self.layout = f"{layout}; {caches[0].dtype}; {shapes}"
+        self.num_slots = count_slots(num_bytes, self.block_bytes)
+        self.layout = describe_layout(computed, caches)
         try:
             self._memory = mmap.mmap(-1, self.num_slots * self.block_bytes, **_PRIVATE)
         except (OSError, OverflowError) as error:
@@ -55,6 +49,7 @@ class HostBlocks(HostMemoryWorker):
         ]
 
     def transfer(self, metadata: KVConnectorMetadata) -> None:
+        """Copy blocks, before the forward pass of their step."""
         if metadata.saves:
             block_ids, slots = np.array(metadata.saves).T
             for cache, of_slots in self._pairs:
@@ -74,3 +69,24 @@ class HostBlocks(HostMemoryWorker):
     def memory(self, slot: int) -> memoryview:
         begin = slot * self.block_bytes
         return memoryview(self._memory)[begin : begin + self.block_bytes]
+
+
+def sizes_of(caches: Sequence[Tensor]) -> list[int]:
+    """Bytes of a block in each."""
+    return [cache[0].numel() * cache.dtype.itemsize for cache in caches]
+
+
+def count_slots(num_bytes: int, block_bytes: int) -> int:
+    """How many blocks fit. Raises `ConfigError` if none does."""
+    if num_bytes < block_bytes:
+        raise ConfigError(
+            f"cache.kv_connector_gib is {num_bytes:,} bytes, but a block of the KV cache has "
+            f"{block_bytes:,}"
+        )
+    return num_bytes // block_bytes
+
+
+def describe_layout(computed: str, caches: Sequence[Tensor]) -> str:
+    """As `HostMemoryWorker.layout`."""
+    shapes = [tuple(cache.shape[1:]) for cache in caches]
+    return f"{computed}; {caches[0].dtype}; {shapes}"

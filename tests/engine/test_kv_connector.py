@@ -1,8 +1,10 @@
 """An engine with a KV connector gives the tokens that it gives without, whatever is found where."""
 
 import asyncio
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, RequestFailedError
 from aioserve.kv_cache import KVConnectorStats
-from aioserve.kv_connector import BlockDirectory
+from aioserve.kv_connector import BlockDirectory, OffloadingConnector
 from tests.adapters import make_adapter
 from tests.models import make_model
 from tests.processes import PATIENCE
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.on_device import make_device_runner
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -40,6 +44,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(base: Path, *, num_kv_blocks: int = 24, **cache: Any) -> EngineConfig:
+    if "kv_connector" in cache:
+        cache = {"kv_connector_gib": 1 / 256, **cache}  # some thousand blocks
     return EngineConfig(
         model=ModelConfig(
             model=str(base), dtype="float32", max_model_len=96, skip_tokenizer_init=True
@@ -49,6 +55,15 @@ def settings(base: Path, *, num_kv_blocks: int = 24, **cache: Any) -> EngineConf
         adapters=AdapterConfig(lora=tuple(f"{n}={base.parent / n}" for n in ADAPTERS)),
         runner=RunnerConfig(threads=1),
     )
+
+
+def make_engine(config: EngineConfig, device: FakeDevice | None = None) -> AsyncEngine:
+    """On this CPU, or on a device that is not one."""
+    return AsyncEngine(config, runner=device and make_device_runner(config, device))
+
+
+def make_device() -> FakeDevice:
+    return FakeDevice(1, eagerness=0.3)
 
 
 def requests() -> Iterator[dict[str, Any]]:
@@ -108,13 +123,26 @@ def files_in(path: Path) -> list[Path]:
     return sorted(path.glob("*/*/*"))
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("kind", "make_device"),
+    [
+        pytest.param("memory", lambda: None, id="memory"),
+        pytest.param("disk", lambda: None, id="disk"),
+        pytest.param("memory", make_device, id="memory-device"),
+        pytest.param("disk", make_device, id="disk-device", marks=pytest.mark.slow),
+    ],
+)
 async def test_tokens_are_those_without_a_connector(
-    base: Path, expected: list[list[int]], kind: str, tmp_path: Path
+    base: Path,
+    expected: list[list[int]],
+    kind: str,
+    make_device: Callable[[], FakeDevice | None],
+    tmp_path: Path,
 ) -> None:
     """A pool for one long request, so that prompts are preempted and come again from outside."""
     path = {"kv_connector_path": str(tmp_path)} if kind == "disk" else {}
-    async with AsyncEngine(settings(base, kv_connector=kind, **path)) as engine:
+    config = settings(base, kv_connector=kind, **path)
+    async with make_engine(config, make_device()) as engine:
         for policy in POLICIES:
             num_hits = stats_of(engine).num_hit_tokens
             engine.switch_policy(policy)
@@ -127,13 +155,18 @@ async def test_tokens_are_those_without_a_connector(
     assert f"aioserve_kv_connector_hit_tokens_total {stats_of(engine).num_hit_tokens:.1f}" in text
 
 
+@pytest.mark.parametrize("make_device", [lambda: None, make_device], ids=["cpu", "device"])
 async def test_a_second_engine_finds_what_the_first_has_written(
-    base: Path, expected: list[list[int]], tmp_path: Path
+    base: Path,
+    expected: list[list[int]],
+    make_device: Callable[[], FakeDevice | None],
+    tmp_path: Path,
 ) -> None:
     cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
-    async with AsyncEngine(settings(base, **cache)) as first:
+    config = settings(base, **cache)
+    async with make_engine(config, make_device()) as first:
         await run_all(first)
-        async with AsyncEngine(settings(base, **cache)) as second:  # while the first one lives
+        async with make_engine(config, make_device()) as second:  # while the first one lives
             assert await run_all(second) == expected
             assert stats_of(second).num_fetched_tokens > 100
         assert stats_of(first).num_failures == 0
@@ -226,9 +259,17 @@ async def test_int8_blocks_come_back_as_they_were(base: Path, tmp_path: Path) ->
         assert stats_of(engine).num_hit_tokens > 0
 
 
-@pytest.mark.parametrize("other", [{"block_size": 8}, {"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    ("other", "device"),
+    [
+        ({"block_size": 8}, None),
+        ({"kv_cache_dtype": "int8"}, None),
+        ({}, make_device()),
+    ],
+    ids=["block_size", "int8", "device"],
+)
 async def test_other_engines_have_other_folders(
-    base: Path, tmp_path: Path, other: dict[str, Any]
+    base: Path, tmp_path: Path, other: dict[str, Any], device: FakeDevice | None
 ) -> None:
     cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
     config = settings(base, **cache)
@@ -242,10 +283,45 @@ async def test_other_engines_have_other_folders(
         adapters=config.adapters,
         runner=config.runner,
     )
-    async with AsyncEngine(config) as engine:
+    async with make_engine(config, device) as engine:
         await run_all(engine)
         assert stats_of(engine).num_fetched_tokens == 0
     assert len({file.parents[1] for file in files_in(tmp_path)}) == 2
+
+
+async def test_a_step_that_fails_on_a_device_takes_its_blocks_along(
+    base: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Whichever launch of it: a copy into one piece, a copy out of it, or the model."""
+
+    class Faulty(FakeDevice):
+        failing, num_failed = random.Random(0), 0
+
+        def launch(self, work: Callable[[], None]) -> None:
+            if self.num_failed < 12 and self.failing.random() < 0.05:
+                self.num_failed += 1
+                self.fail_with = RuntimeError("no more threads")
+            super().launch(work)
+
+    device = Faulty(1, eagerness=0.3)
+    cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path)}
+    async with make_engine(settings(base, **cache), device) as engine:
+
+        async def run(request: dict[str, Any]) -> None:
+            with suppress(RequestFailedError):
+                async for _ in engine.generate(
+                    request.pop("prompt"), request.pop("params"), **request
+                ):
+                    pass
+
+        while device.num_failed < 12:
+            await asyncio.gather(*(run(request) for request in requests()))
+        device.forget_errors()
+        assert await run_all(engine) == expected
+        assert await run_all(engine) == expected
+        connector = engine.metrics.kv_connector.connector
+        assert isinstance(connector, OffloadingConnector)
+    assert not connector.slots.num_used_blocks
 
 
 async def test_what_leaves_while_its_blocks_are_read_leaves_nothing(

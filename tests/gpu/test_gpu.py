@@ -224,12 +224,17 @@ def test_launching_never_waits_for_the_device(adapter_id: str, path: Path, tmp_p
 
 
 async def generate(config: EngineConfig, num_requests: int) -> list[list[int]]:
+    async with AsyncEngine(config) as engine:
+        return await generate_on(engine, num_requests)
+
+
+async def generate_on(engine: AsyncEngine, num_requests: int) -> list[list[int]]:
     rng = random.Random(1)
     prompts = [
         [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 600))] for _ in range(num_requests)
     ]
 
-    async def one(engine: AsyncEngine, index: int) -> list[int]:
+    async def one(index: int) -> list[int]:
         greedy = index % 2 == 0
         params = SamplingParams(
             max_tokens=60, temperature=0 if greedy else 0.8, seed=index, detokenize=False
@@ -237,8 +242,7 @@ async def generate(config: EngineConfig, num_requests: int) -> list[list[int]]:
         stream = engine.generate(prompts[index], params)
         return [token for output in [o async for o in stream] for token in output.token_ids]
 
-    async with AsyncEngine(config) as engine:
-        return await asyncio.gather(*(one(engine, i) for i in range(num_requests)))
+    return await asyncio.gather(*(one(i) for i in range(num_requests)))
 
 
 @pytest.fixture
@@ -258,6 +262,23 @@ async def test_overlapped_steps_give_the_tokens_of_one_at_a_time(with_tokenizer:
     one_by_one = await generate(settings(with_tokenizer, 1, "float32"), 100)
     same = sum(a == b for a, b in zip(overlapped, one_by_one, strict=True))
     assert same >= 98  # a near tie may fall either way, as cuBLAS sums in another order
+
+
+async def test_blocks_that_come_back_change_no_token(with_tokenizer: Path) -> None:
+    """A pool for a few of the prompts, asked for twice."""
+    config = settings(with_tokenizer, 2, "float32")
+    small = msgspec.structs.replace(
+        config.cache, num_kv_blocks=300, kv_connector="memory", kv_connector_gib=0.5
+    )
+    plain = await generate(config, 40)
+    async with AsyncEngine(msgspec.structs.replace(config, cache=small)) as engine:
+        for _ in range(2):
+            found = await generate_on(engine, 40)
+            same = sum(a == b for a, b in zip(found, plain, strict=True))
+            assert same >= 38  # a near tie may fall either way, as cuBLAS sums in another order
+        connector = engine.metrics.kv_connector.connector
+        assert connector is not None
+        assert connector.make_stats().num_hit_tokens > 0
 
 
 async def test_a_draft_model_changes_no_token(with_tokenizer: Path) -> None:

@@ -51,6 +51,8 @@ class DeviceStep(LayerAttention):
 class DeviceAttention(ABC):
     """Owns the KV cache."""
 
+    cache: "PagedCache"
+
     @abstractmethod
     def begin(self, plan: StepPlan, arrays: Sections[Tensor]) -> DeviceStep:
         """What the host has to do for a step; `arrays` are staged, and not to be read here."""

@@ -9,8 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.runner.cuda.device import CardMemory, Device, Event, HostBuffer
+from aioserve.runner.cuda.device import (
+    CardMemory,
+    CopyQueue,
+    Device,
+    Event,
+    HostBuffer,
+    HostSlot,
+    Moment,
+)
 
+_PINNED_BYTES = 64 << 20  # at once: torch rounds each allocation up to a power of two
 _WARM_UPS = 2  # before a capture: cuBLAS, Triton and lazily loaded modules allocate when first used
 
 
@@ -29,11 +38,73 @@ class CudaEvent(Event):
     """Waits without the GIL."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
+
+
+class CudaMoment(Moment):
+    """As `CudaEvent`, with its time."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, CudaMoment)
+        seconds: float = 1e-3 * earlier.event.elapsed_time(self.event)
+        return seconds
+
+
+class PinnedSlot(HostSlot):
+    """Page-locked memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._memory
+
+
+class CudaCopyQueue(CopyQueue):
+    """A stream."""
+
+    def __init__(self, steps: torch.cuda.Stream) -> None:
+        self._steps = steps
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def slots(self, count: int, num_bytes: int) -> list[PinnedSlot]:
+        at_once, slots = max(1, _PINNED_BYTES // num_bytes), list[PinnedSlot]()
+        while len(slots) < count:
+            shape = min(at_once, count - len(slots)), num_bytes
+            memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            slots += map(PinnedSlot, memory)
+        return slots
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def lead(self, moment: Moment) -> None:
+        assert isinstance(moment, CudaMoment)
+        self._steps.wait_event(moment.event)
+
+    def save(self, slot: HostSlot, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            slot.tensor.copy_(source, non_blocking=True)
+
+    def load(self, target: Tensor, slot: HostSlot) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(slot.tensor, non_blocking=True)
+
+    def record(self) -> CudaMoment:
+        return CudaMoment(self._stream)
 
 
 class CudaDevice(Device):
@@ -52,6 +123,9 @@ class CudaDevice(Device):
 
     def host_buffer(self, size: int) -> PinnedBuffer:
         return PinnedBuffer(size)
+
+    def copy_queue(self) -> CudaCopyQueue:
+        return CudaCopyQueue(self._stream)
 
     def stage(self, target: Tensor, source: HostBuffer) -> None:
         target.copy_(source.tensor[: len(target)], non_blocking=True)

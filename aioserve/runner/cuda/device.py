@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,53 @@ class Event(ABC):
         """Until all work before this point is done. Raises what that work raised."""
 
 
+class Moment(Event):
+    """A point in the queue of copies."""
+
+    @abstractmethod
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from that one to this one, which have passed."""
+
+
+class HostSlot(ABC):
+    """Bytes of the host's memory that are copied beside the steps."""
+
+    @property
+    @abstractmethod
+    def tensor(self) -> Tensor:
+        """uint8. Only to be touched while no copy from or to it is queued."""
+
+
+class CopyQueue(ABC):
+    """A second queue of a device, done in order beside that of its steps. Used from the thread that
+    launches, but for `slots`.
+    """
+
+    @abstractmethod
+    def slots(self, count: int, num_bytes: int) -> Sequence[HostSlot]:
+        """So many, of so many bytes each. Raises `RuntimeError` if the host has no such memory."""
+
+    @abstractmethod
+    def follow(self, event: Event) -> None:
+        """What is queued here from now on is done after that point of the device's queue."""
+
+    @abstractmethod
+    def lead(self, moment: Moment) -> None:
+        """What is queued for steps from now on is done after that moment."""
+
+    @abstractmethod
+    def save(self, slot: HostSlot, source: Tensor) -> None:
+        """Queue a copy of bytes on the device to the host."""
+
+    @abstractmethod
+    def load(self, target: Tensor, slot: HostSlot) -> None:
+        """Queue a copy of bytes of the host to the device."""
+
+    @abstractmethod
+    def record(self) -> Moment:
+        """The point after everything that is queued here now."""
+
+
 class Device(ABC):
     """One queue of work, done in order, not when it is queued. Used from one thread, but for
     `Event.wait` and `beside`.
@@ -64,6 +111,10 @@ class Device(ABC):
     @abstractmethod
     def host_buffer(self, size: int) -> HostBuffer:
         """`size` int32 that copies to and from the device need not wait for."""
+
+    @abstractmethod
+    def copy_queue(self) -> CopyQueue:
+        """A new one."""
 
     @abstractmethod
     def stage(self, target: Tensor, source: HostBuffer) -> None:

@@ -23,6 +23,7 @@ from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.device import Device, Event, HostBuffer, StagingRing
 from aioserve.runner.cuda.graphs import DecodeGraphs
+from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceSampler, SamplePlan, read_result
@@ -60,6 +61,7 @@ class LaunchedStep:
     failed: dict[str, str]
     prompts: PromptPlan | None
     prompt_words: HostBuffer | None  # of `prompts`
+    copied: Copied | None  # what a KV connector has it copy
 
 
 class StepExecutor:
@@ -99,6 +101,7 @@ class StepExecutor:
         self.adapters = DeviceAdapters(
             model.adapter_sites, self._batch.adapter_rows, device, adapter_room
         )
+        self._host_blocks: DeviceBlocks | None = None
         self._drafter = drafter
         self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
         self._layout = layout
@@ -177,8 +180,37 @@ class StepExecutor:
         unknown state, and all others as they were.
         """
         self._batch.apply(step)
-        if not step.total_num_scheduled_tokens:
-            return None
+        copied = None
+        if (transfers := step.kv_connector_metadata) is not None:
+            assert self._host_blocks is not None, "there is a connector"
+            copied = self._host_blocks.transfer(transfers)
+        try:
+            if step.total_num_scheduled_tokens:
+                return self._launch(step, copied)
+        except BaseException:
+            self._finish_copies(copied)
+            raise
+        self._finish_copies(copied)
+        return None
+
+    def make_host_blocks(self, num_bytes: int) -> DeviceBlocks:
+        """Where blocks may be kept outside the KV cache. Before the first step. Raises
+        `ConfigError`.
+        """
+        cache, model = self._attention.cache, self._model
+        computed = f"{model.name}, {model.kv_cache_spec.dtype}, {type(self._attention).__name__}"
+        computed += f" on {self._device.card().name}"
+        self._host_blocks = DeviceBlocks(
+            self._device, [*cache.keys, *cache.values], num_bytes, computed
+        )
+        return self._host_blocks
+
+    def _finish_copies(self, copied: Copied | None) -> None:
+        if copied is not None and self._host_blocks is not None:
+            self._host_blocks.finish(copied)
+
+    def _launch(self, step: SchedulerOutput, copied: Copied | None) -> LaunchedStep:
+        """A step whose copies are queued."""
         began = time.perf_counter()
         inputs = self._batch.prepare(step)
         columns = self._batch.sampling_inputs(inputs)
@@ -218,7 +250,7 @@ class StepExecutor:
         failed = self._batch.failures(inputs)
         event = self._device.record()
         step_away = LaunchedStep(
-            plan, sampling, event, result, began, standing, failed, prompts, prompt_words
+            plan, sampling, event, result, began, standing, failed, prompts, prompt_words, copied
         )
         if standing and self._drafter is None:
             self._unread = step_away
@@ -279,6 +311,7 @@ class StepExecutor:
                 of_prompts = step.prompts.read(step.prompt_words.array)
         finally:
             self._free_results.append(step.result)
+            self._finish_copies(step.copied)
         if self._drafter is None:
             kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
             for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):

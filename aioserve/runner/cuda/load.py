@@ -37,6 +37,7 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_not, workspace_bytes
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.graphs import capture_sizes
+from aioserve.runner.cuda.host_blocks import device_bytes
 from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
@@ -144,6 +145,8 @@ def make_executor(
     activations += DeviceSampler.num_bytes(num_rows, info.vocab_size)
     activations += workspace_bytes(kinds[0].calls, len(sizes))
     activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
+    if config.cache.kv_connector != "none":
+        activations += device_bytes(bytes_per_token * page_size)
     memory = plan_memory(
         card,
         config,

@@ -22,6 +22,7 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
     from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
 
@@ -84,6 +85,10 @@ class OverlappedRunner(RunnerInterface):
     @property
     def tells_prompts(self) -> bool:
         return self._executor is not None and self._executor.tells_prompts
+
+    def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
+        assert self._executor is not None, "load() first"
+        return self._executor.make_host_blocks(num_bytes)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

@@ -6,13 +6,22 @@ buffer that the device still has to read or write may not be touched.
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from aioserve.runner.cuda.device import CardMemory, Device, Event, HostBuffer
+from aioserve.runner.cuda.device import (
+    CardMemory,
+    CopyQueue,
+    Device,
+    Event,
+    HostBuffer,
+    HostSlot,
+    Moment,
+)
 
 
 class TooEarlyError(AssertionError):
@@ -34,11 +43,101 @@ class FakeBuffer(HostBuffer):
 class FakeEvent(Event):
     def __init__(self, device: "FakeDevice", number: int) -> None:
         self._device = device
-        self._number = number
+        self.number = number
 
     def wait(self) -> None:
         self._device.linger()
-        self._device.advance(self._number)
+        self._device.advance(self.number)
+
+
+class FakeSlot(HostSlot):
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+        self.num_pending = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        if self.num_pending:
+            raise TooEarlyError(f"{self.num_pending} copies of this slot are still queued")
+        return self.bytes
+
+
+class FakeMoment(Moment):
+    def __init__(self, queue: "FakeCopyQueue") -> None:
+        self.queue = queue
+        self.time: float | None = None
+        self.number = queue.put(self._pass)
+
+    def _pass(self) -> None:
+        self.time = time.perf_counter()
+
+    def wait(self) -> None:
+        self.queue.reach(self.number)
+
+    def since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, FakeMoment)
+        assert self.time is not None
+        assert earlier.time is not None
+        return self.time - earlier.time
+
+
+class FakeCopyQueue(CopyQueue):
+    """As late, and as eager, as its device."""
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+        self._queue: deque[Callable[[], None]] = deque()
+        self._num_queued = self._num_done = 0
+
+    def slots(self, count: int, num_bytes: int) -> list[FakeSlot]:
+        return [FakeSlot(num_bytes) for _ in range(count)]
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self.put(lambda: self._device.reach(event.number))
+
+    def lead(self, moment: Moment) -> None:
+        self._device.put(moment.wait)
+
+    def save(self, slot: HostSlot, source: Tensor) -> None:
+        assert isinstance(slot, FakeSlot)
+        self._copy(slot, slot.bytes, source)
+
+    def load(self, target: Tensor, slot: HostSlot) -> None:
+        assert isinstance(slot, FakeSlot)
+        self._copy(slot, target, slot.bytes)
+
+    def record(self) -> FakeMoment:
+        return FakeMoment(self)
+
+    def put(self, work: Callable[[], None]) -> int:
+        """Which piece of work it is."""
+        with self._device.lock, torch.inference_mode():
+            self._queue.append(work)
+            self._num_queued += 1
+            number = self._num_queued
+            while self._queue and self._device.has_luck():
+                self._do_one()
+        return number
+
+    def reach(self, number: int) -> None:
+        """Have the first `number` pieces of work done."""
+        with self._device.lock, torch.inference_mode():
+            while self._num_done < number:
+                self._do_one()
+
+    def _copy(self, slot: FakeSlot, target: Tensor, source: Tensor) -> None:
+        def run() -> None:
+            target.copy_(source)
+            slot.num_pending -= 1
+
+        with self._device.lock:
+            slot.num_pending += 1
+        self.put(run)
+
+    def _do_one(self) -> None:
+        self._num_done += 1
+        self._queue.popleft()()
 
 
 class FakeDevice(Device):
@@ -58,9 +157,9 @@ class FakeDevice(Device):
         self._queue: deque[Callable[[], None]] = deque()
         self._num_queued = self._num_done = self._num_launches = 0
         self._errors: dict[int, Exception] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._slowness = slowness
-        self._launched = threading.Condition(self._lock)
+        self._launched = threading.Condition(self.lock)
 
     def attach(self) -> None:
         self.num_attached += 1
@@ -68,6 +167,9 @@ class FakeDevice(Device):
 
     def host_buffer(self, size: int) -> FakeBuffer:
         return FakeBuffer(size)
+
+    def copy_queue(self) -> FakeCopyQueue:
+        return FakeCopyQueue(self)
 
     def stage(self, target: Tensor, source: HostBuffer) -> None:
         assert isinstance(source, FakeBuffer)
@@ -86,11 +188,11 @@ class FakeDevice(Device):
                 raise error
             work()
 
-        with self._lock:
+        with self.lock:
             self._num_launches += 1
             self.num_behind = max(self.num_behind, self._num_launches)
             self._launched.notify_all()
-        self._put(run)
+        self.put(run)
 
     def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
         assert threading.get_ident() != self._launching, "it would keep the next step waiting"
@@ -126,27 +228,41 @@ class FakeDevice(Device):
 
     def advance(self, number: int) -> None:
         """Do the first `number` pieces of work; raise what the last launch among them raised."""
-        with self._lock, torch.inference_mode():
-            while self._num_done < number:
-                self._do_one()
+        with self.lock:
+            self.reach(number)
             failed = [n for n in self._errors if n <= number]
             if failed:
                 raise self._errors.pop(failed[-1])
+
+    def reach(self, number: int) -> None:
+        """The same, raising nothing."""
+        with self.lock, torch.inference_mode():
+            while self._num_done < number:
+                self._do_one()
+
+    def forget_errors(self) -> None:
+        """Those of steps that had failed already."""
+        with self.lock:
+            self._errors.clear()
+
+    def has_luck(self) -> bool:
+        """Whether the device gets one more piece of work done just now."""
+        return self._random.random() < self._eagerness
 
     def _copy(self, target: Tensor, source: Tensor, buffer: FakeBuffer) -> None:
         def run() -> None:
             target.copy_(source)
             buffer.num_pending -= 1
 
-        with self._lock:
+        with self.lock:
             buffer.num_pending += 1
-        self._put(run)
+        self.put(run)
 
-    def _put(self, work: Callable[[], None]) -> None:
-        with self._lock, torch.inference_mode():
+    def put(self, work: Callable[[], None]) -> None:
+        with self.lock, torch.inference_mode():
             self._queue.append(work)
             self._num_queued += 1
-            while self._queue and self._random.random() < self._eagerness:
+            while self._queue and self.has_luck():
                 self._do_one()
 
     def _do_one(self) -> None:

@@ -60,7 +60,7 @@ class _Wrapper:
             self._state = {name: tensor.clone() for name, tensor in host.items()}
             self._state |= {"indices": indices.clone(), "page_size": page_size, **settings}
 
-        device._put(arrive)
+        device.put(arrive)
 
     def _attend(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
         state = self._state

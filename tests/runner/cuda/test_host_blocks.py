@@ -1,0 +1,107 @@
+"""Blocks that cross beside the steps are those that the steps had, whenever anything gets done."""
+
+import random
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import KVConnectorMetadata
+from aioserve.runner.cuda import host_blocks
+from aioserve.runner.cuda.device import Event
+from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
+from tests.runner.cuda.fake_device import FakeDevice, TooEarlyError
+
+NUM_PAGES, NUM_SLOTS, BLOCK_BYTES = 9, 6, 6 * 4 + 8 * 2
+
+
+def make_caches() -> list[torch.Tensor]:
+    shapes = ((NUM_PAGES, 2, 3), torch.float32), ((NUM_PAGES, 2, 4), torch.bfloat16)
+    return [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+def write(caches: list[torch.Tensor], pages: list[int], value: int) -> None:
+    for cache in caches:
+        cache[pages] = value
+
+
+@pytest.mark.parametrize("num_staged", [1, 2, 4])
+@pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
+def test_copies_are_done_between_the_steps_around_them(
+    num_staged: int, eagerness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps overwrite pages; two are in flight, and slots that no step has are read meanwhile."""
+    monkeypatch.setattr(host_blocks, "STAGE_BYTES", num_staged * BLOCK_BYTES)
+    for seed in range(8):
+        rng, device, caches = random.Random(seed), FakeDevice(seed, eagerness), make_caches()
+        worker = DeviceBlocks(device, caches, NUM_SLOTS * BLOCK_BYTES + 1, "by hand")
+        assert worker.num_slots == NUM_SLOTS
+        pages, slots = [0] * NUM_PAGES, dict[int, int]()
+        in_flight: deque[tuple[Copied, Event, set[int]]] = deque()
+        for step in range(1, 30):
+            saves = list(
+                zip(
+                    rng.sample(range(NUM_PAGES), rng.randint(0, 5)),
+                    rng.sample(range(NUM_SLOTS), 5),
+                    strict=False,
+                )
+            )
+            slots |= {slot: pages[page] for page, slot in saves}
+            loads = list(
+                zip(
+                    rng.choices(list(slots), k=rng.randint(0, 5)) if slots else (),
+                    rng.sample(range(NUM_PAGES), 5),
+                    strict=False,
+                )
+            )
+            for slot, page in loads:
+                pages[page] = slots[slot]
+            copied = worker.transfer(KVConnectorMetadata(saves, loads))
+            written = rng.sample(range(NUM_PAGES), 3)
+            for page in written:
+                pages[page] = step
+            device.launch(partial(write, caches, written, step))
+            used = {slot for _, slot in saves} | {slot for slot, _ in loads}
+            in_flight.append((copied, device.record(), used))
+            if len(in_flight) > rng.randint(0, 1):
+                copied, event, _ = in_flight.popleft()
+                event.wait()
+                worker.finish(copied)
+            busy = set[int]().union(*(used for *_, used in in_flight))
+            for slot, value in slots.items():
+                if slot not in busy:
+                    content = torch.frombuffer(worker.memory(slot), dtype=torch.uint8)
+                    assert (content[:24].view(torch.float32) == value).all()
+                    assert (content[24:].view(torch.bfloat16) == value).all()
+        while in_flight:
+            worker.finish(in_flight.popleft()[0])
+        device.advance(device.record().number)
+        for cache in caches:
+            assert [int(page.flatten()[0]) for page in cache] == pages
+        assert worker.num_loaded > 0
+        assert worker.load_seconds > 0
+
+
+def test_bytes_of_a_slot_that_is_still_copied_are_nobodys() -> None:
+    worker = DeviceBlocks(FakeDevice(0, 0.0), make_caches(), 3 * BLOCK_BYTES, "by hand")
+    copied = worker.transfer(KVConnectorMetadata([(4, 1)], []))
+    with pytest.raises(TooEarlyError):
+        worker.memory(1)
+    assert len(worker.memory(0)) == BLOCK_BYTES
+    worker.finish(copied)
+    assert bytes(worker.memory(1)) == bytes(BLOCK_BYTES)
+
+
+def test_host_memory_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, caches = FakeDevice(), make_caches()
+    with pytest.raises(ConfigError, match="but a block of the KV cache has 40"):
+        DeviceBlocks(device, caches, BLOCK_BYTES - 1, "by hand")
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nand much more")
+
+    monkeypatch.setattr("tests.runner.cuda.fake_device.FakeCopyQueue.slots", refuse)
+    with pytest.raises(ConfigError, match=r"to copy to: CUDA error: out of memory \(cache.kv_con"):
+        DeviceBlocks(device, caches, 1 << 20, "by hand")
