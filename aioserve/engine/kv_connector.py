@@ -3,6 +3,7 @@
 Knows settings and constructors. Knows no request and no block.
 """
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -30,6 +31,9 @@ from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.version import __version__
 
 GIB = 1 << 30
+
+# No end is held back for longer: on a disk that hangs, nothing will be found. A guess.
+HOLD_SECONDS = 10.0
 
 Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 
@@ -125,7 +129,7 @@ def _identity(
 
 class HeldBack:
     """Delivery for an engine that hands its blocks to others: the end of a request is told when
-    they can be found, so that whoever hears of it can send the request on.
+    they can be found, so that whoever hears of it can send the request on; or after `HOLD_SECONDS`.
     """
 
     def __init__(self, deliver: Deliver, connector: KVConnectorBase) -> None:
@@ -136,12 +140,19 @@ class HeldBack:
         """As `Delivery.deliver`."""
         ends = [output for output in outputs if output.finish_reason is not None]
         if ends:  # their readers may have left by then: nobody is told
-            self._connector.when_saved(lambda: self._tell(client_index, ends))
+            self._hold(client_index, ends)
             outputs = [output for output in outputs if output.finish_reason is None]
         return self._deliver(client_index, outputs)
 
-    def _tell(self, client_index: int, ends: list[EngineCoreOutput]) -> None:
-        self._deliver(client_index, ends)
+    def _hold(self, client_index: int, ends: list[EngineCoreOutput]) -> None:
+        def tell() -> None:
+            if ends:
+                timer.cancel()
+                self._deliver(client_index, ends.copy())
+                ends.clear()
+
+        timer = asyncio.get_running_loop().call_later(HOLD_SECONDS, tell)
+        self._connector.when_saved(tell)
 
 
 class KVConnectorMetrics(Collector):

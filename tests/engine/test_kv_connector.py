@@ -19,6 +19,7 @@ from aioserve.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from aioserve.engine import kv_connector
 from aioserve.errors import ConfigError, RequestFailedError
 from aioserve.kv_cache import KVConnectorStats
 from aioserve.kv_connector import BlockDirectory, OffloadingConnector
@@ -196,6 +197,18 @@ async def test_what_a_producer_has_answered_a_consumer_finds_whole(
         assert stats_of(producer).num_hit_tokens == stats_of(consumer).num_saved_tokens == 0
         assert stats_of(consumer).num_hit_tokens > 0
     assert stats_of(consumer).num_failures == 0
+
+
+async def test_a_disk_that_hangs_holds_no_end_back_for_ever(
+    base: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    monkeypatch.setattr(BlockDirectory, "_write_one", lambda *_: may_write.wait(PATIENCE))
+    monkeypatch.setattr(kv_connector, "HOLD_SECONDS", 0.01)
+    cache = {"kv_connector": "disk", "kv_connector_path": str(tmp_path), "num_kv_blocks": 100}
+    async with AsyncEngine(settings(base, **cache, kv_role="producer")) as engine:
+        assert await run_all(engine) == expected
+        may_write.set()
 
 
 async def test_damaged_missing_and_foreign_files_are_computed_again(
