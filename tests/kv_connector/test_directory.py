@@ -157,6 +157,22 @@ async def test_what_a_writer_of_the_same_pid_left_is_in_nobodys_way(
         await store.close()
 
 
+async def test_blocks_of_a_directory_that_may_only_be_read_are_believed(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("the file is another user's")
+
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    memory.fill(0, 7)
+    await write(store, (0, 0))
+    monkeypatch.setattr(os, "utime", refuse)
+    assert await read(store, (0, 1)) == 1
+    assert memory(1) == memory(0)
+    assert store.num_failures == 0
+    await store.close()
+
+
 async def test_a_namespace_file_that_was_cut_off_is_written_again(
     tmp_path: Path, memory: Memory
 ) -> None:
