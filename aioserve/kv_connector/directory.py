@@ -247,8 +247,12 @@ class BlockDirectory(BlockStore):
         for entry in sorted(entries):
             if too_many <= 0:
                 return
-            with suppress(OSError):
+            try:
                 os.unlink(entry.path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue  # another user's: of ours, more have to go
             too_many -= entry.size
 
     # Anywhere.

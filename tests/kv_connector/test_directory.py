@@ -206,6 +206,28 @@ async def test_one_file_that_is_gone_hides_no_other_from_the_limit(
     assert used_bytes(tmp_path) <= 4 * SIZE
 
 
+async def test_others_give_way_for_a_file_that_cannot_be_removed(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(store, *((i, 0) for i in range(8)))
+    await store.close()
+    kept, unlink = {store._path(key(i)) for i in range(2)}, os.unlink
+    for path in kept:
+        os.utime(path, (1, 1))
+
+    def refuse(path: str) -> None:
+        if Path(path) in kept:
+            raise PermissionError("the file is another user's")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=5 * SIZE)
+    await store.close()
+    assert kept < set(store.folder.rglob("*.kv"))
+    assert used_bytes(tmp_path) <= 5 * SIZE
+
+
 async def test_a_folder_of_another_engine_is_refused_in_one_line(
     tmp_path: Path, memory: Memory
 ) -> None:
