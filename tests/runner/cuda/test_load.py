@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -82,6 +83,27 @@ def test_what_is_built_serves_and_the_numbers_are_told(
         in (caplog.text)
     )
     assert "on a fake device: float32" in caplog.text
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_buffers_of_a_connector_count_in_what_is_planned(
+    kv_cache_dtype: str, model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, planned = loading.plan_memory, list[dict[str, Any]]()
+
+    def note(*arguments: Any, **sizes: Any) -> Any:
+        planned.append(sizes)
+        return plan(*arguments, **sizes)
+
+    monkeypatch.setattr(loading, "plan_memory", note)
+    config = settings(model_path("llama"), kv_cache_dtype=kv_cache_dtype)
+    for kind in ("none", "memory"):
+        cache = msgspec.structs.replace(config.cache, kv_connector=kind)
+        executor = build(msgspec.structs.replace(config, cache=cache), FakeDevice())
+    blocks = executor.make_host_blocks(1 << 20)
+    assert blocks.block_bytes == planned[1]["page_bytes"]
+    staged = sum(stage.blocks.numel() for stage in blocks._stages)
+    assert planned[1]["activations"] - planned[0]["activations"] == staged
 
 
 def test_a_cache_of_the_cpu_is_refused(model_path: Callable[..., Path]) -> None:
