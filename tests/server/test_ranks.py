@@ -175,6 +175,17 @@ def test_a_rank_that_is_killed_while_nobody_asks_ends_the_server(model: Path) ->
 
 
 @pytest.mark.dist
+def test_a_rank_that_hangs_ends_the_server_after_the_time_that_is_set(model: Path) -> None:
+    with two_ranks(model, "--rank-timeout", "15") as served:
+        with served.stream() as response:
+            served.others[0].suspend()
+            assert b"has not answered for 15 s (runner.rank_timeout)" in response.read()
+        code, log = served.ends()
+        assert code == 3
+        assert "has not answered for 15 s" in log.splitlines()[-1]
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_drains_the_server_and_leaves_no_process_behind(
     number: signal.Signals, model: Path
