@@ -34,6 +34,7 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": "A number: ", "structured_outputs": {"regex": "[0-9]{3}-[ab]{4}"}, **GREEDY},
     {"prompt": "Who is there? Nay, answer me: ", "echo": True, "logprobs": 1, **GREEDY},
 )
+LONG = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    """Those beside the first."""
+    children = process.children(recursive=True)
+    return [c for c in children if "aioserve.runner.cpu.rank" in c.cmdline()]
+
+
 class Served:
     """A server of two ranks, and what it answers."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.process, self._url = process, url
-        children = psutil.Process(process.pid).children(recursive=True)
-        self.others = [c for c in children if "aioserve.runner.cpu.rank" in c.cmdline()]
+        self.others = ranks_of(psutil.Process(process.pid))
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         try:
@@ -75,8 +81,7 @@ class Served:
 
     def stream(self) -> Any:
         """A long one that has begun."""
-        body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
-        response = self.open("/v1/completions", body)
+        response = self.open("/v1/completions", LONG)
         response.readline()
         return response
 
@@ -124,7 +129,11 @@ def check_equal_until_killed(served: Served, expected: list[Any]) -> None:
         assert round_off(answer["choices"]) == round_off(choices)
     with served.stream() as response:
         served.others[0].kill()
-        *_, last, end = response.read().split(b"\n\n")
+        check_end(response.read())
+
+
+def check_end(streamed: bytes) -> None:
+    *_, last, end = streamed.split(b"\n\n")
     assert end == b""
     error = json.loads(last.strip().removeprefix(b"data: "))["error"]
     assert error["code"] == "engine_unavailable"
@@ -132,7 +141,34 @@ def check_equal_until_killed(served: Served, expected: list[Any]) -> None:
     assert "killed by SIGKILL" in error["message"]
 
 
+async def killed_here(model: Path) -> None:
+    """The first rank is this process, which has imported what takes seconds."""
+    expected = await said_by_one(model)
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), dtype="float32"),
+        runner=RunnerConfig(threads=2, tensor_parallel_size=2),
+    )
+    async with running(config) as server:
+        [rank] = ranks_of(psutil.Process())
+        for body, choices in zip(BODIES, expected, strict=True):
+            answer = await server.request("POST", "/v1/completions", json=body)
+            assert answer.status == 200
+            assert round_off(answer.json()["choices"]) == round_off(choices)
+        async with server.session.post(f"{server.url}/v1/completions", json=LONG) as response:
+            await response.content.readline()
+            rank.kill()
+            check_end(await response.read())
+        assert (await server.get("/health")).status == 503
+        assert (await server.complete()).status == 503
+    assert not ranks_of(psutil.Process())
+
+
 def test_two_ranks_say_what_one_says_until_one_of_them_is_killed(model: Path) -> None:
+    asyncio.run(killed_here(model))
+
+
+@pytest.mark.dist
+def test_a_server_of_two_ranks_says_so_and_ends_with_exit_code_3(model: Path) -> None:
     expected = asyncio.run(said_by_one(model))
     with two_ranks(model, "--no-exit-on-dead-engine") as served:
         check_equal_until_killed(served, expected)
