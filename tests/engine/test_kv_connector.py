@@ -142,9 +142,9 @@ async def test_tokens_are_those_without_a_connector(
 ) -> None:
     """A pool for one long request, so that prompts are preempted and come again from outside."""
     path = {"kv_connector_path": str(tmp_path)} if kind == "disk" else {}
-    config = settings(base, kv_connector=kind, **path)
-    async with make_engine(config, make_device()) as engine:
-        for policy in POLICIES:
+    config, device = settings(base, kv_connector=kind, **path), make_device()
+    async with make_engine(config, device) as engine:
+        for policy in POLICIES if device is None else POLICIES[:3:2]:
             num_hits = stats_of(engine).num_hit_tokens
             engine.switch_policy(policy)
             assert await run_all(engine) == expected
@@ -311,7 +311,7 @@ async def test_a_step_that_fails_on_a_device_takes_its_blocks_along(
         failing, num_failed = random.Random(0), 0
 
         def launch(self, work: Callable[[], None]) -> None:
-            if self.num_failed < 12 and self.failing.random() < 0.05:
+            if self.num_failed < 6 and self.failing.random() < 0.05:
                 self.num_failed += 1
                 self.fail_with = RuntimeError("no more threads")
             super().launch(work)
@@ -327,10 +327,9 @@ async def test_a_step_that_fails_on_a_device_takes_its_blocks_along(
                 ):
                     pass
 
-        while device.num_failed < 12:
+        while device.num_failed < 6:
             await asyncio.gather(*(run(request) for request in requests()))
         device.forget_errors()
-        assert await run_all(engine) == expected
         assert await run_all(engine) == expected
         connector = engine.metrics.kv_connector.connector
         assert isinstance(connector, OffloadingConnector)
