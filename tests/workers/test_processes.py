@@ -80,9 +80,8 @@ def told(body: bytes) -> object:
         "",
         "--pipeline-depth 2 --shadow-policy fcfs --decision-log log",
         "--pipeline-depth 2 --kv-connector memory --num-kv-blocks 64",
-        "--tensor-parallel-size 2 --dtype float32",
     ],
-    ids=["plain", "watched", "kv connector", "ranks"],
+    ids=["plain", "watched", "kv connector"],
 )
 def test_answers_are_those_of_one_process(flags, tmp_path):
     words = [str(tmp_path / word) if word == "log" else word for word in flags.split()]
