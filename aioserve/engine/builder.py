@@ -321,6 +321,10 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
                 f"speculation.speculative_method is {method}, but on a CUDA device a step begins "
                 "before what to guess from is known: give --pipeline-depth 1, or --device cpu"
             )
+        if config.runner.tensor_parallel_size > 1:
+            from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
+
+            return ShardedOverlappedRunner(config, model_info)
         from aioserve.runner.cuda.runner import OverlappedRunner
 
         return OverlappedRunner.on_cuda(config, model_info)

@@ -14,7 +14,6 @@ _CUDA_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 )
 _CPU_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("runner", "threads", (RunnerConfig().threads,)),
-    ("runner", "tensor_parallel_size", (1,)),
     ("cache", "kv_cache_dtype", ("auto", "fp8")),
 )
 
@@ -34,18 +33,26 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
                 f"{section}.{name} is {given!r}, but the model runs on the {device.upper()}, where "
                 f"it means nothing (runner.device is {wanted})"
             )
+    if device == "cuda" and num_cuda_devices() < config.runner.tensor_parallel_size:
+        raise ConfigError(
+            f"runner.tensor_parallel_size is {config.runner.tensor_parallel_size}, but the driver "
+            f"reports {num_cuda_devices()} CUDA devices"
+        )
     return device
 
 
 def has_cuda() -> bool:
-    """Whether the driver is there and has a device; asked without loading torch."""
+    """Whether the driver is there and has a device."""
+    return num_cuda_devices() > 0
+
+
+def num_cuda_devices() -> int:
+    """As the driver reports; asked without loading torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    return (
-        driver.cuInit(0) == 0
-        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        and count.value > 0
-    )
+        return 0
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value

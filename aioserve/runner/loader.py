@@ -126,15 +126,17 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
     with _quiet_transformers():
         module = info.source.load_module(
-            # Ranks keep a share: what is stored in another type is converted when the rest is gone.
+            # Ranks keep a share: what is stored in another type, or goes to a card, is converted
+            # and goes when the rest is gone.
             named_dtype(config.dtype) if place.ranks is None else "auto",
-            place.device,
+            place.device if place.ranks is None else torch.device("cpu"),
             ATTN_IMPLEMENTATION,
             keeps_blocks=keeps_blocks,
             rounding=_rounding(config),
         )
     if place.ranks is not None:
         shard(module, place.ranks, named_dtype(config.dtype))
+        module.to(place.device)
     stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
     kinds = ", ".join(sorted({weight.kind for weight in stored.values()}))
     num_bytes = sum(weight.data.numel() for weight in stored.values())

@@ -11,7 +11,7 @@ from aioserve.runner.devices import choose_device
 
 
 def choose(has_cuda: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
-    monkeypatch.setattr(devices, "has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(devices, "num_cuda_devices", lambda: int(has_cuda))
     cache = CacheConfig(kv_cache_dtype=settings.pop("kv_cache_dtype", "auto"))
     return choose_device(EngineConfig(cache=cache, runner=RunnerConfig(**settings)))
 
@@ -45,7 +45,11 @@ def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         (False, {"kv_cache_dtype": "fp8"}, "cache.kv_cache_dtype is 'fp8', but .* the CPU"),
         (True, {"kv_cache_dtype": "int8"}, "cache.kv_cache_dtype is 'int8', but .* the CUDA"),
         (True, {"threads": 2}, "runner.threads is 2, but the model runs on the CUDA"),
-        (True, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but the model .* CUDA"),
+        (
+            True,
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size is 2, but the driver reports 1 CUDA",
+        ),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused(

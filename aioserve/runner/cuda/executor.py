@@ -26,7 +26,7 @@ from aioserve.runner.cuda.graphs import DecodeGraphs
 from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
-from aioserve.runner.cuda.sampler import DeviceSampler, SamplePlan, read_result
+from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
@@ -36,6 +36,7 @@ from aioserve.scheduler.output import CachedRequestData, NewRequestData, Schedul
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
 
@@ -81,9 +82,11 @@ class StepExecutor:
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
         adapter_room: int = 0,
+        ranks: "Ranks | None" = None,
     ) -> None:
         """`sampler`: for the limits of `layout`, whose `arena` [layout.size], int32 on the device,
         is where steps are staged. `adapter_room`: bytes on the device that adapters may take.
+        `ranks`: of which this is one; all get the tokens that the first one samples.
         """
         limits = layout.limits
         self._device = device
@@ -102,7 +105,7 @@ class StepExecutor:
             model.adapter_sites, self._batch.adapter_rows, device, adapter_room
         )
         self._host_blocks: DeviceBlocks | None = None
-        self._drafter = drafter
+        self._drafter, self._ranks = drafter, ranks
         self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
@@ -236,9 +239,7 @@ class StepExecutor:
             self._launch_masked(plan, sampling, attention, rows, asked)
         else:
             self._device.launch(
-                lambda: self._sampler.sample(
-                    self._compute(plan, attention, asked), sampling, self._arrays
-                )
+                lambda: self._sample(self._compute(plan, attention, asked), sampling)
             )
         self._read_last()
         result = self._free_results.popleft()
@@ -271,9 +272,7 @@ class StepExecutor:
         made = self._batch.grammar_rows.begin(rows, plan.inputs.drafts)
         assert made is not None, "one of the rows has a grammar"
         masks = self._sampler.stage_masks(made.result())
-        self._device.launch(
-            lambda: self._sampler.sample(logits.pop(), sampling, self._arrays, masks)
-        )
+        self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
 
     def _stage_adapters(
         self, owners: AdapterOwners, plan: StepPlan, prompts: PromptPlan | None
@@ -353,6 +352,13 @@ class StepExecutor:
         return error
 
     # What follows runs when the device gets there.
+
+    def _sample(
+        self, logits: Tensor, sampling: SamplePlan, masks: DeviceMasks | None = None
+    ) -> None:
+        self._sampler.sample(logits, sampling, self._arrays, masks)
+        if self._ranks is not None:
+            self._ranks.tell(self._sampler.last_token)
 
     def _compute(self, plan: StepPlan, attention: LayerAttention, asked: _Asked) -> Tensor:
         rows = self._arrays.logits_rows[: plan.num_sampling].long()

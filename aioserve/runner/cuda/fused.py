@@ -13,6 +13,7 @@ from aioserve.runner.cuda.plan import Layout, Limits, plan_step
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
 from aioserve.runner.sampling_columns import SamplingColumns
+from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class TritonOps(TorchOps):
@@ -60,8 +61,10 @@ class TritonOps(TorchOps):
 class CudaPlace(Place):
     """A device with, or without, Triton."""
 
-    def __init__(self, device: torch.device, *, has_triton: bool) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, *, has_triton: bool, ranks: Ranks | None = None
+    ) -> None:
+        self.device, self.ranks = device, ranks
         self._has_triton = has_triton
 
     def create_ops(self, spec: KVCacheSpec, row_sizes: set[int]) -> Ops:

@@ -51,6 +51,7 @@ from aioserve.runner.model_drafter import Forward
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.prompt_logprobs import largest_piece
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.sampling_params import MAX_LOGPROBS
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,14 @@ INSTALL_LINE = "pip install 'aioserve[gpu]'"
 
 @torch.inference_mode()
 def load_on_cuda(
-    config: EngineConfig, info: ModelInfo, grammars: GrammarCompiler | None = None
+    config: EngineConfig,
+    info: ModelInfo,
+    grammars: GrammarCompiler | None = None,
+    ranks: Ranks | None = None,
 ) -> StepExecutor:
-    """Load the model, share out the memory, capture graphs. Raises `ConfigError`."""
+    """Load the model, share out the memory, capture graphs. With `ranks`, the share of one of them,
+    on the current device. Raises `ConfigError`.
+    """
     if not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the CUDA device of this machine: install a "
@@ -75,13 +81,14 @@ def load_on_cuda(
             "layers with states (state-space, linear attention, convolutions) are not served on "
             "CUDA: set runner.device to cpu"
         )
-    place = CudaPlace(device.torch_device, has_triton=find_spec("triton") is not None)
+    has_triton = find_spec("triton") is not None
+    place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
     draft_info = find_draft(config, info)
     parts = [info] if draft_info is None else [info, draft_info]
     needed = sum(num_weight_bytes(with_dtype(part.config), part, place) for part in parts)
-    check_weights_fit(card, config, needed)
+    check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
     model, draft = load_models(info, draft_info, place)
-    return make_executor(config, info, model, device, card, grammars, draft)
+    return make_executor(config, info, model, device, card, grammars, draft, ranks)
 
 
 def load_models(
@@ -114,6 +121,7 @@ def make_executor(
     card: CardMemory,
     grammars: GrammarCompiler | None = None,
     draft: Draft | None = None,
+    ranks: Ranks | None = None,
 ) -> StepExecutor:
     """All but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
@@ -157,6 +165,8 @@ def make_executor(
         max_model_len=max_model_len,
         adapters=adapter_bytes(config, model),
     )
+    if ranks is not None:  # one pool, and each has its heads of every block
+        memory = replace(memory, num_pages=ranks.least(memory.num_pages))
     limits = Limits(
         num_rows=num_rows,
         num_tokens=num_tokens,
@@ -187,6 +197,7 @@ def make_executor(
         eos_token_ids=info.eos_token_ids,
         drafter=drafter,
         adapter_room=card.free - memory.total + memory.adapters,
+        ranks=ranks,
     )
     try:
         executor.warm_up()

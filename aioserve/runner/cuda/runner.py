@@ -166,7 +166,11 @@ class OverlappedRunner(RunnerInterface):
                 return EMPTY_RUNNER_OUTPUT
             return executor.finish(launched) if executor.is_one_by_one else launched
         except Exception as error:
-            return executor.explain(error)
+            return self._explain(executor, error)
+
+    def _explain(self, executor: "StepExecutor", error: Exception) -> Exception:
+        """What an error of a step means."""
+        return executor.explain(error)
 
     # On the reading thread.
 
@@ -178,7 +182,7 @@ class OverlappedRunner(RunnerInterface):
                 try:
                     launched = self._executor.finish(launched)
                 except Exception as error:
-                    launched = self._executor.explain(error)
+                    launched = self._explain(self._executor, error)
             reply.send(launched)
 
 
@@ -201,5 +205,6 @@ class _Reply:
             return
         if isinstance(result, BaseException):
             self.future.set_exception(result)
+            self.future.exception()  # who died of an earlier one awaits no more
         else:
             self.future.set_result(result)

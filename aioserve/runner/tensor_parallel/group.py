@@ -1,7 +1,7 @@
 """What ranks tell each other while they compute: sums, parts of rows, and what the first one found.
 
-Over `torch.distributed`, by gloo on this machine's loopback. Knows tensors; knows nothing about
-models, steps, or how ranks come to life.
+Over `torch.distributed`: by gloo on this machine's loopback, or by NCCL between its cards. Knows
+tensors; knows nothing about models, steps, or how ranks come to life.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,37 @@ class Ranks:
     Every method raises `RunnerDeadError` if another rank has left, or does not answer.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Path, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting: Path,
+        timeout: float,
+        device: torch.device | None = None,
+    ) -> None:
         """Returns when all have come. `meeting`: a file that does not exist yet, one for all.
         `timeout`: seconds to wait for another rank, who may have a layer of a long prompt to
         compute, or a model to read. One that dies is noticed at once; this is for one that hangs.
+        `device`: where the tensors of this rank are, if not on the CPU; on a card, work on them is
+        queued there.
         """
         import torch.distributed
 
         distributed: Any = torch.distributed  # its stubs tell little
-        gloo = distributed.ProcessGroupGloo
         self.rank, self.size, self._timeout = rank, size, timeout
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self.device = device = device or torch.device("cpu")
+        store = distributed.FileStore(str(meeting), size)
+        if device.type == "cuda":
+            kind = distributed.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = distributed.ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [kind.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=timeout)
         try:
-            self._group = gloo(distributed.FileStore(str(meeting), size), rank, size, options)
+            self._group = kind(store, rank, size, options)
+            self.told_by_first([0])  # NCCL meets when something is said
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -83,19 +99,33 @@ class Ranks:
             raise self._lost(error) from error
         return torch.cat(parts, dim=-1)[..., :width] if parts else x.new_zeros(1).expand(shape)
 
-    def told_by_first(self, numbers: Sequence[float]) -> list[float]:
-        """What the first rank has said; what the others say does not count."""
+    def tell(self, x: Tensor) -> None:
+        """Replace `x`, contiguous, by what it is on the first rank."""
         from torch.distributed import BroadcastOptions
 
-        told = torch.tensor(numbers, dtype=torch.float64)
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            self._group.broadcast([told], options).wait()
+            self._group.broadcast([x], options).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
+
+    def told_by_first(self, numbers: Sequence[float]) -> list[float]:
+        """What the first rank has said; what the others say does not count."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        self.tell(told)
         found: list[float] = told.tolist()
         return found
+
+    def least(self, number: int) -> int:
+        """Of what all ranks say."""
+        own = torch.tensor([number], dtype=torch.float64, device=self.device)
+        return int(self.join(own).min())
+
+    def leave(self) -> None:
+        """Wait for nobody any more: what is queued on a card fails. From any thread."""
+        if self.device.type == "cuda":
+            self._group.abort()
 
     def _lost(self, error: RuntimeError) -> RunnerDeadError:
         what = f"another rank has left, or has not answered for {self._timeout:g} s"

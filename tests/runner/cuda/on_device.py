@@ -10,7 +10,21 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.drafts import find_draft
+from aioserve.runner.tensor_parallel.group import Ranks
 from tests.runner.cuda.fake_device import FakeDevice
+
+
+def make_rank(
+    config: EngineConfig,
+    info: ModelInfo,
+    device: FakeDevice,
+    ranks: Ranks,
+    grammars: GrammarCompiler | None = None,
+) -> StepExecutor:
+    """The same for one of several ranks."""
+    place = CudaPlace(torch.device("cpu"), has_triton=False, ranks=ranks)
+    model, _ = load.load_models(info, None, place)
+    return load.make_executor(config, info, model, device, device.card(), grammars, ranks=ranks)
 
 
 def make_device_runner(config: EngineConfig, device: FakeDevice) -> OverlappedRunner:

@@ -1,0 +1,55 @@
+"""A rank beside the first on a card: `python -m aioserve.runner.cuda.rank SOCKET`, run by that one.
+
+Launches the steps that it is told on its share of the model. The tokens come from the first rank's
+card to its own. Knows messages and `StepExecutor`.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioserve.model_info import ModelInfo
+from aioserve.runner.tensor_parallel.messages import Start
+from aioserve.runner.tensor_parallel.processes import FirstRank
+from aioserve.runner.tensor_parallel.rank_process import run_rank
+from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
+
+
+def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:
+    """What does steps with it, each launched before the last one is over, as on the first rank."""
+    import torch
+
+    away: list[LaunchedStep] = []
+
+    @torch.inference_mode()
+    def execute(step: SchedulerOutput) -> None:
+        if (launched := executor.launch(step)) is not None:
+            away.append(launched)
+        if len(away) > 1:
+            executor.finish(away.pop(0))
+
+    return execute
+
+
+def _load(_: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
+    import torch
+
+    from aioserve.runner.cuda.load import load_on_cuda
+    from aioserve.runner.tensor_parallel.group import Ranks
+
+    device = torch.device("cuda", start.rank)
+    torch.cuda.set_device(device)
+    settings, meeting = start.config.runner, Path(start.meeting)
+    ranks = Ranks(start.rank, settings.tensor_parallel_size, meeting, settings.rank_timeout, device)
+    with torch.inference_mode():
+        executor = load_on_cuda(start.config, info, ranks=ranks)
+        executor.attach()
+    return follow(executor)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(int(sys.argv[1]), _load))

@@ -1,0 +1,53 @@
+"""A process beside the first rank: hears what to load, loads it, does the steps that it is told.
+
+Knows messages and their order; what a step is done with, whoever starts it knows.
+"""
+
+import gc
+import logging
+from collections.abc import Callable
+
+from aioserve.errors import RunnerDeadError
+from aioserve.model_info import ModelInfo
+from aioserve.runner.tensor_parallel.messages import Answer, Start, Step, decode
+from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
+from aioserve.scheduler.output import SchedulerOutput
+
+#: Loads a share of a model; what it returns does a step.
+Load = Callable[[FirstRank, Start, ModelInfo], Callable[[SchedulerOutput], None]]
+
+
+def run_rank(file: int, load: Load) -> int:
+    """Until there is no more to do; `file` is the socket. Returns the exit code."""
+    first = FirstRank(file)
+    try:
+        start = first.hear(decode)
+        assert isinstance(start, Start)
+        return _run(first, start, load)
+    except (EOFError, RunnerDeadError):  # the first rank tells why
+        return 0
+    except Exception as error:
+        first.answer(Answer(error=in_a_line(error)))
+        return 1
+
+
+def _run(first: FirstRank, start: Start, load: Load) -> int:
+    from aioserve.runner.tensor_parallel.plan import check_model
+
+    level = start.config.server.log_level
+    # What it loads and serves is told by the first rank.
+    logging.basicConfig(
+        level="DEBUG" if level == "debug" else "WARNING",
+        format=f"%(asctime)s %(levelname)-7s rank {start.rank} %(name)s: %(message)s",
+    )
+    info = ModelInfo(start.config.model)
+    check_model(start.config, info)
+    first.answer(Answer())
+    execute = load(first, start, info)
+    gc.collect()
+    gc.freeze()  # else it is looked at again and again
+    first.answer(Answer(has_loaded=True))
+    while True:
+        message = first.hear(decode)
+        assert isinstance(message, Step)
+        execute(message.step)

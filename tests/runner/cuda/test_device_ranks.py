@@ -1,0 +1,112 @@
+"""Two ranks on devices give the tokens of one, and end together.
+
+The second is a process, as on cards; gloo stands in for NCCL.
+"""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import aioserve
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SpeculationConfig
+from aioserve.errors import AioserveError, ConfigError
+from aioserve.grammars import GrammarCompiler
+from aioserve.model_info import ModelInfo
+from aioserve.runner.cuda.executor import StepExecutor
+from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
+from aioserve.runner.tensor_parallel.group import Ranks
+from aioserve.runner.tensor_parallel.processes import OtherRanks
+from tests.engine.test_speculation import NONE, check_equal, generate
+from tests.models import make_model
+from tests.processes import PATIENCE
+from tests.runner.cuda.fake_device import FakeDevice
+from tests.runner.cuda.on_device import make_rank
+
+# The loop is the subject of other tests; these load two models each.
+_on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+
+def make_runner(config: EngineConfig, device: FakeDevice) -> ShardedOverlappedRunner:
+    config = msgspec.structs.replace(config, runner=RunnerConfig(tensor_parallel_size=2))
+    info = ModelInfo(config.model)
+
+    def build(others: OtherRanks, grammars: GrammarCompiler | None) -> tuple[StepExecutor, Ranks]:
+        torch.set_num_threads(1)
+        others.wait_here()
+        ranks = Ranks(0, 2, others.meeting, PATIENCE)
+        return make_rank(config, info, device, ranks, grammars), ranks
+
+    return ShardedOverlappedRunner(config, info, build, "tests.runner.cuda.device_rank")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With two KV heads, and the tokenizer of the embedded one."""
+    path = tmp_path_factory.mktemp("ranks")
+    make_model("llama", path, vocab_size=2048, eos_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(aioserve.__file__).parent / "embedded" / name, path)
+    return str(path)
+
+
+@_on_uvloop
+async def test_two_ranks_on_devices_give_the_tokens_of_one(model: str) -> None:
+    """With steps in flight, prompts in pieces, preemptions, grammars and log probabilities."""
+    plain, _ = await generate(NONE, model=model)
+    shared, stats = await generate(
+        NONE,
+        model=model,
+        make_runner=lambda config: make_runner(config, FakeDevice(1, eagerness=0.5)),
+        max_num_batched_tokens=24,
+    )
+    check_equal(shared, plain)
+    assert stats.num_preemptions
+
+
+def small_config(model: str, name: str = "mine") -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=model, dtype="float32", max_model_len=128, served_model_name=name),
+        cache=CacheConfig(num_kv_blocks=16),
+    )
+
+
+@_on_uvloop
+@pytest.mark.dist
+async def test_a_rank_that_dies_is_told_to_who_waits(model: str) -> None:
+    config = small_config(model)
+    runner = make_runner(config, FakeDevice(1, eagerness=0.5))
+    async with AsyncEngine(config, runner=runner) as engine:
+
+        async def ask() -> None:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            async for _ in engine.generate("First", params):
+                os.kill(runner._rank_watch.others.pids[0], signal.SIGKILL)
+
+        with pytest.raises(AioserveError, match=r"rank 1 of 2: process .* killed by SIGKILL"):
+            await ask()
+
+
+@_on_uvloop
+@pytest.mark.dist
+async def test_a_rank_that_cannot_load_says_why(model: str) -> None:
+    config = small_config(model, "failing")
+    runner = make_runner(config, FakeDevice(1))
+    with pytest.raises(ConfigError, match="rank 1 of 2: MemoryError: as asked"):
+        async with AsyncEngine(config, runner=runner):
+            pass
+
+
+def test_guesses_with_ranks_on_devices_are_refused(model: str) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=model),
+        runner=RunnerConfig(tensor_parallel_size=2),
+        speculation=SpeculationConfig(speculative_method="ngram"),
+    )
+    with pytest.raises(ConfigError, match="speculation is not served so on CUDA"):
+        ShardedOverlappedRunner(config, ModelInfo(config.model))
