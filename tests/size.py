@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_650,
-    "aioserve/engine": 4_180,
+    "aioserve/engine": 4_200,
     "aioserve/grammars": 650,
     "aioserve/kernels": 3_400,
     "aioserve/kv_cache": 950,
@@ -21,7 +21,7 @@ LIMITS = {
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 12_480,
+    "aioserve/runner": 12_800,
     "aioserve/scheduler": 2_540,
     "aioserve/server": 7_510,
     "aioserve/testing": 3_420,
@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_300,
     "policies": 650,
-    "tests": 35_900,
+    "tests": 36_100,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
