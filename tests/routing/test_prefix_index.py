@@ -64,7 +64,10 @@ def test_of_a_replica_with_too_many_blocks_the_oldest_are_forgotten() -> None:
         if len(kept) > 10:
             kept.popitem(last=False)
         assert len(index) == 2 * len(kept)
+    for number in range(90, 100):  # those that it has, again: nobody has to go for them
+        index.add("a", block(number))
     assert [n for n in range(100) if index.longest([block(n)])[0]] == list(range(90, 100))
+    assert len(index) == 20
 
 
 def test_a_replica_that_is_forgotten_leaves_nothing_and_its_place_to_the_next() -> None:

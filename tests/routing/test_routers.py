@@ -58,6 +58,14 @@ def test_the_holder_of_the_longest_prefix_is_chosen_until_waiting_there_costs_mo
     assert router.choose(asking(8), without) == (1, 0)  # who holds it is not among them
 
 
+def test_of_equal_holders_the_one_with_less_work_is_chosen() -> None:
+    router, fleet = make_router("prefix"), replicas(50, 20, 0)
+    for name in ("r0", "r1"):
+        for number in range(8):
+            router.on_kv_event(name, BlockStored(bytes([number]), None, []))
+    assert router.choose(asking(8), fleet) == (1, 8 * SIZE)
+
+
 def test_a_conversation_stays_and_moves_only_if_its_replica_goes() -> None:
     router, fleet = make_router("session"), replicas(*[0.0] * 10)
     names = [f"conversation {number}" for number in range(1000)]
@@ -79,6 +87,7 @@ def test_work_is_what_was_sent_and_has_not_ended() -> None:
     first.has_started()
     assert replica.work == 50 + 15
     second.has_ended()
+    first.has_ended()
     first.has_ended()
     assert replica.work == 0
 

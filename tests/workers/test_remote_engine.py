@@ -147,6 +147,13 @@ async def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_one_before()
             assert again.token_ids == alone.token_ids
 
 
+async def test_workers_draw_seeds_of_their_own():
+    """For requests without one: equal prompts at two workers are to get two replies."""
+    async with joined(SIMULATED, 2) as (_, _, remotes, _):
+        drawn = [remote._parts.input_processor._random.getrandbits(62) for remote in remotes]
+    assert drawn[0] != drawn[1]
+
+
 async def test_an_id_that_another_worker_has_is_in_use():
     async with joined(SLOW, 2) as (engine, _, [one, other], _):
         async with await one.add_request([1], ENDLESS, request_id="x") as stream:
