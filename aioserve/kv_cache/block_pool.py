@@ -6,10 +6,17 @@ nobody: what an observer wants to hear is noted, for somebody to take.
 
 from collections import deque
 from collections.abc import Iterable
+from functools import cache
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.connector import BlockNotes
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
+
+
+@cache
+def _all_blocks(num_blocks: int) -> tuple[int, ...]:
+    """The last first. Made once: of a thousand simulated pools, the numbers would be half."""
+    return tuple(range(num_blocks - 1, -1, -1))
 
 
 class BlockPool:
@@ -36,7 +43,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks  # that `allocate` can hand out, evicting if need be
         self.ref_counts = [0] * num_blocks
-        self._unused = list(range(num_blocks - 1, -1, -1))
+        self._unused = list(_all_blocks(num_blocks))
         # Entries of blocks that were found again stay in it, and are counted by block in _stale: a
         # block's first entries are the stale ones. Cheaper than to unlink a block from the middle.
         self._evictable: deque[int] = deque()

@@ -59,7 +59,9 @@ class _Row:
     def __init__(
         self, data: NewRequestData, mean_output_tokens: int, seed: int, vocab_size: int
     ) -> None:
-        prompt = data.token_ids[: data.num_prompt_tokens]
+        prompt = data.token_ids
+        if len(prompt) > data.num_prompt_tokens:  # it was preempted
+            prompt = prompt[: data.num_prompt_tokens]
         params = data.sampling_params
         self.num_tokens = len(data.token_ids)
         self.num_prompt_tokens = data.num_prompt_tokens
@@ -120,9 +122,10 @@ class SimulatedRunner(RunnerInterface):
         model_info: ModelInfo,
         *,
         jump_to: Jump = lambda when: False,
+        step_time: StepTimeModel | None = None,
     ) -> None:
         """`jump_to` moves a virtual clock ahead if nothing would happen on the way, and says
-        whether it did.
+        whether it did. `step_time` is that of the settings, if it has been read.
         """
         #: Hears of every step, what will come out of it, and from when to when it takes.
         self.on_step: OnStep | None = None
@@ -133,7 +136,7 @@ class SimulatedRunner(RunnerInterface):
         self._draft_length = DraftLength(config.runner.simulated_draft_tokens)
         self._jump_to = jump_to
         self._config = config.runner
-        self._step_time = step_time_model(config.runner)
+        self._step_time = step_time or step_time_model(config.runner)
         self._model_info = model_info
         self._vocab_size = model_info.vocab_size
         self._factor = HASH_MULTIPLIER % self._vocab_size

@@ -77,6 +77,7 @@ class _Seat:
         self.place = place
         self.replica = Replica(f"replica-{place}")
         self.engine: SteppedEngine | None = None
+        self.load: tuple[int, int, float] | None = None  # None: the engine has to be asked
         self.slowdowns: list[float] = []  # that last now, each times the others
         self.live: dict[str, tuple[int, Request, Assignment]] = {}  # by request id
         self.num_turns = 0  # made or planned: a turn that is planned anew makes the old one void
@@ -236,6 +237,7 @@ class _Run:
 
     def _catch_up(self, seat: _Seat, engine: SteppedEngine) -> None:
         """Steps that nobody looked at are done: somebody does now."""
+        seat.load = None
         next_turn = engine.catch_up()
         if next_turn is not None:
             self._plan_turn(seat, next_turn)
@@ -248,6 +250,7 @@ class _Run:
         if self._clock.now >= self._next_state:
             self._note_state()
         outputs, next_turn = engine.turn()
+        seat.load = None
         for output in outputs:
             i, request, assignment = seat.live[output.request_id]
             assignment.has_started()
@@ -284,14 +287,16 @@ class _Run:
 
     def _note_state(self) -> None:
         """Queue and memory of the whole fleet, thinned to a grid of times."""
-        found = [seat.engine.stats for seat in self._up if seat.engine is not None]
-        stats = [of_one for of_one in found if of_one is not None]
-        if stats:
+        for seat in self._up:
+            if seat.load is None and seat.engine is not None:
+                seat.load = seat.engine.load
+        if loads := [seat.load for seat in self._up if seat.load is not None]:
+            running, waiting, usages = zip(*loads, strict=True)
             states = self._outcome.states
             states.time.append(self._clock.now)
-            states.num_running.append(sum(s.num_running_reqs for s in stats))
-            states.num_waiting.append(sum(s.num_waiting_reqs for s in stats))
-            states.kv_usage.append(sum(s.kv_cache_usage for s in stats) / len(stats))
+            states.num_running.append(sum(running))
+            states.num_waiting.append(sum(waiting))
+            states.kv_usage.append(sum(usages) / len(usages))
         self._next_state = self._clock.now + self._interval
 
     # Who is there.
@@ -341,6 +346,7 @@ class _Run:
         seat.engine.runner.draft_acceptance = self._draft_acceptance
 
     def _stop(self, seat: _Seat, engine: SteppedEngine) -> None:
+        seat.load = None
         engine.observer.end_series()
         self._outcome.busy_seconds[seat.place] += engine.busy_seconds
         seat.engine = None

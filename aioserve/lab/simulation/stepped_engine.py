@@ -15,9 +15,9 @@ from aioserve.errors import ConfigError, PolicyError
 from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerStats
+from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
 from aioserve.scheduler.blame import blamed, describe_result
 from aioserve.scheduler.decoding_on import DecodingOn
@@ -33,6 +33,7 @@ class Blueprint:
         """Raises `ConfigError` for what cannot work."""
         self.config = config
         self.model_info = ModelInfo(config.model)
+        self._step_time = step_time_model(config.runner)
         self.policy = load_policy(config.scheduler.policy)
         self.max_model_len = self.model_info.max_model_len
         blocks = self.make_runner().num_kv_blocks
@@ -48,7 +49,7 @@ class Blueprint:
 
     def make_runner(self) -> SimulatedRunner:
         """One of its own for each engine."""
-        return SimulatedRunner(self.config, self.model_info)
+        return SimulatedRunner(self.config, self.model_info, step_time=self._step_time)
 
     def make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
         """Likewise."""
@@ -132,9 +133,10 @@ class SteppedEngine:
         return not self._in_flight
 
     @property
-    def stats(self) -> SchedulerStats | None:
-        """Of the scheduler."""
-        return self._scheduler.make_stats()
+    def load(self) -> tuple[int, int, float]:
+        """How many run, how many wait, and the share of blocks that are held."""
+        pool = self._kv_cache.pool
+        return *self._scheduler.get_request_counts(), pool.num_used_blocks / pool.num_blocks
 
     def catch_up(self) -> float | None:
         """Do the steps that have ended by now, before anybody asks or changes anything; when to
@@ -171,7 +173,7 @@ class SteppedEngine:
 
     def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
         """Take the step that is back, if one was out, and hand over the next. Returns what came of
-        it that somebody may want to know, first tokens and ends among it, and when to call again;
+        it that somebody may want to know, first tokens and ends, and when to call again;
         None: when somebody comes. Raises `PolicyError`.
         """
         self.catch_up()
@@ -226,11 +228,15 @@ class SteppedEngine:
     def _update(self, step: _Step) -> list[EngineCoreOutput]:
         with blamed(self._policy, "update_from_output()"):
             by_client = self._scheduler.update_from_output(step.plan, step.result)
-        if not (self.unstarted or self._scheduler.has_finished_requests()) or not by_client:
+        unstarted = self.unstarted
+        if not (unstarted or self._scheduler.has_finished_requests()) or not by_client:
             return []  # one more token for everybody: most steps bring nothing else
-        outputs = by_client[0].outputs
-        if self.unstarted:
-            self.unstarted.difference_update([output.request_id for output in outputs])
+        outputs = [
+            output
+            for output in by_client[0].outputs
+            if output.finish_reason is not None or output.request_id in unstarted
+        ]
+        unstarted.difference_update([output.request_id for output in outputs])
         return outputs
 
     def _dispatch(self) -> bool:

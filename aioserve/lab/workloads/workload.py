@@ -198,7 +198,11 @@ def build_prompt(
             token_ids += reply
             length -= len(reply)
         text = (piece.text + CROWD_STRIDE * request.crowd) & MASK
-        token_ids += text_tokens(text, length, vocab_size)
+        tokens = text_tokens(text, length, vocab_size)
+        if token_ids:
+            token_ids += tokens
+        else:
+            token_ids = tokens
     return token_ids
 
 
@@ -209,11 +213,21 @@ def text_tokens(text: int, length: int, vocab_size: int) -> list[int]:
     and an hour of traffic has 20 million tokens.
     """
     low = FIRST_TOKEN_ID if vocab_size > 2 * FIRST_TOKEN_ID else 0
+    size = vocab_size - low
     bits = int.from_bytes(blake2b(text.to_bytes(8, "little"), digest_size=10).digest(), "little")
     start, bits = bits % NOISE_LENGTH, bits // NOISE_LENGTH
-    ids = [low + (bits >> shift) % (vocab_size - low) for shift in (0, 16, 32, 48)]
+    name = [
+        low + bits % size,
+        low + (bits >> 16) % size,
+        low + (bits >> 32) % size,
+        low + (bits >> 48) % size,
+    ]
     noise = _noise(low, vocab_size)
-    ids += noise[start : start + length]
+    if start >= 4 and start - 4 + length <= NOISE_LENGTH:  # most: a copy less
+        ids = noise[start - 4 : start - 4 + length]
+        ids[:4] = name[:length]
+        return ids
+    ids = name + noise[start : start + length]
     while len(ids) < length:
         ids += noise
     del ids[length:]
