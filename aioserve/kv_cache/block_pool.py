@@ -13,10 +13,8 @@ from aioserve.kv_cache.connector import BlockNotes
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
 
-@cache
-def _all_blocks(num_blocks: int) -> tuple[int, ...]:
-    """The last first. Made once: of a thousand simulated pools, the numbers would be half."""
-    return tuple(range(num_blocks - 1, -1, -1))
+# The last first. Made once for all pools: of a thousand simulated ones, they would be half.
+_all_blocks = cache(lambda num_blocks: tuple(range(num_blocks - 1, -1, -1)))
 
 
 class BlockPool:
