@@ -12,7 +12,6 @@ from aioserve.errors import InvariantError
 from aioserve.kv_cache.connector import BlockNotes
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, KVEvent
 
-
 # The last first. Made once for all pools: of a thousand simulated ones, they would be half.
 _all_blocks = cache(lambda num_blocks: tuple(range(num_blocks - 1, -1, -1)))
 
