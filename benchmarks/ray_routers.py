@@ -88,6 +88,8 @@ async def measure(router: str, workload: Workload) -> dict[str, float]:
     front = RayFront(
         EngineConfig.load(None, list(SETTINGS.items())),
         serve.get_deployment_handle("engine-embedded", "aioserve"),
+        hashes=router == "prefix",
+        seed=0,
     )
     await front.start()
     await asyncio.sleep(2)  # for the router to meet its replicas

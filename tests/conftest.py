@@ -1,8 +1,11 @@
-"""Every asynchronous test runs on asyncio's loop and on uvloop; torch starts with one thread."""
+"""Every asynchronous test runs on asyncio's loop and on uvloop, in `make test` on one of them, by
+its name; torch starts with one thread.
+"""
 
 import asyncio
 import os
 import signal
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -34,4 +37,8 @@ def pytest_asyncio_loop_factories(
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     if item.get_closest_marker("dist"):  # what they are about runs in other processes
         return {"asyncio": asyncio.new_event_loop}
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    both = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    if "not slow" not in item.config.option.markexpr:
+        return both
+    name = sorted(both)[zlib.crc32(item.nodeid.encode()) % 2]
+    return {name: both[name]}

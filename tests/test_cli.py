@@ -170,6 +170,7 @@ def test_a_signal_ends_the_server_with_exit_code_0(number):
         assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_server_is_up_ends_it_as_well(tmp_path):
     # A policy file runs inside start(): it tells us when, and takes its time.
     policy = tmp_path / "slow.py"
@@ -183,6 +184,7 @@ def test_a_signal_before_the_server_is_up_ends_it_as_well(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
     policy = tmp_path / "failing.py"
     policy.write_text(
@@ -323,6 +325,7 @@ def check_refusal(stderr: str, message: str) -> None:
     assert message in last.lower() or message in last, last
 
 
+@pytest.mark.slow
 def test_an_idle_server_sleeps():
     with serving(*SIMULATED) as (process, url):
         assert fetch(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 2})[0] == 200

@@ -237,6 +237,7 @@ async def test_a_draft_model_that_is_padded_proposes_no_padding(
     assert stats.num_accepted_tokens >= 0.99 * stats.num_draft_tokens
 
 
+@pytest.mark.slow
 async def test_a_draft_model_may_know_less_than_a_padded_model(tmp_path: Path) -> None:
     """What it does not know it neither guesses nor is asked to read: torch would notice."""
     target = str(pad(tmp_path / "padded", 2112, 1.0))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from tests.slow import mostly_slow
 
 GOOD = """
 from aioserve.scheduler import BaseScheduler, PolicyOptions, PositiveInt
@@ -60,7 +61,7 @@ def test_a_sound_policy_passes_in_an_empty_folder_whatever_it_is_called(tmp_path
     assert "[mine:Good-2] PASSED" in output
 
 
-@pytest.mark.parametrize("spec", ["mine:Bad", "mine.py:Bad"])
+@pytest.mark.parametrize("spec", mostly_slow(["mine:Bad", "mine.py:Bad"], but=["mine:Bad"]))
 def test_a_broken_policy_fails_on_a_screen_with_a_program_that_shows_it(
     tmp_path: Path, spec: str
 ) -> None:
@@ -82,11 +83,13 @@ def test_the_line_of_the_policy_is_shown(tmp_path: Path) -> None:
     assert re.search(r"in mine.py:\d+, order\(\): return request.prioriti\n", output), output
 
 
+@pytest.mark.slow
 def test_maxfail_goes_on_after_the_first_broken_rule(tmp_path: Path) -> None:
     _, output = run_pytest(tmp_path, "--aioserve-policy=mine:Bad", "--maxfail=2")
     assert "2 failed" in output
 
 
+@pytest.mark.slow
 def test_a_contract_in_a_file_of_ones_own_is_told_the_same_way(tmp_path: Path) -> None:
     (tmp_path / "test_bad.py").write_text(
         "from aioserve.testing.contract import PolicyContract\n"
