@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Compiling all of what is installed takes a minute; Python compiles what is imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 
-.PHONY: help install model serve test test-all test-dist test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -26,14 +26,17 @@ model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/:
 	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not dist" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not dist and not architectures" $(ARGS)
 
 test-all: .venv/test check  ## the slow tests as well
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures" $(ARGS)
 
 test-dist: .venv/dist  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
 	AIOSERVE_TEST_WORKER=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" tests/server
+
+test-architectures: .venv/test  ## all text decoders that transformers has: served as docs/architectures.md says?
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/architectures $(ARGS)
 
 test-isa: .venv/test  ## runner, kernels, reference on every variant and type; lesser CPUs emulated
 	$(BIN)/python -m tests.isa

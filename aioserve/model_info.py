@@ -72,19 +72,19 @@ class ModelInfo:
     @property
     def hidden_size(self) -> int:
         """Numbers of a hidden state, and of an embedding."""
-        return int(self._read("hidden_size"))
+        return self._size("hidden_size")
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: token ids from 0 to one less."""
-        return int(self._read("vocab_size"))
+        return self._size("vocab_size")
 
     @cached_property
     def max_model_len(self) -> int:
         """Prompt and output together, in tokens: the setting, else what the model states."""
         if self.config.max_model_len is not None:
             return self.config.max_model_len
-        return int(self._num_positions or FALLBACK_MAX_MODEL_LEN)
+        return self._num_positions or FALLBACK_MAX_MODEL_LEN
 
     def check_positions(self) -> None:
         """Raises `ConfigError` if more is asked than the model has; not asked where none is run."""
@@ -97,8 +97,15 @@ class ModelInfo:
 
     @property
     def _num_positions(self) -> int | None:
-        limit: int | None = self._read("max_position_embeddings")
-        return limit
+        name = "max_position_embeddings"
+        return None if self._read(name) is None else self._size(name)
+
+    def _size(self, name: str) -> int:
+        """Raises `ConfigError` if it is not stated, or is nothing to count with."""
+        value = self._read(name)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} of {self.config.model} is {value!r}, not a positive number")
+        return value
 
     @cached_property
     def tokenizer(self) -> Any:

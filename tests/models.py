@@ -47,6 +47,31 @@ _KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of other parts than these are: for tests that name them.
+_MORE_KINDS: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 24,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "bloom": {},
+}
+
 MODEL_KINDS = tuple(_KINDS)
 
 
@@ -59,7 +84,8 @@ def make_model(kind: str, path: Path, **overrides: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **_KINDS.get(kind, {}), **overrides})
+    own = (_KINDS | _MORE_KINDS).get(kind, {})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **own, **overrides})
     model = AutoModelForCausalLM.from_config(config)
     if kind == "gemma2":  # else its tied embedding makes every model repeat its input
         for name, parameter in model.named_parameters():

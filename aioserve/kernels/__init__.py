@@ -247,6 +247,7 @@ class Kernels:
         *,
         scaling: float,
         sliding_window: int | None = None,
+        chunk: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
@@ -255,8 +256,9 @@ class Kernels:
         `query` [T, Hq, Dk], any strides but the last; `out` [T, Hq, Dv]. Caches
         as `rope_store` fills them, finite where a row has tokens and never read elsewhere.
         `block_table` int32 [R, W], `query_start_loc` int64 [R + 1], `seq_lens` int64 [R]; `sinks`
-        float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0. A token's
-        result does not depend on the other rows or on the number of threads.
+        float32 [Hq]. The options are those of `AttentionOptions`, `scaling` > 0; of window and
+        chunk there may be one. A token's result does not depend on the other rows or on the number
+        of threads.
         """
         _, num_heads, key_dim = query.shape
         token_stride, head_stride, _ = query.stride()
@@ -281,7 +283,7 @@ class Kernels:
             out.shape[2],
             block_size,
             scaling,
-            sliding_window or 0,
+            sliding_window or -(chunk or 0),
             softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )

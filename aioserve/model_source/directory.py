@@ -18,7 +18,7 @@ import msgspec
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.checkpoint import Stored, find_weights
-from aioserve.model_source.source import ModelSource, Rounding, one_line, why_not_loaded
+from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Directory(ModelSource):
         self,
         dtype: Any,
         device: Any,
-        attn_implementation: str,
+        attn_implementation: str | None,
         *,
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
@@ -170,8 +170,7 @@ class Directory(ModelSource):
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever the files provoke
-            why = why_not_loaded(error, attn_implementation)
-            raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
+            raise not_loaded(self.path, error, attn_implementation) from error
         missing = sorted(report["missing_keys"])
         if missing:
             raise ConfigError(
@@ -180,7 +179,9 @@ class Directory(ModelSource):
             )
         return module.to(device)
 
-    def _load_whole(self, dtype: Any, device: Any, attn_implementation: str) -> tuple[Any, Any]:
+    def _load_whole(
+        self, dtype: Any, device: Any, attn_implementation: str | None
+    ) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM
 
         # With accelerate, files are read straight to a device; without, through the host's memory.
@@ -198,7 +199,11 @@ class Directory(ModelSource):
         return found
 
     def _load_packed(
-        self, dtype: Any, attn_implementation: str, keeps_blocks: bool, rounding: Rounding | None
+        self,
+        dtype: Any,
+        attn_implementation: str | None,
+        keeps_blocks: bool,
+        rounding: Rounding | None,
     ) -> tuple[Any, Any]:
         """One weight after another, so that beside what is kept there is only one as numbers."""
         import torch

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
-from aioserve.model_source.source import ModelSource, Rounding, one_line, why_not_loaded
+from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
 
 if TYPE_CHECKING:
     from aioserve.model_source.quantized import QuantizedWeight
@@ -204,7 +204,7 @@ class GgufFile(ModelSource):
         self,
         dtype: Any,
         device: Any,
-        attn_implementation: str,
+        attn_implementation: str | None,
         *,
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
@@ -226,8 +226,7 @@ class GgufFile(ModelSource):
         except ConfigError:
             raise
         except Exception as error:
-            why = why_not_loaded(error, attn_implementation)
-            raise ConfigError(f"cannot load the model in {self.path}: {why}") from error
+            raise not_loaded(self.path, error, attn_implementation) from error
         self._warn_of_unread()
         return module.eval()
 

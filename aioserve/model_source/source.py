@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from aioserve.errors import ConfigError
+
 
 class Rounding(NamedTuple):
     """Formats of `quantized` that matrices are rounded to as they are loaded."""
@@ -66,13 +68,14 @@ class ModelSource(ABC):
         self,
         dtype: Any,
         device: Any,
-        attn_implementation: str,
+        attn_implementation: str | None,
         *,
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
     ) -> Any:
         """The causal language model of `transformers` with all its weights, as `dtype`, a
-        `torch.dtype`, at `device`, a `torch.device`. With `keeps_blocks`, what is stored in a
+        `torch.dtype`, at `device`, a `torch.device`; no `attn_implementation`: what it has by
+        default. With `keeps_blocks`, what is stored in a
         format of `quantized` stays so: it is `attached` to its parameter, which only stands in for
         it; so is, with `rounding`, what is rounded.
         """
@@ -83,8 +86,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def why_not_loaded(error: Exception, attn_implementation: str) -> str:
+class NoAttentionInterfaceError(ConfigError):
+    """Modules of this architecture know some implementations of attention, and not the one given.
+
+    Falcon, GPT-J and GPT-Neo.
+    """
+
+
+def not_loaded(path: Path, error: Exception, attn_implementation: str | None) -> ConfigError:
     """What is wrong with a model whose module `transformers` could not make."""
     if isinstance(error, KeyError) and attn_implementation in error.args:
-        return "its architecture does not use the attention interface of transformers"
-    return one_line(error)
+        return NoAttentionInterfaceError(f"{path} does not use transformers' attention interface")
+    return ConfigError(f"cannot load the model in {path}: {one_line(error)}")

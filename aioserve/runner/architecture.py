@@ -1,6 +1,6 @@
-"""Which architectures paged attention can serve, decided from the configuration alone.
+"""Which architectures can be served, and which configurations make sense, before weights are read.
 
-Reads `transformers` configurations; touches no weights.
+Reads `transformers` configurations, and of weights only how many there are.
 """
 
 import sys
@@ -8,23 +8,38 @@ from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_SERVED_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "attention",
+}
 # Where the model's code keeps what such layers remember in the cache that it is given.
 _STATE_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _STATE_CALLS = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 _OTHER_LAYER_TYPES = {"moe", "mlp"}
+# What is read of a model as a whole.
+_MUST_NOT_DIFFER = {"hidden_size", "vocab_size", "max_position_embeddings", "sliding_window"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+_MOST_POSITIONS = 1 << 25  # tables of angles are as long
 
 
 def check_architecture(info: ModelInfo) -> None:
     """Raise `ConfigError` that names an architecture which cannot be served, and why."""
-    reason = _why_unsupported(info.whole_config, info.hf_config, has_states(info))
+    config = _read(info)
+    reason = _why_unsupported(config, info.hf_config, has_states(info))
     if reason is not None:
-        raise ConfigError(f"unsupported architecture {_name(info.whole_config)}: {reason}")
+        raise ConfigError(f"unsupported architecture {_name(config)}: {reason}")
+    wrong = _what_is_wrong(info.hf_config) or _what_does_not_fit(info)
+    if wrong is not None:
+        raise ConfigError(f"the configuration of {info.config.model} makes no sense: {wrong}")
     _check_rope(info.hf_config, info.max_model_len)
 
 
@@ -39,6 +54,23 @@ def has_states(info: ModelInfo) -> bool:
     return any(f".{call}(" in code for call in _STATE_CALLS)
 
 
+def _read(info: ModelInfo) -> Any:
+    """The whole configuration. Raises `ConfigError`."""
+    try:
+        return info.whole_config
+    except ConfigError:
+        stated = info.source.known_config.get("layer_types")
+        if not isinstance(stated, list) or not all(isinstance(kind, str) for kind in stated):
+            raise
+        unknown = sorted(set(stated) - set(ALLOWED_LAYER_TYPES))
+        if not unknown:
+            raise
+        raise ConfigError(  # `transformers` lists all that it knows, and all layers
+            f"the configuration of {info.config.model} makes no sense: layers of type "
+            f"{', '.join(unknown)} are unknown to transformers"
+        ) from None
+
+
 def _why_unsupported(config: Any, text_config: Any, has_states: bool) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not served"
@@ -48,12 +80,77 @@ def _why_unsupported(config: Any, text_config: Any, has_states: bool) -> str | N
             return "its layers keep states in a way of their own, which is not served"
     elif not hasattr(config, "auto_map"):
         return "it is not a causal language model of transformers"
+    differing = set(getattr(text_config, "per_layer_attributes", None) or ()) & _MUST_NOT_DIFFER
+    if differing:
+        return f"layers that differ in {', '.join(sorted(differing))} are not served"
     other = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if has_states:
         other -= _STATE_LAYER_TYPES | _OTHER_LAYER_TYPES
     if other:
         return f"layers of type {', '.join(sorted(other))} are not served"
     return None
+
+
+# The least and the most that makes sense; models of today are below a hundredth of the latter.
+_RANGES = {
+    "vocab_size": (1, 1 << 28),
+    "hidden_size": (1, 1 << 22),
+    "num_hidden_layers": (1, 1 << 14),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "sliding_window": (1, 1 << 62),
+    "attention_chunk_size": (1, 1 << 62),
+}
+
+
+def _what_is_wrong(config: Any) -> str | None:
+    """Numbers that are absurd, or contradict each other."""
+    for name, (least, most) in _RANGES.items():
+        value = _stated(config, name)
+        if value is None or isinstance(value, list | tuple):  # some have one per layer
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            return f"{name} is {value!r}, not a number from {least} to {most}"
+    heads, kv_heads = _stated(config, "num_attention_heads"), _stated(config, "num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        return f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}"
+    layer_types = _stated(config, "layer_types") or []
+    num_layers = _stated(config, "num_hidden_layers")
+    if layer_types and isinstance(num_layers, int) and len(layer_types) != num_layers:
+        return f"num_hidden_layers is {num_layers}, but layer_types has {len(layer_types)}"
+    for layer_type, size in (
+        ("sliding_attention", "sliding_window"),
+        ("chunked_attention", "attention_chunk_size"),
+    ):
+        if layer_type in layer_types and _stated(config, size) is None:
+            return f"layer_types has {layer_type}, but {size} is not given"
+    return None
+
+
+def _what_does_not_fit(info: ModelInfo) -> str | None:
+    """Tokens and sizes beyond what there is: to make such a model could take all memory."""
+    beyond = [token for token in info.eos_token_ids if not 0 <= token < info.vocab_size]
+    if beyond:
+        return f"eos_token_id is {beyond[0]}, but vocab_size is {info.vocab_size}"
+    if info.max_model_len > _MOST_POSITIONS:
+        return f"it has {info.max_model_len:,} positions: set model.max_model_len"
+    num_stored = int(info.source.num_bytes(1))
+    for one, other in (("vocab_size", "hidden_size"), ("num_hidden_layers", "hidden_size")):
+        sizes = _stated(info.hf_config, one), _stated(info.hf_config, other)
+        if all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > num_stored:
+            return (
+                f"{one} is {sizes[0]} and {other} is {sizes[1]}, but its files hold {num_stored:,} "
+                "numbers in all"
+            )
+    return None
+
+
+def _stated(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a field of layers, not of the whole; or one that is computed from others
+        return None
 
 
 def _check_rope(text_config: Any, max_model_len: int) -> None:

@@ -122,6 +122,8 @@ def load_draft(
     stated = info.source.known_config
     if not is_eagle(stated):
         model = load(info)
+        if model.reads_rows:
+            raise ConfigError(f"{model.name}, cannot make drafts: take another draft model")
         logger.info("drafts by %s, %.1fM parameters", model.name, model.num_parameters / 1e6)
         sizes = info.vocab_size, target_info.vocab_size
         make_model = partial(DraftModel, model, *sizes)

@@ -1,4 +1,4 @@
-"""Makes of a model on disk one whose attention calls reach us, or says why it cannot.
+"""Makes of a model on disk one that can be served, by the fastest tier that can, or says why none.
 
 Knows `transformers`; knows nothing about file formats, blocks, batches or requests.
 """
@@ -8,23 +8,27 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
-from aioserve.model_source.source import Rounding, one_line
+from aioserve.model_source.source import NoAttentionInterfaceError, Rounding, one_line
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
     AttentionProbe,
+    NotADecoderError,
     PagedAttentionHandler,
+    SeenTokens,
     UnsupportedModelError,
     serving,
 )
@@ -33,6 +37,7 @@ from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
+from aioserve.runner.row_by_row import RowByRowModel
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
@@ -58,7 +63,11 @@ class AnyModel(ServedModel):
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.kv_cache_spec = probe.spec(dtype)
         self.attention_calls = tuple(probe.calls)
-        self._attention_modules = probe.modules
+        self._sites = probe.sites
+        # Llama 4 scales the queries of some layers by how many tokens its cache has seen
+        self._counts_tokens = any(
+            getattr(part, "attn_temperature_tuning", False) for part in probe.sites
+        )
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
         self._takes_positions = _takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
@@ -77,28 +86,30 @@ class AnyModel(ServedModel):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         keep = inputs.logits_rows
-        arguments: dict[str, Any] = {
-            "input_ids": inputs.input_ids[None],
-            "use_cache": False,
-        }
-        if self._takes_positions:
-            arguments["position_ids"] = inputs.positions[None]
+        arguments = self._arguments(inputs) | {"use_cache": False}
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
         tokens = inputs.adapters
         sampling = inputs.logits_adapters if self._takes_logits_to_keep else tokens
-        handler = PagedAttentionHandler(self._attention_modules, attention)
+        handler = PagedAttentionHandler(self._sites, attention)
         with serving(handler), self._adapters.used(tokens, sampling), self._states_of(inputs):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert self._parts is not None, "has_hidden"
-        ids, positions = inputs.input_ids[None], inputs.positions[None]
-        handler = PagedAttentionHandler(self._attention_modules, attention)
+        handler = PagedAttentionHandler(self._sites, attention)
         with serving(handler), self._adapters.used(inputs.adapters, None), self._states_of(inputs):
-            hidden = self._parts.hidden(input_ids=ids, position_ids=positions)
+            hidden = self._parts.hidden(**self._arguments(inputs))
         return hidden[inputs.logits_rows]
+
+    def _arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": inputs.input_ids[None]}
+        if self._takes_positions:
+            arguments["position_ids"] = inputs.positions[None]
+        if self._counts_tokens:
+            arguments["past_key_values"] = SeenTokens(inputs.positions)
+        return arguments
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         assert self._parts is not None, "has_hidden"
@@ -124,16 +135,20 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
             "CPU and model.fused"
         )
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
+    load = partial(
+        info.source.load_module,
+        # Ranks keep a share: what is stored in another type, or goes to a card, is converted and goes
+        # when the rest is gone.
+        named_dtype(config.dtype) if place.ranks is None else "auto",
+        place.device if place.ranks is None else torch.device("cpu"),
+        keeps_blocks=keeps_blocks,
+        rounding=_rounding(config),
+    )
     with _quiet_transformers():
-        module = info.source.load_module(
-            # Ranks keep a share: what is stored in another type, or goes to a card, is converted
-            # and goes when the rest is gone.
-            named_dtype(config.dtype) if place.ranks is None else "auto",
-            place.device if place.ranks is None else torch.device("cpu"),
-            ATTN_IMPLEMENTATION,
-            keeps_blocks=keeps_blocks,
-            rounding=_rounding(config),
-        )
+        try:
+            module = load(ATTN_IMPLEMENTATION)
+        except NoAttentionInterfaceError:
+            module = load(None)
     if place.ranks is not None:
         shard(module, place.ranks, named_dtype(config.dtype))
         module.to(place.device)
@@ -173,7 +188,8 @@ def prepare_model(
     module: nn.Module, config: ModelConfig, info: ModelInfo, place: Place
 ) -> ServedModel:
     """What serves a causal language model of `transformers` that lies at `place`, and whose
-    attention is `ATTN_IMPLEMENTATION`. Raises `ConfigError` if nothing can.
+    attention is `ATTN_IMPLEMENTATION`, or its own if it knows no other. Raises `ConfigError` if
+    nothing can.
     """
     dtype = next(module.parameters()).dtype
     states = StatefulLayers(module)
@@ -182,6 +198,8 @@ def prepare_model(
         with _quiet_transformers(), states.probing():
             probe = _probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
+        if not len(states) and not isinstance(error, NotADecoderError):
+            return _row_by_row(module, info, place, error)
         name = type(module).__name__
         raise ConfigError(f"unsupported architecture {name}: {error}") from error
     model = AnyModel(module, probe, dtype, states if len(states) else None)
@@ -192,6 +210,28 @@ def prepare_model(
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
             _unpack(module, place)
     model.take_apart(info)
+    return model
+
+
+@torch.inference_mode()
+def _row_by_row(
+    module: nn.Module, info: ModelInfo, place: Place, obstacle: UnsupportedModelError
+) -> RowByRowModel:
+    """The slowest tier, for what `obstacle` keeps from the others."""
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            # what `generate` would have: not all of them compute the same
+            part.config._attn_implementation = part.get_correct_attn_implementation(None)
+    _unpack(module, place)
+    name = type(module).__name__
+    try:
+        model = RowByRowModel(module, info.vocab_size)
+        model.prove(place)
+    except Exception as error:  # code of any kind of model
+        raise ConfigError(
+            f"unsupported architecture {name}: {obstacle}; and alone: {one_line(error)}"
+        ) from error
+    logger.warning("%s runs one request of a step at a time, which is slow: %s", name, obstacle)
     return model
 
 
@@ -234,6 +274,8 @@ def named_dtype(name: str) -> torch.dtype:
 
 def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) -> AttentionProbe:
     """Run a few tokens to see which attention layers there are; config fields differ by model."""
+    if getattr(module.config, "_attn_implementation", None) != ATTN_IMPLEMENTATION:
+        raise UnsupportedModelError("it does not use the attention interface of transformers")
     ids, positions = _probe_inputs(module, info)
     with torch.inference_mode():
         default = probe = _record_attention(module, input_ids=ids)
@@ -247,7 +289,11 @@ def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) ->
             f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
         )
     if not all(map(_same, probe.queries, default.queries)):
-        raise UnsupportedModelError("its positions do not count from 0")
+        raise NotADecoderError("its positions do not count from 0")
+    num_chunked = sum(site.chunk is not None for site in probe.sites.values())
+    layer_types = getattr(info.hf_config, "layer_types", None) or []
+    if layer_types.count("chunked_attention") != num_chunked:
+        raise UnsupportedModelError("its attention in chunks is only in its mask")
     has_window = any(call.options.sliding_window for call in probe.calls)
     if not has_window and _masks_a_window(module, info):
         raise UnsupportedModelError(

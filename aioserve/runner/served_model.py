@@ -1,8 +1,9 @@
 """What the runner needs from a model, whichever tier computes it: a name, sizes, logits; and,
 where it can be taken apart, the hidden states before its head.
 
-Two implementations: `loader.AnyModel` (modules of `transformers` as they are) and
-`fused.FusedModel` (our own loop over the layers). Knows nothing about requests.
+Three implementations: `loader.AnyModel` (modules of `transformers` as they are),
+`row_by_row.RowByRowModel` (the same with attention of their own) and `fused.FusedModel` (our own
+loop over the layers). Knows nothing about requests.
 """
 
 from abc import ABC, abstractmethod
@@ -43,6 +44,7 @@ class ServedModel(ABC):
     is_compiled = False  # whether our own kernels compute all of it
     states: StatefulLayers | None = None  # of layers that have some
     has_hidden = True  # whether `hidden` and `logits` can be called
+    reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: AdapterSites
 
     @abstractmethod

@@ -470,7 +470,8 @@ static void check_attention(type t, int is_int8) {
     const attention_case cases[] = {
         {6, 2, 64, 64, 16, 0, 0, 0}, {6, 2, 64, 64, 5, 100, 0, 0}, {4, 4, 16, 16, 1, 0, 3, 0},
         {5, 1, 80, 96, 7, 0, 0, 1},  {9, 3, 48, 32, 16, 7, 2, 1},  {2, 1, 256, 128, 200, 0, 0, 0},
-        {3, 1, 32, 32, 16, 1, 0, 0}, {7, 1, 64, 32, 16, 0, 0, 0},
+        {3, 1, 32, 32, 16, 1, 0, 0}, {7, 1, 64, 32, 16, 0, 0, 0},   {6, 2, 64, 64, 5, -100, 0, 0},
+        {9, 3, 48, 32, 16, -7, 2, 1},
     };
     // rows of (new tokens, all tokens): decodes, short and long, chunks, and a prompt
     const int64_t rows[][2] = {{1, 1}, {1, 70}, {20, 20}, {2, 530}, {17, 51}, {1, 16}};
@@ -479,8 +480,8 @@ static void check_attention(type t, int is_int8) {
         const attention_case *c = cases + i;
         begin("paged_attention_%s%s %d heads for %d of %d, %d; blocks of %d%s%s%s",
               is_int8 ? "int8_" : "", SUFFIXES[t], (int)c->heads, (int)c->kv_heads, (int)c->key_dim, (int)c->value_dim,
-              (int)c->block_size, c->window ? ", window" : "", c->softcap > 0 ? ", soft cap" : "",
-              c->has_sinks ? ", sinks" : "");
+              (int)c->block_size, c->window > 0 ? ", window" : c->window ? ", chunks" : "",
+              c->softcap > 0 ? ", soft cap" : "", c->has_sinks ? ", sinks" : "");
         int64_t tokens = 0, width = 0, starts[ROWS + 1], lengths[ROWS];
         for (int r = 0; r < ROWS; r++) {
             starts[r] = tokens, lengths[r] = rows[r][1], tokens += rows[r][0];
@@ -525,7 +526,8 @@ static void check_attention(type t, int is_int8) {
                 for (int64_t h = 0; h < c->heads; h++) {
                     double expected[512], scale[512];
                     int64_t last = lengths[r] - rows[r][0] + token + 1;
-                    int64_t first = c->window && last > c->window ? last - c->window : 0;
+                    int64_t first = c->window > 0 && last > c->window ? last - c->window : 0;
+                    if (c->window < 0) first = (last - 1) / -c->window * -c->window;
                     attend(t, is_int8 ? F32 : t, c, query,
                            (starts[r] + token) * stride + h * c->key_dim, scaling,
                            is_int8 ? numbers[0] : keys, is_int8 ? numbers[1] : values, table + r * width, h, first, last, c->has_sinks ? sinks : 0,

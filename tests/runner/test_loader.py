@@ -1,12 +1,14 @@
 """A model directory that cannot be served is refused in one line that says what and where."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from aioserve.errors import ConfigError
@@ -15,8 +17,10 @@ from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.attention.bridge import ATTN_IMPLEMENTATION
 from aioserve.runner.body_and_head import find_body_and_head
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
-from aioserve.runner.cpu.load import load_model_on_cpu
-from aioserve.runner.loader import AnyModel
+from aioserve.runner.cpu.fused import CpuPlace
+from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu
+from aioserve.runner.cpu.memory import expected_bytes_per_token
+from aioserve.runner.loader import AnyModel, prepare_model
 from aioserve.runner.served_model import ServedModel
 from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
 from tests.runner.driver import make_config
@@ -126,7 +130,6 @@ def save_config(path: Path, model_type: str, **fields: Any) -> Path:
         ("t5", "encoder-decoder"),
         ("bart", "encoder-decoder"),
         ("recurrent_gemma", "states in a way of their own"),
-        ("llama4_text", "chunked_attention"),
         ("vit", "not a causal language model"),
     ],
 )
@@ -139,11 +142,9 @@ def test_unsupported_architectures_are_named(tmp_path: Path, model_type: str, re
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gpt_neox_japanese", "0 of its 2 layers"),
-        ("doge", "mask of its own"),
         ("roberta", "positions do not count from 0"),
-        ("bloom", "positions"),
-        ("gptj", "does not use the attention interface"),
+        ("openai-gpt", "nothing from one pass to the next"),
+        ("cpmant", "something other than K and V"),
     ],
 )
 def test_models_whose_attention_is_out_of_reach_are_refused(
@@ -169,7 +170,9 @@ def test_rope_that_depends_on_neighbours_is_refused_beyond_its_original_length(
     assert load(llama, max_model_len=256)
 
 
-def test_window_that_is_only_in_the_mask_is_refused_where_it_matters(tmp_path: Path) -> None:
+def test_a_window_that_is_only_in_the_mask_is_served_by_the_models_own_code_where_it_matters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -188,8 +191,66 @@ def test_window_that_is_only_in_the_mask_is_refused_where_it_matters(tmp_path: P
         eos_token_id=None,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert "max_model_len of at most 32" in refusal(tmp_path)
-    assert load(tmp_path, max_model_len=32)
+    assert load(tmp_path).reads_rows
+    assert "max_model_len of at most 32" in caplog.text
+    assert not load(tmp_path, max_model_len=32).reads_rows
+
+
+def test_what_is_kept_beside_the_cache_keeps_a_model_from_being_served(
+    model_path: Callable[..., Path],
+) -> None:
+    """As by a convolution that nobody has heard of."""
+    config = make_config(model_path("bloom"), dtype="float32").model
+    module = AutoModelForCausalLM.from_pretrained(config.model).eval()
+    assert prepare_model(module, config, ModelInfo(config), CpuPlace()).reads_rows
+    norm = module.transformer.word_embeddings_layernorm
+    norm.register_forward_hook(lambda _, args, out: out + 0.1 * F.pad(out[:, :-1], (0, 0, 1, 0)))
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM: .* pieces gives it other logits"):
+        prepare_model(module, config, ModelInfo(config), CpuPlace())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": 9000}, "num_hidden_layers is 9000"),
+        ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, no multiple of"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"hidden_size": 10**6}, "hidden_size is 1000000"),
+        ({"vocab_size": 10**8}, "vocab_size is 100000000"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"head_dim": -16}, "head_dim is -16"),
+        ({"eos_token_id": [3, 512]}, "eos_token_id is 512"),
+        ({"max_position_embeddings": 10**12}, "1,000,000,000,000 positions"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"max_position_embeddings": "all"}, "max_position_embeddings"),
+        ({"layer_types": ["full_attention", "guessed_attention", "x"]}, "guessed_attention"),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers"),
+        ({"layer_types": ["window_attention"] * 3}, "window_attention are not served"),
+        ({"layer_types": ["chunked_attention"] * 3}, "attention_chunk_size is not given"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense_are_named(
+    llama: Path, fields: dict[str, Any], reason: str
+) -> None:
+    config = make_config(edit_config(llama, **fields))
+    with pytest.raises(ConfigError) as caught:
+        load_on_cpu(config, ModelInfo(config.model))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
+def test_the_bytes_that_a_configuration_promises_are_those_of_the_cache(
+    kind: str, model_path: Callable[..., Path]
+) -> None:
+    path = model_path(kind)
+    found = load(path, dtype="float32").kv_cache_spec.bytes_per_token
+    assert expected_bytes_per_token(ModelInfo(make_config(path).model).hf_config, 4) == found
 
 
 def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None:

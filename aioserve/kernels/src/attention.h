@@ -227,8 +227,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             // columns that the first of these queries may still see, and the last may already
             int64_t oldest = position + r / group, newest = position + (r + mr - 1) / group;
             int64_t from = begin, to = newest + 1 - tile < end ? newest + 1 - tile : end;
-            if (args->window && oldest + 1 - args->window - tile > from)
-                from = oldest + 1 - args->window - tile;
+            from = larger(from, first_seen(args, oldest) - tile);
             if (from >= to) continue;
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
@@ -241,8 +240,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             float scales[DIRECT_ROWS];
             for (int i = 0; i < mr; i++) {
                 int64_t own = position + (r + i) / group + 1 - tile;  // end of what it sees
-                int64_t start = args->window && own - args->window > begin ? own - args->window
-                                                                            : begin;
+                int64_t start = larger(begin, first_seen(args, own + tile - 1) - tile);
                 scales[i] = OVER(soften)(args, scales_of_keys[0], step, scores + i * TILE,
                                          weights + i * (TILE / step), from, to, start,
                                          own < end ? own : end, &maxima[r + i],

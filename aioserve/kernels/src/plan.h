@@ -29,7 +29,7 @@ typedef struct {
     const void *key_cache, *value_cache;  // [blocks, kv_heads, block_size, dim]
     int64_t q_heads, kv_heads, key_dim, value_dim, block_size;
     float scaling;
-    int64_t window;      // 0: none
+    int64_t window;      // 0: none; w: the last w; -c: those in the same c positions
     float softcap;       // 0: none
     const float *sinks;  // [q_heads] or null
 } attention;
@@ -54,6 +54,12 @@ typedef struct {
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// The first position that the token at `position` sees.
+INLINE int64_t first_seen(const attention *args, int64_t position) {
+    if (args->window < 0) return position - position % -args->window;
+    return args->window ? larger(position + 1 - args->window, 0) : 0;
+}
+
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
 static int64_t tile_of(int64_t count, int64_t tokens) {
     if (tokens > FEW_QUERIES) return TILE;
@@ -72,8 +78,7 @@ static int64_t plan_row(const attention *args, const int32_t *blocks, int64_t fi
         item work = {.blocks = blocks, .first_token = first_token + block * at_once};
         work.tokens = smaller(at_once, tokens - block * at_once);
         work.position = seq_len - tokens + block * at_once;
-        int64_t end = work.position + work.tokens, begin = work.position + 1 - args->window;
-        begin = args->window && begin > 0 ? begin : 0;
+        int64_t end = work.position + work.tokens, begin = first_seen(args, work.position);
         int64_t length = tokens > FEW_QUERIES ? end : PIECE, first_piece = begin / length;
         work.pieces = (end - 1) / length - first_piece + 1;
         for (work.kv_head = 0; work.kv_head < args->kv_heads; work.kv_head++)

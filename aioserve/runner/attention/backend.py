@@ -99,6 +99,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None  # c: scores become c * tanh(score / c) (Gemma 2)
     # [Hq], a logit per head that takes part in the softmax and carries no value (gpt-oss)
     sinks: Tensor | None = None
+    chunk: int | None = None  # c: a token sees what is in its own c positions (Llama 4)
 
 
 class LayerAttention(ABC):
@@ -117,4 +118,34 @@ class LayerAttention(ABC):
 
         `query` is [T, Hq, Dk], `key` [T, Hkv, Dk], `value` [T, Hkv, Dv]; returns [T, Hq, Dv].
         Query head h reads KV head h // (Hq // Hkv).
+        """
+
+
+class Row(NamedTuple):
+    """One request of a step."""
+
+    begin: int  # of its packed tokens
+    end: int
+    seq_len: int  # tokens that it has with these
+
+
+class RowStates(ABC):
+    """K and V of whole rows, for models that compute attention themselves.
+
+    A layer's are [T, n] and [T, m], whatever heads they are: `LayerSpec(1, n, m)`.
+    """
+
+    @abstractmethod
+    def prepare(self, step: StepInputs) -> None:
+        """What follows is about this step."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """Of the step."""
+
+    @abstractmethod
+    def extend(self, layer: int, row: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store what the tokens of a row in this step have, and return what it has now:
+        [seq_len, n] and [seq_len, m].
         """

@@ -30,6 +30,10 @@ class UnsupportedModelError(Exception):
     """The model's attention needs something that paged attention does not do."""
 
 
+class NotADecoderError(UnsupportedModelError):
+    """Nor can its own code serve it, as its tokens depend on more than what came before."""
+
+
 class AttentionHandler(Protocol):
     """Whoever answers the attention calls of a forward pass."""
 
@@ -70,27 +74,58 @@ def _dispatch(
 AttentionInterface.register(ATTN_IMPLEMENTATION, _dispatch)
 
 
+class AttentionSite(NamedTuple):
+    """What an attention module does not say in its calls."""
+
+    layer: int  # of the paged cache: several may share one (Gemma 4)
+    chunk: int | None  # as in `AttentionOptions`
+
+
 class PagedAttentionHandler:
     """Hands every attention call to the backend, under the number of its layer."""
 
-    def __init__(self, modules: list[nn.Module], backend: LayerAttention) -> None:
-        self._layers = {module: layer for layer, module in enumerate(modules)}
+    def __init__(self, sites: Mapping[nn.Module, AttentionSite], backend: LayerAttention) -> None:
+        self._sites = sites
         self._backend = backend
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> Tensor:
+        site = self._sites[module]
         attended = self._backend.forward(
-            self._layers[module],
+            site.layer,
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            _options(query, kwargs),
+            _options(query, kwargs, site.chunk),
         )
         return attended[None]
 
 
-def _options(query: Tensor, arguments: Mapping[str, Any]) -> AttentionOptions:
+class SeenTokens:
+    """For modules that count their tokens by a cache, not by positions: the cache that they ask."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions` int64 [T], of a packed step."""
+        # they add what was seen to 0, 1, ...; so it is told for each token
+        self._seen = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """What comes before the first token, if they were all of one request: [T]."""
+        del layer_idx
+        return self._seen
+
+    def update(
+        self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is kept: that is done where attention is."""
+        del args, kwargs
+        return key, value
+
+
+def _options(
+    query: Tensor, arguments: Mapping[str, Any], chunk: int | None = None
+) -> AttentionOptions:
     """In our words what `transformers` passes to its attention functions."""
     scaling = arguments.get("scaling")
     return AttentionOptions(
@@ -98,7 +133,18 @@ def _options(query: Tensor, arguments: Mapping[str, Any]) -> AttentionOptions:
         sliding_window=arguments.get("sliding_window"),
         softcap=arguments.get("softcap"),
         sinks=arguments.get("s_aux"),
+        chunk=chunk,
     )
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Of its tokens; only the mask, which is not built, would say."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or index is None or layer_types[index] != "chunked_attention":
+        return None
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size
 
 
 class AttentionCall(NamedTuple):
@@ -112,10 +158,16 @@ class AttentionProbe:
     """Records who calls for attention and how, and refuses what we cannot compute."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.sites: dict[nn.Module, AttentionSite] = {}
         self.queries: list[Tensor] = []
-        self.calls: list[AttentionCall] = []
+        self.calls: list[AttentionCall] = []  # of the layers of the cache
         self._layers: list[LayerSpec] = []
+        self._states: list[tuple[Tensor, Tensor]] = []  # K and V of these
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """In the order of their calls."""
+        return list(self.sites)
 
     def spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """The layers seen so far."""
@@ -132,18 +184,35 @@ class AttentionProbe:
     ) -> Tensor:
         if attention_mask is not None:
             raise UnsupportedModelError("its attention uses a mask of its own")
-        if module in self.modules:
+        if module in self.sites:
             raise UnsupportedModelError("an attention module is called more than once in one pass")
         if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise UnsupportedModelError("its attention is not causal")
+            raise NotADecoderError("its attention is not causal")
         for name in _UNSUPPORTED_ARGUMENTS:
             if kwargs.get(name) is not None:
                 raise UnsupportedModelError(f"its attention uses {name}")
         if key.shape[2] != query.shape[2]:
             raise UnsupportedModelError("its attention looks at something other than the tokens")
-        self.modules.append(module)
         self.queries.append(query)
-        self.calls.append(AttentionCall(query.shape[1], _options(query, kwargs)))
-        self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3]))
+        call = AttentionCall(query.shape[1], _options(query, kwargs, _chunk(module)))
+        self.sites[module] = AttentionSite(self._layer_of(key, value, call), call.options.chunk)
         attended = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return attended.transpose(1, 2).contiguous()
+
+    def _layer_of(self, key: Tensor, value: Tensor, call: AttentionCall) -> int:
+        """The one that holds these K and V: of an earlier module, if they are the same."""
+        for layer, (own_key, own_value) in enumerate(self._states):
+            if key is own_key and value is own_value:
+                if not _alike(call, self.calls[layer]):
+                    raise UnsupportedModelError("layers that share K and V weigh them differently")
+                return layer
+        self.calls.append(call)
+        self._layers.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3]))
+        self._states.append((key, value))
+        return len(self._states) - 1
+
+
+def _alike(call: AttentionCall, other: AttentionCall) -> bool:
+    if call.options.sinks is not None or other.options.sinks is not None:
+        return False  # each layer has its own
+    return call == other

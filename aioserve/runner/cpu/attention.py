@@ -71,7 +71,9 @@ class TorchPagedAttention(AttentionBackend):
         _store(key_cache, slots, key)
         _store(value_cache, slots, value)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        shape = _LayerShape(options.sliding_window, query.shape[1], key.shape[1], key.shape[2])
+        shape = _LayerShape(
+            options.sliding_window, options.chunk, query.shape[1], key.shape[1], key.shape[2]
+        )
         for group in self._plan.groups(shape):
             for heads in group.passes:
                 _attend(group, heads, query, key_cache, value_cache, out, options)
@@ -82,6 +84,7 @@ class _LayerShape(NamedTuple):
     """What decides how a layer's items are grouped."""
 
     window: int | None
+    chunk: int | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -138,6 +141,10 @@ class _StepPlan:
         first_block = np.zeros_like(self._position)
         if shape.window is not None:
             first_block = np.maximum(self._position + 1 - shape.window, 0) // self._block_size
+        if shape.chunk is not None:
+            first_block = np.maximum(
+                first_block, self._position // shape.chunk * shape.chunk // self._block_size
+            )
         num_blocks = -(-(self._position + self._query_len) // self._block_size) - first_block
         padded_len = 1 << np.ceil(np.log2(self._query_len)).astype(np.int64)
         order = np.lexsort((-num_blocks, padded_len))  # like lengths together, longest first
@@ -179,6 +186,8 @@ class _StepPlan:
         hidden = key_position > position
         if shape.window is not None:
             hidden |= key_position <= position - shape.window
+        if shape.chunk is not None:
+            hidden |= key_position < position // shape.chunk * shape.chunk
         return _Group(
             size=len(items),
             queries=torch.from_numpy((self._token[items, None] + query).reshape(-1)),

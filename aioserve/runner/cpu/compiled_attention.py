@@ -71,6 +71,7 @@ class CompiledAttention(AttentionBackend):
             out,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
+            chunk=options.chunk,
             softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks.float(),
         )

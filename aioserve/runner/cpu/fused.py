@@ -11,13 +11,20 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
 from aioserve.model_source.quantized import QuantizedWeight
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import (
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    RowStates,
+    StepInputs,
+)
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 from aioserve.runner.cpu.panels import PanelLinear
+from aioserve.runner.cpu.rows import PagedRows
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import (
@@ -144,6 +151,11 @@ class CpuPlace(Place):
         backend = create_attention_backend(spec, num_blocks, block_size)
         backend.prepare(step)
         return ModelInputs.of(step), backend
+
+    def create_row_states(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> RowStates | None:
+        return PagedRows(spec, num_blocks, block_size) if self.ranks is None else None
 
     def create_whole_decoder(
         self,

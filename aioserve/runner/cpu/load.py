@@ -16,9 +16,10 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.model_info import ModelInfo
-from aioserve.runner.architecture import has_states
+from aioserve.runner.architecture import check_architecture, has_states
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec
 from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.drafts import CpuDraftRunner
@@ -32,6 +33,7 @@ from aioserve.runner.cpu.memory import (
     choose_num_state_slots,
     expected_bytes_per_token,
 )
+from aioserve.runner.cpu.rows import PagedRows
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.eagle import NUM_TAPS, is_eagle
@@ -54,6 +56,7 @@ def load_on_cpu(
     """Load the weights and allocate the KV cache. With `ranks`, the share of one of them, on its
     share of the threads. Raises `ConfigError`.
     """
+    check_architecture(info)
     num_ranks = 1 if ranks is None else ranks.size
     num_threads = config.runner.threads or machine.default_num_threads()
     num_threads = max(1, num_threads // num_ranks)
@@ -79,6 +82,11 @@ def load_on_cpu(
                 device=CpuPlace.device,
             )
         machine.give_back_freed_memory()
+        if model.reads_rows and config.cache.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"cache.kv_cache_dtype is {config.cache.kv_cache_dtype}, which is not served for "
+                f"{model.name}: leave it out"
+            )
         spec, block_size = with_kv_dtype(model.kv_cache_spec, config), config.cache.block_size
         bytes_per_token = spec.bytes_per_token
         if draft is not None:
@@ -91,7 +99,11 @@ def load_on_cpu(
             num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len, num_state_bytes)
         if ranks is not None:
             num_blocks = int(ranks.told_by_first([num_blocks])[0])
-        backend = create_attention_backend(spec, num_blocks, block_size)
+        backend: AttentionBackend
+        if model.reads_rows:
+            backend = PagedRows(spec, num_blocks, block_size)
+        else:
+            backend = create_attention_backend(spec, num_blocks, block_size)
         undo.callback(backend.memory.close)
         drafter: Drafter | None
         if ranks is not None and not ranks.is_first:

@@ -45,23 +45,31 @@ def expected_bytes_per_token(hf_config: Any, itemsize: int, scale_bytes: int = 0
     """K and V of all layers as a configuration states them, if it uses the common fields; each head
     has a scale besides.
     """
-    num_layers, num_heads, num_kv_heads, head_dim, hidden_size = (
-        getattr(hf_config, name, None)
-        for name in (
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_size",
-        )
-    )
-    if not (num_layers and num_heads and (head_dim or hidden_size)):
+    layers = [hf_config] * (getattr(hf_config, "num_hidden_layers", None) or 0)
+    if getattr(hf_config, "is_heterogeneous", False):
+        layers = list(hf_config.per_layer_config)  # some fields cannot be read from the whole
+    shares = getattr(hf_config, "kv_sharing_modes", None) or [None] * len(layers)
+    types = getattr(hf_config, "layer_types", None) or [None] * len(layers)
+    if not len(layers) == len(shares) == len(types):
         return None
-    if layer_types := getattr(hf_config, "layer_types", None):
-        num_layers = sum(kind not in _WITHOUT_KV for kind in layer_types)
-    head_dim = head_dim or hidden_size // num_heads
-    row_bytes = head_dim * itemsize + scale_bytes
-    return int(2 * num_layers * (num_kv_heads or num_heads) * row_bytes)
+    sizes = [
+        _bytes_of_layer(layer, itemsize, scale_bytes)
+        for layer, share, kind in zip(layers, shares, types, strict=True)
+        if share != "reuse" and kind not in _WITHOUT_KV
+    ]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if layers and len(known) == len(sizes) else None
+
+
+def _bytes_of_layer(config: Any, itemsize: int, scale_bytes: int) -> int | None:
+    num_heads, num_kv_heads, head_dim, hidden_size = (
+        getattr(config, name, None)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    if not (num_heads and (head_dim or hidden_size)):
+        return None
+    row_bytes = (head_dim or hidden_size // num_heads) * itemsize + scale_bytes
+    return int(2 * (num_kv_heads or num_heads) * row_bytes)
 
 
 def choose_num_kv_blocks(

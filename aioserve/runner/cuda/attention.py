@@ -118,6 +118,8 @@ class _GatheredStep(DeviceStep):
             hidden = key_position > position
             if options.sliding_window is not None:
                 hidden |= key_position <= position - options.sliding_window
+            if options.chunk is not None:
+                hidden |= key_position < position // options.chunk * options.chunk
             states = query[tokens].view(rows, -1, *query.shape[1:])
             attended = multiply(states, keys, values, hidden, options)
             out[tokens] = attended.reshape(-1, *out.shape[1:])

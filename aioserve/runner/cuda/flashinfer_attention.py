@@ -47,6 +47,8 @@ def why_not(
             return f"head sizes {dims} of keys and values (it has {HEAD_DIMS})"
         if call.options.sinks is not None:
             return "attention sinks"
+        if call.options.chunk is not None:
+            return "attention in chunks"
     if query_dtype not in (torch.bfloat16, torch.float16):
         return f"{str(query_dtype).removeprefix('torch.')} queries"
     return None

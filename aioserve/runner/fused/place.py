@@ -7,7 +7,13 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import (
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+    RowStates,
+    StepInputs,
+)
 from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
 from aioserve.runner.tensor_parallel.group import Ranks
@@ -33,6 +39,12 @@ class Place(ABC):
         self, spec: KVCacheSpec, num_blocks: int, block_size: int, step: StepInputs
     ) -> tuple[ModelInputs, LayerAttention]:
         """One step on a KV cache of its own, made for it."""
+
+    def create_row_states(
+        self, spec: KVCacheSpec, num_blocks: int, block_size: int
+    ) -> RowStates | None:
+        """A KV cache for models that read whole rows of it; None if there is none here."""
+        return None
 
     def create_whole_decoder(
         self,

@@ -49,6 +49,7 @@ def naive_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """One sequence: `query` [T, Hq, D], the last T tokens of `key` and `value` [L, Hkv, D]."""
     num_queries, num_heads, _ = query.shape
@@ -58,6 +59,8 @@ def naive_attention(
     for token in range(num_queries):
         end = offset + token + 1
         begin = max(0, end - sliding_window) if sliding_window is not None else 0
+        if chunk is not None:
+            begin = max(begin, (end - 1) // chunk * chunk)
         for head in range(num_heads):
             scores = key[begin:end, head // group] @ query[token, head] * scaling
             if softcap is not None:
@@ -177,6 +180,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaling": {"scaling": 1.3},
     "window": {"scaling": 0.25, "sliding_window": 7},
     "window of one": {"scaling": 0.25, "sliding_window": 1},
+    "chunks": {"scaling": 0.25, "chunk": 7},
+    "chunks of one": {"scaling": 0.25, "chunk": 1},
     "softcap": {"scaling": 0.5, "softcap": 2.0},
     "sinks": {"scaling": 0.25, "sinks": torch.linspace(-2, 3, 6)},
     "all": {"scaling": 0.7, "sliding_window": 9, "softcap": 3.0, "sinks": torch.linspace(3, -1, 6)},
@@ -269,7 +274,7 @@ def test_padding_of_a_group_is_bounded() -> None:
         logits_indices=np.arange(8),
     )
     plan = attention._StepPlan(inputs, BLOCK_SIZE)
-    groups = plan.groups(attention._LayerShape(None, 4, 2, 16))
+    groups = plan.groups(attention._LayerShape(None, None, 4, 2, 16))
     assert [(group.size, group.hidden.shape[-1]) for group in groups] == [
         (2, 400),
         (2, 100),

@@ -22,7 +22,9 @@ from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cuda import load as loading
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import why_not
+from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.graphs import capture_sizes
+from aioserve.runner.loader import load_model
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
@@ -106,6 +108,21 @@ def test_buffers_of_a_connector_count_in_what_is_planned(
     assert planned[1]["activations"] - planned[0]["activations"] == staged
 
 
+@pytest.mark.parametrize("kind", ["llama4_text", "gemma4_text"])
+def test_chunks_positions_and_layers_that_share_reach_a_device(
+    kind: str, model_path: Callable[..., Path], generate_reference: Callable[..., list[int]]
+) -> None:
+    executor = build(settings(model_path(kind)), FakeDevice())
+    prompt = list(range(30, 90))
+    assert generate(executor, prompt, 8) == generate_reference(kind, prompt, 8)
+
+
+def test_attention_of_its_own_is_refused_on_a_device(model_path: Callable[..., Path]) -> None:
+    config = settings(model_path("bloom")).model
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM: .* on a CPU, in one process"):
+        load_model(config, ModelInfo(config), CudaPlace(torch.device("cpu"), has_triton=False))
+
+
 def test_a_cache_of_the_cpu_is_refused(model_path: Callable[..., Path]) -> None:
     """By the loader as well: it does not go to fp8 instead."""
     with pytest.raises(ConfigError, match="kv_cache_dtype is int8, which is for the CPU"):
@@ -162,9 +179,9 @@ def test_a_torch_without_cuda_is_refused_with_what_to_do(model_path: Callable[..
 
 
 def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
-    def ask(key: int, value: int, dtype: torch.dtype, sinks: Any = None) -> str | None:
+    def ask(key: int, value: int, dtype: torch.dtype, **options: Any) -> str | None:
         spec = KVCacheSpec((LayerSpec(2, key, value),), dtype)
-        return why_not(spec, [AttentionCall(4, AttentionOptions(0.1, sinks=sinks))], dtype)
+        return why_not(spec, [AttentionCall(4, AttentionOptions(0.1, **options))], dtype)
 
     for head_dim in (64, 128, 256):
         assert ask(head_dim, head_dim, torch.bfloat16) is None
@@ -174,7 +191,8 @@ def test_flashinfer_is_not_asked_for_what_it_lacks() -> None:
     )
     assert ask(128, 64, torch.bfloat16) is not None
     assert ask(128, 128, torch.float32) == "float32 queries"
-    assert ask(128, 128, torch.float16, torch.zeros(4)) == "attention sinks"
+    assert ask(128, 128, torch.float16, sinks=torch.zeros(4)) == "attention sinks"
+    assert ask(128, 128, torch.float16, chunk=64) == "attention in chunks"
 
 
 def test_captured_sizes_end_with_the_most_rows_that_there_can_be() -> None:

@@ -1,0 +1,48 @@
+"""Every text decoder of `transformers` is served as docs/architectures.md says, or refused so."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.architectures.page import PAGE, claims, render
+from tests.architectures.tiny import cases
+from tests.architectures.trial import Outcome, try_case
+
+# In `make test`: each shows another way to be served, or to be refused.
+QUICK = {
+    "bloom",
+    "deepseek_v32",
+    "falcon with ALiBi",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_neo",
+    "gpt_oss",
+    "gptj",
+    "llama4_text",
+    "mpt",
+    "phi3",
+    "qwen3_moe",
+    "rwkv",
+}
+CASES = {case.name: case for case in cases()}
+
+
+def test_the_page_lists_every_text_decoder() -> None:
+    assert claims(PAGE.read_text()).keys() == CASES.keys() >= QUICK
+
+
+def test_the_page_is_read_as_it_is_written() -> None:
+    outcomes = claims(PAGE.read_text())
+    assert claims(render(outcomes, "0")) == outcomes
+    assert len({outcome.served for outcome in outcomes.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.architectures)
+        for name in CASES
+    ],
+)
+def test_an_architecture_is_served_as_the_page_says(name: str, tmp_path: Path) -> None:
+    assert try_case(CASES[name], tmp_path) == claims(PAGE.read_text()).get(name, Outcome(""))
