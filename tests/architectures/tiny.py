@@ -86,6 +86,25 @@ _FIELDS: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    # state spaces and linear attention
+    "state_size": 16,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 16,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_group_size": 2,
     # names of one or two
     "rotary_dim": 8,
     "dim_head": 16,
@@ -122,6 +141,7 @@ _BLT = {
 }
 # What a type needs besides.
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {
         "patcher_config": _BLT,
         "encoder_config": _BLT | {"hidden_size_global": 64},
@@ -162,6 +182,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {
@@ -171,10 +192,20 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
     },
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax_m3_vl_text": {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+        "ngram_vocab_size_base": 64,
+        "heads_per_ngram": 2,
     },
     "reformer": {
         "is_decoder": True,
@@ -241,11 +272,12 @@ def make_config(case: Case) -> Any:
 
     kind = CONFIG_MAPPING[case.model_type]
     aliases = getattr(kind, "attribute_map", {})
-    known = {field.name for field in dataclasses.fields(kind)} | set(aliases)
+    own = {field.name for field in dataclasses.fields(kind)}
+    known = own | set(aliases)
     fields = {name: value for name, value in _FIELDS.items() if name in known}
     if "kv_lora_rank" in known:  # every head has K and V of its own
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    fields |= _layers(kind, known) | _OF_TYPE.get(case.model_type, {}) | dict(case.fields)
+    fields |= _layers(kind, own) | _OF_TYPE.get(case.model_type, {}) | dict(case.fields)
     for alias, name in aliases.items():
         if alias in fields:
             fields.setdefault(name, fields.pop(alias))
@@ -254,7 +286,7 @@ def make_config(case: Case) -> Any:
 
 def _layers(kind: Any, known: set[str]) -> dict[str, Any]:
     """How many, and by turns of all the types that there are by default."""
-    if "layer_types" in known:
+    if getattr(kind, "attribute_map", {}).get("layer_types", "layer_types") in known:
         by_default = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ()))
         if len(by_default) > 1:
             num_layers = 2 * len(by_default)

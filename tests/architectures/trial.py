@@ -52,7 +52,9 @@ def try_case(case: Case, path: Path) -> Outcome:
     expected = _reference(path)
     assert served.tokens == expected, f"{case.name}: wrong tokens"
     assert len({token for tokens in expected for token in tokens}) > 8, "it says always the same"
-    assert min(served.num_preemptions, served.num_prefix_hits) > 0, "the trial was too easy"
+    assert served.num_preemptions > 0, "the trial was too easy"
+    # a state is not known behind every block
+    assert served.num_prefix_hits > 0 or served.has_states, "nothing was found in the prefix cache"
     _, _, how = served.name.partition(", ")
     if how == "one request at a time":
         [reason] = served.reasons
@@ -65,6 +67,7 @@ class _Served(NamedTuple):
     tokens: list[list[int]]
     num_preemptions: int
     num_prefix_hits: int
+    has_states: bool
     reasons: list[str]  # why it is served one request at a time
 
 
@@ -97,9 +100,14 @@ async def _serve(path: Path, prompts: list[list[list[int]]]) -> _Served | str:
                 for found in await asyncio.gather(*(one(prompt) for prompt in wave))
             ]
             stats = engine._parts.core.scheduler.make_stats()  # type: ignore[union-attr]
-            name = engine._runner._executor._model.name  # type: ignore[union-attr]
+            model = engine._runner._executor._model  # type: ignore[union-attr]
             return _Served(
-                name, tokens, stats.num_preemptions, stats.num_prefix_hit_tokens, log.reasons
+                model.name,
+                tokens,
+                stats.num_preemptions,
+                stats.num_prefix_hit_tokens,
+                model.states is not None,
+                log.reasons,
             )
     except ConfigError as error:
         return str(error)
