@@ -21,7 +21,7 @@ LIMITS = {
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 12_800,
+    "aioserve/runner": 13_420,
     "aioserve/scheduler": 2_540,
     "aioserve/server": 7_510,
     "aioserve/testing": 3_420,
@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_300,
     "policies": 650,
-    "tests": 36_100,
+    "tests": 36_900,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -137,8 +137,8 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
     load = partial(
         info.source.load_module,
-        # Ranks keep a share: what is stored in another type, or goes to a card, is converted and goes
-        # when the rest is gone.
+        # Ranks keep a share: what is stored in another type, or goes to a card, is converted and
+        # goes when the rest is gone.
         named_dtype(config.dtype) if place.ranks is None else "auto",
         place.device if place.ranks is None else torch.device("cpu"),
         keeps_blocks=keeps_blocks,

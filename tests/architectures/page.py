@@ -11,10 +11,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 _BEGIN = """\
 # Architectures
 
-Every text decoder that `transformers` {version} has, by its `model_type`: {num_served} of {num} are
-served. Each was tried with tiny random weights through the real engine, on a CPU, in float32:
-prompts of mixed lengths in pieces, with a prefix cache, under preemption. All tokens were those of
-`generate`, greedy. Whether a checkpoint fits into memory, and whether its type of few bits is
+Every text decoder that `transformers` {version} has, by its `model_type`: of {num_types}, {num_served}
+are served. Each was tried with tiny random weights through the real engine, on a CPU, in float32,
+some in several ways: prompts of mixed lengths in pieces, with a prefix cache, under preemption. All
+tokens were those of `generate`, greedy. Whether a checkpoint fits into memory, and whether its type of few bits is
 served, is another matter ([quantization.md](quantization.md)).
 
 `python -m tests.architectures` writes this page; `make test-architectures` tries all of them again,
@@ -47,13 +47,13 @@ _WITH_REASONS = (ALONE, REFUSED)
 
 def render(outcomes: Mapping[str, Outcome], version: str) -> str:
     """The page. `outcomes` are by the names of cases."""
-    num_refused = sum(outcome.served == REFUSED for outcome in outcomes.values())
-    num = len(outcomes)
-    parts = [_BEGIN.format(version=version, num=num, num_served=num - num_refused)]
-    for served, (title, text) in _SECTIONS.items():
-        own = {name: outcome for name, outcome in outcomes.items() if outcome.served == served}
+    types = {name.partition(" ")[0] for name in outcomes}
+    served = {name for name in types if outcomes[name].served != REFUSED}
+    parts = [_BEGIN.format(version=version, num_types=len(types), num_served=len(served))]
+    for kind, (title, text) in _SECTIONS.items():
+        own = {name: outcome for name, outcome in outcomes.items() if outcome.served == kind}
         parts += [f"\n## {title}: {len(own)}\n\n", *(line + "\n" for line in _filled(text)), "\n"]
-        if served in _WITH_REASONS:
+        if kind in _WITH_REASONS:
             parts.append("| `model_type` | why |\n|---|---|\n")
             parts += [f"| {_code(name)} | {own[name].reason} |\n" for name in sorted(own)]
         else:

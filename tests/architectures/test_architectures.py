@@ -6,7 +6,7 @@ import pytest
 
 from tests.architectures.page import PAGE, claims, render
 from tests.architectures.tiny import cases
-from tests.architectures.trial import Outcome, try_case
+from tests.architectures.trial import try_case
 
 # In `make test`: each shows another way to be served, or to be refused.
 QUICK = {
@@ -45,4 +45,7 @@ def test_the_page_is_read_as_it_is_written() -> None:
     ],
 )
 def test_an_architecture_is_served_as_the_page_says(name: str, tmp_path: Path) -> None:
-    assert try_case(CASES[name], tmp_path) == claims(PAGE.read_text()).get(name, Outcome(""))
+    found, claimed = try_case(CASES[name], tmp_path), claims(PAGE.read_text())[name]
+    assert found.served == claimed.served
+    # what Python says of an error is not the same in every version
+    assert found.reason.partition(" fails: ")[0] == claimed.reason.partition(" fails: ")[0]
