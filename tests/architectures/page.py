@@ -11,11 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 _BEGIN = """\
 # Architectures
 
-Every text decoder that `transformers` {version} has, by its `model_type`: of {num_types}, {num_served}
-are served. Each was tried with tiny random weights through the real engine, on a CPU, in float32,
-some in several ways: prompts of mixed lengths in pieces, with a prefix cache, under preemption. All
-tokens were those of `generate`, greedy. Whether a checkpoint fits into memory, and whether its type of few bits is
-served, is another matter ([quantization.md](quantization.md)).
+Every text decoder that `transformers` {version} has, by `model_type`: {num_served} of {num_types}
+types are served. Each was tried with tiny random weights through the real engine, on a CPU, in
+float32, some in several ways: prompts of mixed lengths in pieces, with a prefix cache, under
+preemption. All tokens were those of `generate`, greedy. Whether a checkpoint fits into memory, and
+whether its type of few bits is served, is another matter ([quantization.md](quantization.md)).
 
 `python -m tests.architectures` writes this page; `make test-architectures` tries all of them again,
 and fails if one is not served as it says. What makes no text from text alone is left out: halves of
