@@ -36,9 +36,11 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
+from aioserve.workers.line import Line
 from aioserve.workers.messages import Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
+from tests.processes import PATIENCE
 from tests.server.serving import SIMULATED
 from tests.workers.joined import idle, joined, read
 
@@ -145,6 +147,22 @@ async def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_one_before()
                 await anext(stream)
             [again] = await read(remote, [9, 9, 9], params, request_id="x")
             assert again.token_ids == alone.token_ids
+
+
+async def test_what_waits_for_a_reader_that_has_left_is_not_sent(monkeypatch):
+    """Its id may be another's when there is room again."""
+    async with joined(SLOW) as (engine, _, [remote], [client]):
+        async with await remote.add_request([1, 2], ENDLESS, request_id="x") as stream:
+            await anext(stream)
+            monkeypatch.setattr(Line, "is_full", True)
+            async with asyncio.timeout(PATIENCE):
+                while not client.outbox.outputs:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        async with asyncio.timeout(PATIENCE):
+            while client._samples:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not client.outbox.outputs
+        await idle(engine)
 
 
 async def test_workers_draw_seeds_of_their_own():
