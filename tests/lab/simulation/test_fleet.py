@@ -215,6 +215,14 @@ def test_a_replica_that_is_back_has_forgotten_its_prefixes() -> None:
     assert [r.num_cached_tokens for r in outcome.requests] == [0, 144, 0]
 
 
+def test_a_replica_that_is_back_has_nothing_to_do() -> None:
+    """What it had when it died is no work of its any more."""
+    asked = workload(request(0.0, 900, 50), request(1.0, 100, 4), request(1.0, 101, 4))
+    failure = Incidents(failures=(Failure(replica=0, at=0.1, down=0.1),))
+    outcome = simulate_fleet(config(), asked, Fleet(2, "least_work", incidents=failure))
+    assert list(outcome.replica_of) == [0, 0, 1]
+
+
 def test_a_straggler_is_slower_by_its_factor_while_it_is_one_and_gets_less() -> None:
     slow = Incidents(stragglers=(Straggler(replica=0, slowdown=3.0, at=0.0, duration=2.0),))
     asked = workload(request(0.0, 100, 4), request(3.0, 100, 4))
