@@ -215,6 +215,27 @@ def test_a_replica_that_is_back_has_forgotten_its_prefixes() -> None:
     assert [r.num_cached_tokens for r in outcome.requests] == [0, 144, 0]
 
 
+def test_a_router_does_not_look_for_prefixes_at_a_replica_that_has_lost_them() -> None:
+    """Replica 0 has a little to do when they are asked for again: less than they would save."""
+    asked = workload(
+        *(request(at, 160, 2, text=7) for at in (0.0, 2.001)), request(2.0, 20, 50, text=8)
+    )
+    failure = Incidents(failures=(Failure(replica=0, at=1.0, down=0.5),))
+    died = simulate_fleet(config(), asked, Fleet(2, "prefix", incidents=failure))
+    assert list(died.replica_of) == [0, 1, 0]
+    assert list(simulate_fleet(config(), asked, Fleet(2, "prefix")).replica_of) == [0, 0, 0]
+
+
+def test_a_straggler_that_dies_comes_back_as_one() -> None:
+    incidents = Incidents(
+        failures=(Failure(replica=0, at=1.0, down=0.5),),
+        stragglers=(Straggler(replica=0, slowdown=3.0),),
+    )
+    fleet = Fleet(1, "session", incidents=incidents)
+    (served,) = simulate_fleet(config(), workload(request(2.0, 100, 4)), fleet).requests
+    assert served.end - served.arrival == pytest.approx(3 * 0.0213)
+
+
 def test_a_replica_that_is_back_has_nothing_to_do() -> None:
     """What it had when it died is no work of its any more."""
     asked = workload(request(0.0, 900, 50), request(1.0, 100, 4), request(1.0, 101, 4))
@@ -261,6 +282,13 @@ def test_deadlines_closer_than_a_timer_can_be_are_met_as_by_the_engine() -> None
     asked = [request(0.0, 900, 4), request(0.0, 100, 4, timeout=0.0005)]
     asked += [request(0.0003, 101, 4, timeout=0.0003), request(0.0004, 102, 4, timeout=0.0102)]
     assert ends(check_equal(config(max_num_seqs=1), workload(*asked)))["timeout"] == 3
+
+
+def test_a_deadline_in_a_run_of_decodes_leaves_what_had_come_by_then() -> None:
+    asked = workload(request(0.0, 100, 500, timeout=0.5), request(0.0, 101, 300))
+    fleet = check_equal(config(), asked)
+    assert ends(fleet) == {"timeout": 1, "length": 1}
+    assert fleet.requests[0].num_output_tokens > 100
 
 
 def test_a_conversation_stays_at_one_replica_if_it_is_sticky_and_finds_its_prefix() -> None:
