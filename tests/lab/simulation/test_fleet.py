@@ -284,6 +284,19 @@ def test_deadlines_closer_than_a_timer_can_be_are_met_as_by_the_engine() -> None
     assert ends(check_equal(config(max_num_seqs=1), workload(*asked)))["timeout"] == 3
 
 
+def test_what_is_computed_is_no_work_any_more() -> None:
+    """Replica 0 holds 900 tokens and has computed them, replica 1 has 600 to compute and hold."""
+    asked = workload(request(0.0, 900, 400), request(0.2, 600, 4), request(0.201, 10, 4))
+    outcome = simulate_fleet(config(), asked, Fleet(2, "least_work"))
+    assert list(outcome.replica_of) == [0, 1, 0]
+
+
+def test_conversations_of_two_crowds_have_homes_of_their_own() -> None:
+    asked = traffic(20).times(2)
+    places = simulate_fleet(config(), asked, Fleet(4, "session")).replica_of
+    assert list(places[:20]) != list(places[20:])
+
+
 def test_a_deadline_in_a_run_of_decodes_leaves_what_had_come_by_then() -> None:
     asked = workload(request(0.0, 100, 500, timeout=0.5), request(0.0, 101, 300))
     fleet = check_equal(config(), asked)
