@@ -89,6 +89,18 @@ def test_a_read_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monkey
     assert harness.requests["last"].num_external_tokens == 28
 
 
+def test_who_leaves_with_his_blocks_in_host_memory_leaves_the_slots() -> None:
+    """They were read, and wait for an admission that does not come: the harness counts slots."""
+    harness = returning()
+    harness.add_request("gone", PROMPT, max_tokens=3)
+    while harness.store:
+        harness.blocks_come()
+    assert harness.connector is not None
+    assert harness.connector.slots.num_used_blocks
+    harness.finish("gone")
+    harness.run_until_idle()
+
+
 def test_what_is_cheaper_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """But once in so many times, so that a change is noticed."""
     monkeypatch.setattr(OnlineStepTime, "is_fitted", True)  # its first guess will do
