@@ -209,6 +209,12 @@ def test_what_is_kept_beside_the_cache_keeps_a_model_from_being_served(
         prepare_model(module, config, ModelInfo(config), CpuPlace())
 
 
+def test_what_rows_are_read_from_is_not_kept_as_int8(model_path: Callable[..., Path]) -> None:
+    config = make_config(model_path("bloom"), kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"int8, which is not served for Bloom.* at a time"):
+        load_on_cpu(config, ModelInfo(config.model))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
