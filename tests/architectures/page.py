@@ -29,8 +29,8 @@ _SECTIONS = {
     ),
     AS_WRITTEN: (
         "Served as `transformers` wrote them",
-        "Their own modules, which call our attention: all requests of a step in one pass. The log "
-        "says what keeps a model from the fused tier.",
+        "Their own modules, which call our attention and find their [states](states.md) in slots: "
+        "all requests of a step in one pass. The log says what keeps a model from the fused tier.",
     ),
     ALONE: (
         "Served one request at a time",
