@@ -38,7 +38,9 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("dist"):  # what they are about runs in other processes
         return {"asyncio": asyncio.new_event_loop}
     both = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    if "not slow" not in item.config.option.markexpr:
+    marker = item.get_closest_marker("asyncio")
+    is_chosen = marker is not None and "loop_factories" in marker.kwargs
+    if is_chosen or "not slow" not in item.config.option.markexpr:
         return both
     name = sorted(both)[zlib.crc32(item.nodeid.encode()) % 2]
     return {name: both[name]}
