@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from aioserve.scheduler import available_policies, load_policy
+from aioserve.errors import EngineOverloadedError
+from aioserve.scheduler import Request, available_policies, load_policy
 from aioserve.testing.contract import PolicyContract, Subject
+from policies.fcfs import FCFSScheduler
 from tests.testing.hostile import HostileScheduler
 
 # Fewer than strangers get by default: there are many policies here, and they share a base.
@@ -37,3 +39,15 @@ class TestOptions(PolicyContract):
     policy = load_policy("chunked_prefill")
     options: Any = {"chunk_size": 3}  # noqa: RUF012 - read only
     max_examples = EXAMPLES
+
+
+class RefusesMany(FCFSScheduler):
+    def add_request(self, request: Request) -> None:
+        if len(self.waiting) > 1:
+            raise EngineOverloadedError("two are in line")
+        super().add_request(request)
+
+
+class TestWhoRefusesMany(PolicyContract):
+    policy = RefusesMany
+    max_examples = 3
