@@ -35,12 +35,13 @@ settings.load_profile("suite")
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    if item.get_closest_marker("dist"):  # what they are about runs in other processes
-        return {"asyncio": asyncio.new_event_loop}
     both = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     marker = item.get_closest_marker("asyncio")
-    is_chosen = marker is not None and "loop_factories" in marker.kwargs
-    if is_chosen or "not slow" not in item.config.option.markexpr:
+    if marker is not None and "loop_factories" in marker.kwargs:  # it is skipped without them
+        return both
+    if item.get_closest_marker("dist"):  # what they are about runs in other processes
+        return {"asyncio": asyncio.new_event_loop}
+    if "not slow" not in item.config.option.markexpr:
         return both
     name = sorted(both)[zlib.crc32(item.nodeid.encode()) % 2]
     return {name: both[name]}
