@@ -1,51 +1,100 @@
-"""The other ranks as a runner has them: what their end means to it.
+"""What the runners of several ranks have in common: theirs is the first, and it ends when one of
+the others does.
 
 Knows processes and an event loop; knows nothing about what ranks compute. Free of torch.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from aioserve.config import EngineConfig
-from aioserve.errors import RunnerDeadError
-from aioserve.runner.tensor_parallel.processes import OtherRanks
+from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.tensor_parallel.processes import OtherRanks, in_a_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from aioserve.model_source.adapter import AdapterFiles
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 
-class RankWatch:
-    """Of one runner, the first rank: it ends when one of the others does."""
+class FirstRankRunner(RunnerInterface):
+    """To be named before the runner of one process that does the steps."""
 
-    def __init__(self) -> None:
-        self._others: OtherRanks | None = None
-        self._death: RunnerDeadError | None = None
-        self.on_death: Callable[[], None] = lambda: None
+    _config: EngineConfig
+    _rank_module: str  # what the other processes run
+    _other_ranks: OtherRanks | None = None
+    _ranks: "Ranks | None" = None
+    _death: RunnerDeadError | None = None
+    _on_death: Callable[[], None] | None = None
 
-    def start(self, module: str, config: EngineConfig) -> None:
-        """Run `module` for each. On the loop."""
+    async def load(self) -> None:
         loop = asyncio.get_running_loop()
 
         def on_end(error: RunnerDeadError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                loop.call_soon_threadsafe(self._on_end, error)
+                loop.call_soon_threadsafe(self._die, error)
 
-        self._others = OtherRanks(module, config, on_end)
+        # Before this process imports what takes seconds: they import the same beside it.
+        self._other_ranks = OtherRanks(self._rank_module, self._config, on_end)
+        await super().load()  # type: ignore[safe-super]  # of the runner named next
 
-    @property
-    def others(self) -> OtherRanks:
-        """After `start`."""
-        assert self._others is not None
-        return self._others
+    def _die(self, error: RunnerDeadError) -> None:
+        self._death = error
+        if self._ranks is not None:
+            self._ranks.leave()  # else a card waits for who has gone
+        if self._on_death is not None:
+            self._on_death()
 
     def check(self) -> None:
-        """As `RunnerInterface.check`."""
         if self._death is not None:
             raise self._death
 
-    async def close(self) -> None:
-        """End all. Idempotent."""
-        if self._others is not None:
-            await asyncio.to_thread(self._others.close)
+    def watch(self, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
 
-    def _on_end(self, error: RunnerDeadError) -> None:
-        self._death = error
-        self.on_death()
+    async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
+        raise ConfigError("adapters are not served with runner.tensor_parallel_size above 1")
+
+    async def close(self) -> None:
+        try:
+            await super().close()  # type: ignore[safe-super]  # likewise
+        finally:
+            if self._other_ranks is not None:
+                await asyncio.to_thread(self._other_ranks.close)
+
+    # On the thread that computes.
+
+    @property
+    def _others(self) -> OtherRanks:
+        assert self._other_ranks is not None, "load() first"
+        return self._other_ranks
+
+    @contextlib.contextmanager
+    def _loading(self, device: "torch.device | None" = None) -> "Iterator[Ranks]":
+        """Meets the others, who load beside the block, and waits for them at its end."""
+        from aioserve.runner.tensor_parallel.group import Ranks
+
+        settings, others = self._config.runner, self._others
+        try:
+            others.wait_here()
+            size, timeout = settings.tensor_parallel_size, settings.rank_timeout
+            self._ranks = Ranks(0, size, others.meeting, timeout, device)
+            yield self._ranks
+            others.wait_loaded()
+        except Exception as error:
+            why = others.why(error)
+            if isinstance(why, RunnerDeadError):  # nothing runs yet that could die of it
+                raise ConfigError(in_a_line(why)) from error
+            raise
+
+    def _end_of_step(self, error: Exception) -> RunnerDeadError:
+        """What it means that a step fails here which the others were told."""
+        why = self._others.why(error)
+        if isinstance(why, RunnerDeadError):
+            return why
+        reason = f"a step has failed, and the ranks may no longer agree: {in_a_line(error)}"
+        return RunnerDeadError(reason)

@@ -6,6 +6,7 @@ The second is a process, as on cards; gloo stands in for NCCL.
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,6 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
 from aioserve.runner.tensor_parallel.group import Ranks
-from aioserve.runner.tensor_parallel.processes import OtherRanks
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
 from tests.processes import PATIENCE
@@ -32,17 +32,20 @@ from tests.runner.cuda.on_device import make_rank
 _on_uvloop = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 
-def make_runner(config: EngineConfig, device: FakeDevice) -> ShardedOverlappedRunner:
-    config = msgspec.structs.replace(config, runner=RunnerConfig(tensor_parallel_size=2))
+class OnDevices(ShardedOverlappedRunner):
+    _rank_module = "tests.runner.cuda.device_rank"
+
+
+def make_runner(config: EngineConfig, device: FakeDevice) -> OnDevices:
+    runner = RunnerConfig(tensor_parallel_size=2, rank_timeout=PATIENCE)
+    config = msgspec.structs.replace(config, runner=runner)
     info = ModelInfo(config.model)
 
-    def build(others: OtherRanks, grammars: GrammarCompiler | None) -> tuple[StepExecutor, Ranks]:
+    def build(ranks: Ranks, grammars: GrammarCompiler | None) -> StepExecutor:
         torch.set_num_threads(1)
-        others.wait_here()
-        ranks = Ranks(0, 2, others.meeting, PATIENCE)
-        return make_rank(config, info, device, ranks, grammars), ranks
+        return make_rank(config, info, device, ranks, grammars)
 
-    return ShardedOverlappedRunner(config, info, build, "tests.runner.cuda.device_rank")
+    return OnDevices(config, info, build)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ async def test_a_rank_that_dies_is_told_to_who_waits(model: str) -> None:
         async def ask() -> None:
             params = SamplingParams(max_tokens=100, ignore_eos=True)
             async for _ in engine.generate("First", params):
-                os.kill(runner._rank_watch.others.pids[0], signal.SIGKILL)
+                os.kill(runner._others.pids[0], signal.SIGKILL)
 
         with pytest.raises(AioserveError, match=r"rank 1 of 2: process .* killed by SIGKILL"):
             await ask()
@@ -100,6 +103,27 @@ async def test_a_rank_that_cannot_load_says_why(model: str) -> None:
     with pytest.raises(ConfigError, match="rank 1 of 2: MemoryError: as asked"):
         async with AsyncEngine(config, runner=runner):
             pass
+
+
+@_on_uvloop
+@pytest.mark.dist
+async def test_a_rank_that_dies_while_it_loads_keeps_no_card_waiting(model: str) -> None:
+    config = small_config(model)
+    runner = make_runner(config, FakeDevice(1))
+    has_left = threading.Event()
+
+    def wait_for_sum(ranks: Ranks, _: object) -> StepExecutor:
+        """As NCCL on one machine: it does not notice that the other has gone."""
+        ranks.leave = has_left.set  # type: ignore[method-assign]
+        os.kill(runner._others.pids[0], signal.SIGKILL)
+        has_left.wait(PATIENCE)
+        raise RuntimeError("the communicator was aborted")
+
+    runner._make_first = wait_for_sum
+    with pytest.raises(ConfigError, match=r"rank 1 of 2: process .* killed by SIGKILL"):
+        async with AsyncEngine(config, runner=runner):
+            pass
+    assert has_left.is_set()
 
 
 def test_guesses_with_ranks_on_devices_are_refused(model: str) -> None:
