@@ -7,7 +7,6 @@ Computes the steps that it is told on its share of the model; samples nothing. K
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -15,14 +14,13 @@ from aioserve.errors import RequestFailedError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.tensor_parallel.messages import Sampled, Start, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank
-from aioserve.runner.tensor_parallel.rank_process import run_rank
+from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from aioserve.scheduler.output import SchedulerOutput
 
 
 def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
     from aioserve.runner.cpu.load import load_on_cpu
     from aioserve.runner.cpu.sampler import SampledTokens
-    from aioserve.runner.tensor_parallel.group import Ranks
 
     def choose(*_: object) -> SampledTokens:
         """What the first rank has chosen."""
@@ -32,9 +30,7 @@ def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[Schedule
             raise RequestFailedError("the step has failed on the first rank")
         return SampledTokens(np.array(sampled.token_ids, dtype=np.int64), {})
 
-    settings, meeting = start.config.runner, Path(start.meeting)
-    ranks = Ranks(start.rank, settings.tensor_parallel_size, meeting, settings.rank_timeout)
-    executor = load_on_cpu(start.config, info, ranks=ranks)
+    executor = load_on_cpu(start.config, info, ranks=meet(first, start))
     executor.choose = choose
 
     def execute(step: SchedulerOutput) -> None:

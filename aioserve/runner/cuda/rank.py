@@ -6,13 +6,12 @@ card to its own. Knows messages and `StepExecutor`.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioserve.model_info import ModelInfo
 from aioserve.runner.tensor_parallel.messages import Start
 from aioserve.runner.tensor_parallel.processes import FirstRank
-from aioserve.runner.tensor_parallel.rank_process import run_rank
+from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -35,16 +34,14 @@ def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:
     return execute
 
 
-def _load(_: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
+def _load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
     import torch
 
     from aioserve.runner.cuda.load import load_on_cuda
-    from aioserve.runner.tensor_parallel.group import Ranks
 
     device = torch.device("cuda", start.rank)
     torch.cuda.set_device(device)
-    settings, meeting = start.config.runner, Path(start.meeting)
-    ranks = Ranks(start.rank, settings.tensor_parallel_size, meeting, settings.rank_timeout, device)
+    ranks = meet(first, start, device)
     with torch.inference_mode():
         executor = load_on_cuda(start.config, info, ranks=ranks)
         executor.attach()

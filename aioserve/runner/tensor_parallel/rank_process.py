@@ -6,12 +6,19 @@ Knows messages and their order; what a step is done with, whoever starts it know
 import gc
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.tensor_parallel.messages import Answer, Start, Step, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
 from aioserve.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Loads a share of a model; what it returns does a step.
 Load = Callable[[FirstRank, Start, ModelInfo], Callable[[SchedulerOutput], None]]
@@ -31,6 +38,23 @@ def run_rank(file: int, load: Load) -> int:
         return 1
 
 
+def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "Ranks":
+    """To be called by `Load` when nothing but the model is left to load: who is expected there and
+    does not come is noticed late.
+    """
+    from aioserve.runner.tensor_parallel.group import Ranks
+
+    settings = start.config.runner
+    first.answer(Answer())
+    return Ranks(
+        start.rank,
+        settings.tensor_parallel_size,
+        Path(start.meeting),
+        settings.rank_timeout,
+        device,
+    )
+
+
 def _run(first: FirstRank, start: Start, load: Load) -> int:
     from aioserve.runner.tensor_parallel.plan import check_model
 
@@ -42,7 +66,6 @@ def _run(first: FirstRank, start: Start, load: Load) -> int:
     )
     info = ModelInfo(start.config.model)
     check_model(start.config, info)
-    first.answer(Answer())
     execute = load(first, start, info)
     gc.collect()
     gc.freeze()  # else it is looked at again and again

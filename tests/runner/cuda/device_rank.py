@@ -2,28 +2,24 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cuda.rank import follow
-from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.messages import Start
 from aioserve.runner.tensor_parallel.processes import FirstRank
-from aioserve.runner.tensor_parallel.rank_process import run_rank
+from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from aioserve.scheduler.output import SchedulerOutput
-from tests.processes import PATIENCE
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank
 
 
-def load(_: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
+def load(first: FirstRank, start: Start, info: ModelInfo) -> Callable[[SchedulerOutput], None]:
     torch.set_num_threads(1)
     if start.config.model.served_model_name == "failing":
         raise MemoryError("as asked")
-    settings = start.config.runner
-    ranks = Ranks(start.rank, settings.tensor_parallel_size, Path(start.meeting), PATIENCE)
+    ranks = meet(first, start)
     # It computes what it is told at once: nobody waits for it here.
     with torch.inference_mode():
         return follow(make_rank(start.config, info, FakeDevice(eagerness=1.0), ranks))
