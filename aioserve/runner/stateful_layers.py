@@ -195,14 +195,15 @@ class StatefulLayers:
             )
             for piece in pieces
         ]
-        self._step_by_token = [token for piece in self._step for token in piece.by_token()]
+        if any(layer.by_token for layer in self._layers):
+            self._step_by_token = [token for piece in self._step for token in piece.by_token()]
         try:
             yield
         finally:
             self._step = None
 
     def close(self) -> None:
-        """Give back the memory of the slots."""
+        """Give back the memory of the slots: the modules know each other, so they go later."""
         for layer in self._layers:
             layer.slots = {}
 

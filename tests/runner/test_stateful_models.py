@@ -5,10 +5,12 @@ In pieces, beside others, from prefixes, after preemptions, with slots for few s
 
 import asyncio
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
@@ -94,6 +96,12 @@ def stats_of(engine: AsyncEngine) -> SchedulerStats:
     return stats
 
 
+def slots_of(engine: AsyncEngine) -> Tensor:
+    """Of some layer."""
+    states = engine._runner._executor._model.states  # type: ignore[union-attr]
+    return next(slots for layer in states._layers for slots in layer.slots.values())
+
+
 async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
     model: Path, expected: list[list[int]]
 ) -> None:
@@ -110,6 +118,8 @@ async def test_texts_and_their_continuations_get_the_tokens_of_transformers(
         whole = sum((len(prompt) + NUM_TOKENS - 2) // 16 * 16 for prompt in prompts)
         assert stats.num_prefix_hit_tokens - num_hits == whole
         assert stats.num_free_state_slots == stats.num_state_slots
+        slots = weakref.ref(slots_of(engine))
+    assert slots() is None  # whenever the modules go
 
 
 @pytest.mark.parametrize(

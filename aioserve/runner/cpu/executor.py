@@ -156,6 +156,8 @@ class StepExecutor:
             self._batch.close()
             if self._host_blocks is not None:
                 self._host_blocks.close()
+            if self._model.states is not None:
+                self._model.states.close()
         for name in ("_model", "_backend", "_batch", "_host_blocks", "adapters"):
             self.__dict__.pop(name, None)
 
