@@ -107,13 +107,14 @@ class Layers:
                 cache.normal_()
         self._backend.prepare(step_inputs(rows, tokens, context))
         self._query = torch.randn(rows * tokens, HEADS, DIM, dtype=dtype)
-        self._states = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
+        self._key, self._value = torch.randn(2, rows * tokens, KV_HEADS, DIM, dtype=dtype)
 
     def run(self, turn: int) -> None:
         """One layer, another one each turn."""
         options = AttentionOptions(DIM**-0.5)
         with torch.inference_mode():
-            self._backend.forward(turn % self._count, self._query, *self._states, options)
+            layer = turn % self._count
+            self._backend.forward(layer, self._query, self._key, self._value, options)
 
 
 def measure(

@@ -10,8 +10,10 @@ the three kinds take turns: so others on the machine change a ratio little. The 
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from aioserve.kernels import Kernels, usable_variants
 from aioserve.model_source.quantized import quantize
@@ -29,7 +31,7 @@ def measure(variant: str, repeats: int) -> dict[int, dict[str, float]]:
     """By rows: the time of each kind to that of bfloat16, and milliseconds of that."""
     kernels = Kernels(variant)
     weights = [torch.randn(shape) / 8 for shape in SHAPES * LAYERS]
-    kinds: dict[str, list[BlockLinear] | list[PanelLinear]] = {
+    kinds: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
         kind: [BlockLinear(kernels, [quantize(weight, kind)], None, DTYPE) for weight in weights]
         for kind in KINDS
     }

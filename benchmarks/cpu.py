@@ -12,7 +12,6 @@ noise. The last line is JSON.
 import argparse
 import asyncio
 import json
-import sys
 from typing import Any
 
 import torch
@@ -192,4 +191,4 @@ def _fitting(cases: list[Case], info: ModelInfo, bytes_per_token: int) -> list[C
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
@@ -126,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

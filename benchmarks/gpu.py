@@ -159,7 +159,7 @@ class Steps:
         """What a step takes of the device when nothing keeps it waiting: queued behind a sleep."""
         if not torch.cuda.is_available():
             return None
-        times = []
+        times: list[float] = []
         for _ in range(num_steps):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(40_000_000)  # clock cycles: about 20 ms, longer than a launch
@@ -187,7 +187,7 @@ def measure_ceilings(device: Device, is_rehearsal: bool) -> Ceilings:
 
 def _timed(work: Callable[[], object], repeats: int = 20) -> float:
     """Median seconds of `work` on the device."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 3):
         if torch.cuda.is_available():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

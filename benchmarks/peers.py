@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,7 +55,7 @@ LOADS = {
     "W5": Shape(64, 128, 64),
     "W6": Shape(256, 16, 128),  # meant for a model of 2 million parameters
 }
-COLUMNS = (
+COLUMNS: tuple[tuple[str, Callable[[Document], float]], ...] = (
     ("tokens/s", lambda d: d["totals"]["output_tokens_per_second"]),
     ("TTFT p50 ms", lambda d: 1e3 * d["durations"]["ttft"]["p50"]),
     ("TTFT p99 ms", lambda d: 1e3 * d["durations"]["ttft"]["p99"]),

@@ -11,6 +11,7 @@ import asyncio
 import json
 import statistics
 import time
+from typing import Any
 
 import psutil
 from make_model import SHAPES, model_path
@@ -24,7 +25,7 @@ SHAPES["135m-4kv"] = SHAPE
 LOADS = {"decode 1": (1, 1, 8), "decode 16": (16, 1, 8), "prompt of 512": (1, 512, 1)}
 
 
-def make_engine(num_ranks: int, dtype: str) -> AsyncEngine:
+def make_engine(num_ranks: int, dtype: Any) -> AsyncEngine:
     return AsyncEngine(
         EngineConfig(
             model=ModelConfig(
@@ -40,7 +41,7 @@ def cpu_seconds() -> float:
     """Of this process and its children."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children())]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 async def measure(engine: AsyncEngine, streams: int, prompt: int, reply: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import time
+from typing import Any
 
 import msgspec
 
@@ -70,19 +71,18 @@ def main() -> None:
         seconds = time.process_time() - began
         steps = len(outcome.steps.start)
         tokens = sum(len(request.token_times) for request in outcome.requests)
-        rows.append(
-            {
-                "config": candidate.name,
-                "cpu_seconds": seconds,
-                "steps": steps,
-                "us_per_step": 1e6 * seconds / steps,
-                "rows_per_step": tokens / steps,
-                "us_per_token": 1e6 * seconds / tokens,
-            }
-        )
-        name, *numbers = rows[-1].values()
+        row: dict[str, Any] = {
+            "config": candidate.name,
+            "cpu_seconds": seconds,
+            "steps": steps,
+            "us_per_step": 1e6 * seconds / steps,
+            "rows_per_step": tokens / steps,
+            "us_per_token": 1e6 * seconds / tokens,
+        }
+        rows.append(row)
+        name, *numbers = row.values()
         print("{:16} {:7.1f} {:9d} {:8.1f} {:9.1f} {:8.2f}".format(name, *numbers), flush=True)
-    total = sum(float(row["cpu_seconds"]) for row in rows)
+    total = sum(row["cpu_seconds"] for row in rows)
     print(f"{'together':16} {total:7.1f}")
     print(json.dumps({"requests": len(workload.requests), "policies": rows, "total": total}))
 

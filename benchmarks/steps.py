@@ -9,7 +9,7 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from floors import Floors, Time, samples, summary
 
@@ -60,7 +60,7 @@ class StepBench:
         path: Path,
         *,
         threads: int | None,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         num_kv_tokens: int,
         kv_bytes_per_token: int,
     ) -> None:

@@ -160,7 +160,7 @@ async def look_at_lags(url: str, lags: dict[str, list[float]]) -> None:
 def read(url: str) -> str:
     """Of a server that may be busy."""
     with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
+        return str(response.read().decode())
 
 
 def cpu_seconds(pid: int) -> float:
