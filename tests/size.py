@@ -21,7 +21,7 @@ LIMITS = {
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 13_440,
+    "aioserve/runner": 13_420,
     "aioserve/scheduler": 2_540,
     "aioserve/server": 7_510,
     "aioserve/testing": 3_440,
