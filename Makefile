@@ -11,6 +11,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Compiling all of what is installed takes a minute; Python compiles what is imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
+# Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
