@@ -24,6 +24,7 @@ from aioserve.kernels.library import (
 from aioserve.kernels.structs import (
     AdapterStruct,
     DecoderStruct,
+    ExpertsStruct,
     PackedWeight,
     PanelShape,
     StepStruct,
@@ -86,6 +87,9 @@ class Kernels:
         attention = (_P, _I, _I, *[_P] * 4, _I, _P, _P, *[_I] * 6, _F, _I, _F, _P)
         self._paged_attention = by_dtype("paged_attention", *attention)
         self._paged_attention_int8 = by_dtype("paged_attention_int8", *attention)
+        self._clamped_swiglu = by_dtype("clamped_swiglu", _P, _P, _I, _I, _F, _F)
+        self._route = by_dtype("route", _P, _P, _P, _P, _I)
+        self._mix = by_dtype("mix", *[_P] * 5, _I)
         self._linear = by_dtype("linear", _P, _P, _P, _I)
         self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
@@ -192,6 +196,40 @@ class Kernels:
         """The same with gelu in its tanh form."""
         tokens, n = out.shape
         self._gelu_tanh_and_mul[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n)
+
+    def clamped_swiglu(self, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
+        """gate * sigmoid(alpha * gate) * (factor + 1), both at most `limit`, factors at least
+        -`limit`.
+        """
+        tokens, n = out.shape
+        self._clamped_swiglu[x.dtype](x.data_ptr(), out.data_ptr(), tokens, n, alpha, limit)
+
+    def route(self, experts: ExpertsStruct, x: Tensor, chosen: Tensor, shares: Tensor) -> None:
+        """The experts of each row of `x` [T, inputs]: `chosen` int32 and `shares` float32 [T, k],
+        largest first. Where a logit is not finite, the shares of the row are NaN.
+        """
+        self._route[x.dtype](
+            ctypes.byref(experts),
+            x.data_ptr(),
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            x.shape[0],
+        )
+
+    def mix(
+        self, experts: ExpertsStruct, x: Tensor, chosen: Tensor, shares: Tensor, out: Tensor
+    ) -> None:
+        """`out` [T, inputs] = what the `chosen` experts of each row of `x` make of it, times their
+        `shares`, added up. A row's result depends neither on other rows nor on threads.
+        """
+        self._mix[x.dtype](
+            ctypes.byref(experts),
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+        )
 
     def linear(self, weight: PackedWeight, x: Tensor, out: Tensor) -> None:
         """`out` [T, outputs] = `x` [T, inputs] @ weight.T + bias, all packed for the type of `x`.

@@ -68,13 +68,28 @@ class AdapterStruct(ctypes.Structure):
     )
 
 
+#: Activations of experts, in the order of C.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`experts` in C."""
+
+    _fields_ = (
+        *(("router", PackedWeight), ("gate_up", ctypes.POINTER(PackedWeight))),
+        *(("down", ctypes.POINTER(PackedWeight)), ("top_k", _I), ("of_all", _I)),
+        *(("activation", _I), ("alpha", _F), ("limit", _F)),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`decoder_layer` in C."""
 
     _fields_ = (
         *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
         *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, _P) for name in ("cos_sin", "key_cache", "value_cache")),
+        *((name, _P) for name in ("cos_sin", "sinks", "key_cache", "value_cache")),
         *((name, _I) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
         *((name, _I) for name in ("window", "is_gelu", "is_int8")),
         *((name, _F) for name in ("input_eps", "post_eps", "head_eps", "scaling", "softcap")),
@@ -90,7 +105,7 @@ class DecoderStruct(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerStruct)),
         ("norm", _P),
         ("head", PackedWeight),
-        *((name, _I) for name in ("num_layers", "hidden", "intermediate", "wide")),
+        *((name, _I) for name in ("num_layers", "hidden", "wide")),
         ("eps", _F),
         ("add_up", AddUp),
     )

@@ -5,10 +5,12 @@
 #ifndef DECODER
 #define DECODER
 typedef struct {
-    linear qkv, output, gate_up, down;
+    linear qkv, output;
+    linear gate_up, down;                // unless there are experts
+    const experts *experts;              // or null
     const void *input_norm, *post_norm;  // [hidden]
     const void *q_norm, *k_norm;         // [head_dim], or null
-    const float *cos_sin;
+    const float *cos_sin, *sinks;  // sinks [q_heads] or null
     void *key_cache, *value_cache;
     int64_t q_heads, kv_heads, head_dim, block_size;
     int64_t window;  // 0: none
@@ -23,7 +25,7 @@ typedef struct {
     const decoder_layer *layers;
     const void *norm;
     linear head;
-    int64_t num_layers, hidden, intermediate;
+    int64_t num_layers, hidden;
     int64_t wide;  // the most numbers that any operation makes of a token
     float eps;
     // Adds up what processes with a share of each weight have made of it; null: nobody shares.
@@ -97,7 +99,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
             wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
             step->block_table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
-            layer->scaling, layer->window, layer->softcap, 0);
+            layer->scaling, layer->window, layer->softcap, layer->sinks);
         if (is_last) {  // nobody attends any more: only the tokens that sample matter from here on
             NAME(take_rows)(narrow, step->sampling, step->num_sampling, layer->output.in);
             NAME(take_rows)(residual, step->sampling, step->num_sampling, hidden);
@@ -108,12 +110,15 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
         if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, layer->post_norm, layer->post_eps, normed, tokens,
                           hidden);
-        NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
-        if (layer->is_gelu)
-            NAME(gelu_tanh_and_mul)(wide, narrow, tokens, model->intermediate);
-        else
-            NAME(silu_and_mul)(wide, narrow, tokens, model->intermediate);
-        NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
+        if (layer->experts) {
+            NAME(apply_experts)(layer->experts, normed, normed, tokens);
+            place += 2;
+        } else {
+            NAME(adapted)(&layer->gate_up, adapters, num, place++, normed, wide, tokens);
+            (layer->is_gelu ? NAME(gelu_tanh_and_mul) : NAME(silu_and_mul))(wide, narrow, tokens,
+                                                                            layer->down.in);
+            NAME(adapted)(&layer->down, adapters, num, place++, narrow, normed, tokens);
+        }
         if (model->add_up) model->add_up(normed, tokens * hidden);
         NAME(add_rms_norm)(normed, residual, is_last ? model->norm : layer[1].input_norm,
                           is_last ? model->eps : layer[1].input_eps, normed, tokens, hidden);

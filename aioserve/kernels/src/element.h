@@ -29,6 +29,7 @@
 #undef ROW
 #undef OVER
 #include "low_rank.h"
+#include "experts.h"
 #include "decoder.h"
 #undef T
 #undef LOAD

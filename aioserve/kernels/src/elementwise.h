@@ -162,3 +162,17 @@ void NAME(gelu_tanh_and_mul)(const T *x, T *out, int64_t rows, int64_t n) {
         }
     }
 }
+
+// gate * sigmoid(alpha * gate) * (up + 1), with gates of at most `limit`, and ups between both limits.
+void NAME(clamped_swiglu)(const T *x, T *out, int64_t rows, int64_t n, float alpha, float limit) {
+#pragma omp parallel for if (rows * n >= PARALLEL_FROM / 2)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gate = x + row * 2 * n, *up = gate + n;
+        for (int64_t i = 0; i < n; i += W) {
+            vf g = LOAD(gate + i), u = LOAD(up + i);  // NaN is not larger, and stays
+            g = pick(g > limit, splat(limit), g);
+            u = pick(u > limit, splat(limit), pick(u < -limit, splat(-limit), u));
+            STORE(out + row * n + i, g / (1.f + exp_(-alpha * g)) * (u + 1.f));
+        }
+    }
+}

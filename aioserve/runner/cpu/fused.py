@@ -4,7 +4,7 @@ Knows the seams of `runner.fused`, and which sizes the kernels serve; knows noth
 classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from aioserve.runner.attention.backend import (
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention, create_attention_backend
+from aioserve.runner.cpu.experts import CompiledExperts
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.low_rank import CompiledProduct, CompiledTable
 from aioserve.runner.cpu.panels import PanelLinear
@@ -31,9 +32,13 @@ from aioserve.runner.fused.ops import (
     Activation,
     AttentionLayer,
     Embedding,
+    ExpertActivation,
+    Experts,
+    ExpertWeights,
     Linear,
     Ops,
     RMSNorm,
+    Router,
     TorchOps,
 )
 from aioserve.runner.fused.place import Place
@@ -67,6 +72,13 @@ class CompiledOps(PackedOps):
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> Linear | None:
         return BlockLinear(self._kernels, weights, bias, dtype)
+
+    def experts(
+        self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
+    ) -> Experts | None:
+        if not CompiledExperts.serves(activation):
+            return None
+        return CompiledExperts(self._kernels, router, activation, weights)
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         return BlockEmbedding(head, dtype) if isinstance(head, BlockLinear) else None

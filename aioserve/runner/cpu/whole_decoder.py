@@ -5,7 +5,6 @@ GIL, which the event loop holds whenever it has work. Knows which addresses go w
 """
 
 import ctypes
-import itertools
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -24,9 +23,10 @@ from aioserve.kernels.structs import (
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
+from aioserve.runner.cpu.experts import CompiledExperts
 from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
-from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, LayerProduct
+from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP, LayerProduct
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters
@@ -61,10 +61,17 @@ class WholeDecoder(FusedDecoder):
         """Whether all that these layers do is compiled."""
         linears = [head]
         for layer in layers:
-            linears += (layer.qkv, layer.output, layer.gate_up, layer.down)
+            linears += (layer.qkv, layer.output)
+            if isinstance(layer.mlp, GatedMLP):
+                linears += (layer.mlp.gate_up, layer.mlp.down)
         return all(
             isinstance(own_product(linear), PanelLinear | BlockLinear) for linear in linears
-        ) and all(layer.activation in ("silu", "gelu_tanh") for layer in layers)
+        ) and all(
+            layer.mlp.activation in ("silu", "gelu_tanh")
+            if isinstance(layer.mlp, GatedMLP)
+            else isinstance(layer.mlp, CompiledExperts)
+            for layer in layers
+        )
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
@@ -130,11 +137,9 @@ class WholeDecoder(FusedDecoder):
         """The structs, with the caches of this attention."""
         table, layers = self.embedding, self.layers
         hidden = table.shape[1]
-        wide = max(
-            itertools.chain.from_iterable(
-                (_packed(layer.qkv).outputs, _packed(layer.gate_up).outputs) for layer in layers
-            )
-        )
+        products = [layer.qkv for layer in layers]
+        products += [layer.mlp.gate_up for layer in layers if isinstance(layer.mlp, GatedMLP)]
+        wide = max(_packed(product).outputs for product in products)
         self._structs = (LayerStruct * len(layers))(
             *(_layer_struct(layer, attention) for layer in layers)
         )
@@ -146,7 +151,6 @@ class WholeDecoder(FusedDecoder):
             head=_packed(self._head),
             num_layers=len(layers),
             hidden=hidden,
-            intermediate=layers[0].intermediate_size,
             wide=wide,
             eps=self._norm.eps,
             add_up=AddUp() if self._sums is None else self._sums.add_up,
@@ -189,17 +193,19 @@ def _packed(linear: Linear) -> PackedWeight:
 def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct:
     attention, options = layer.attention, layer.attention.options
     query_norm, key_norm = attention.head_norms or (None, None)
-    key_cache = caches.key_caches[attention.index]
+    key_cache, mlp = caches.key_caches[attention.index], layer.mlp
     return LayerStruct(
         qkv=_packed(layer.qkv),
         output=_packed(layer.output),
-        gate_up=_packed(layer.gate_up),
-        down=_packed(layer.down),
+        gate_up=_packed(mlp.gate_up) if isinstance(mlp, GatedMLP) else PackedWeight(),
+        down=_packed(mlp.down) if isinstance(mlp, GatedMLP) else PackedWeight(),
+        experts=ctypes.pointer(mlp.struct) if isinstance(mlp, CompiledExperts) else None,
         input_norm=layer.input_norm.weight.data_ptr(),
         post_norm=layer.post_norm.weight.data_ptr(),
         q_norm=None if query_norm is None else query_norm.weight.data_ptr(),
         k_norm=None if key_norm is None else key_norm.weight.data_ptr(),
         cos_sin=attention.cos_sin.data_ptr(),
+        sinks=None if options.sinks is None else options.sinks.data_ptr(),
         key_cache=key_cache.data_ptr(),
         value_cache=caches.value_caches[attention.index].data_ptr(),
         q_heads=attention.num_heads,
@@ -207,7 +213,7 @@ def _layer_struct(layer: DecoderLayer, caches: CompiledAttention) -> LayerStruct
         head_dim=attention.head_dim,
         block_size=key_cache.shape[2],
         window=options.sliding_window or 0,
-        is_gelu=layer.activation == "gelu_tanh",
+        is_gelu=isinstance(mlp, GatedMLP) and mlp.activation == "gelu_tanh",
         is_int8=key_cache.dtype is torch.int8,
         input_eps=layer.input_norm.eps,
         post_eps=layer.post_norm.eps,

@@ -16,12 +16,14 @@ from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.adapters import fused_sites
-from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP
+from aioserve.runner.fused.experts import ExpertParts
+from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
-from aioserve.runner.fused.recognize import DecoderParts, LayerParts, NotFusedError, find_parts
+from aioserve.runner.fused.recognize import DecoderParts, GatedParts, LayerParts, find_parts
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
+from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.served_model import ServedModel, Taps
@@ -140,8 +142,7 @@ def _prove(
             raise ConfigError(
                 f"{reason}, but layers before it are: set model.fused to False"
             ) from None
-        linears = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
-        if ops.is_compiled and all(attached(linear.weight) is not None for linear in linears):
+        if ops.is_compiled and all(map(_is_small, _modules(layer))):
             small[index] = fused
             _let_go(layer)
     return embedding, head, small
@@ -149,24 +150,48 @@ def _prove(
 
 def _let_go(layer: LayerParts) -> None:
     """Of what is one fused copy now."""
-    for linear in (*layer.qkv, layer.output, *layer.gate_up, layer.down):
-        linear._parameters.clear()
+    for module in _modules(layer):
+        module._parameters.clear()
+
+
+def _modules(layer: LayerParts) -> list[nn.Module]:
+    """Those with the weights of its products."""
+    mlp = layer.mlp
+    own = (*mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else (mlp.experts,)
+    return [*layer.qkv, layer.output, *own]
+
+
+def _is_small(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and attached(weight) is not None
 
 
 def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLayer:
-    output, down = (_fuse_linears((part,), ops) for part in (parts.output, parts.down))
+    output = _fuse_linears((parts.output,), ops)
     if ranks is not None:
-        output, down = AddedUp(output, ranks), AddedUp(down, ranks)
+        output = AddedUp(output, ranks)
     return DecoderLayer(
         input_norm=parts.input_norm,
         qkv=_fuse_linears(parts.qkv, ops),
         attention=parts.attention,
         output=output,
         post_norm=parts.post_norm,
+        mlp=_fuse_mlp(parts.mlp, ops, ranks),
+    )
+
+
+def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) -> GatedMLP | Experts:
+    if isinstance(parts, ExpertParts):
+        experts = ops.experts(parts.router, parts.activation, parts.weights())
+        if experts is None or ranks is not None:
+            raise NotFusedError("its experts are served by the kernels of a CPU, on one rank")
+        return experts
+    down = _fuse_linears((parts.down,), ops)
+    return GatedMLP(
         gate_up=_fuse_linears(parts.gate_up, ops),
         activation=parts.activation,
-        intermediate_size=parts.down.in_features,
-        down=down,
+        intermediate_size=parts.inner_size,
+        down=down if ranks is None else AddedUp(down, ranks),
     )
 
 

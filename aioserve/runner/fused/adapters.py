@@ -8,14 +8,14 @@ import re
 import torch
 
 from aioserve.runner.adapter_sites import AdapterSites, Site
-from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder
+from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _TABLE = re.compile(r"(?:\w+\.)*embed_tokens")
 
 
 def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device) -> AdapterSites:
-    """All linear layers, the embedding and the head."""
+    """All linear layers but those of experts, the embedding and the head."""
     tokens, hidden = decoder.embedding.shape
     sites = [_layer_sites(index, layer, hidden) for index, layer in enumerate(decoder.layers)]
 
@@ -41,15 +41,20 @@ def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device)
 
 
 def _layer_sites(index: int, layer: DecoderLayer, hidden: int) -> dict[str, Site]:
-    attention = layer.attention
+    attention, mlp = layer.attention, layer.mlp
     queries = attention.num_heads * attention.head_dim
-    keys, wide = attention.num_kv_heads * attention.head_dim, layer.intermediate_size
-    return {
+    keys = attention.num_kv_heads * attention.head_dim
+    sites = {
         "q": Site((index, "qkv"), 0, queries, hidden),
         "k": Site((index, "qkv"), queries, keys, hidden),
         "v": Site((index, "qkv"), queries + keys, keys, hidden),
         "o": Site((index, "output"), 0, hidden, queries),
-        "gate": Site((index, "gate_up"), 0, wide, hidden),
-        "up": Site((index, "gate_up"), wide, wide, hidden),
-        "down": Site((index, "down"), 0, hidden, wide),
     }
+    if isinstance(mlp, GatedMLP):
+        wide = mlp.intermediate_size
+        sites |= {
+            "gate": Site((index, "gate_up"), 0, wide, hidden),
+            "up": Site((index, "gate_up"), wide, wide, hidden),
+            "down": Site((index, "down"), 0, hidden, wide),
+        }
+    return sites

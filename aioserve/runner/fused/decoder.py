@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.fused.ops import Activation, AttentionLayer, Embedding, Linear, Ops, RMSNorm
+from aioserve.runner.fused.ops import (
+    Activation,
+    AttentionLayer,
+    Embedding,
+    Experts,
+    Linear,
+    Ops,
+    RMSNorm,
+)
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Taps
 
@@ -21,44 +29,56 @@ LayerProduct = Literal["qkv", "output", "gate_up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(gate(gate_up(x)))."""
+
+    gate_up: Linear
+    activation: Activation
+    intermediate_size: int
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """x += output(attend(qkv(input_norm(x)))), then x += down(gate(gate_up(post_norm(x))))."""
+    """x += output(attend(qkv(input_norm(x)))), then x += mlp(post_norm(x))."""
 
     input_norm: RMSNorm
     qkv: Linear
     attention: AttentionLayer
     output: Linear
     post_norm: RMSNorm
-    gate_up: Linear
-    activation: Activation
-    intermediate_size: int
-    down: Linear
+    mlp: GatedMLP | Experts
 
     def start(self, x: Tensor, ops: Ops, adapters: TokenAdapters | None = None) -> "Activations":
         """The state in which `x` [T, hidden] enters this layer; `x` itself will change."""
-        gated = x.new_empty(len(x), self.intermediate_size)
-        state = Activations(x, torch.empty_like(x), gated, adapters)
+        state = Activations(x, torch.empty_like(x), adapters)
         ops.rms_norm(x, self.input_norm, out=state.normed)
         return state
 
     def attend(self, state: "Activations", ops: Ops) -> Tensor:
         """What the tokens see in their past, [T, Hq * head_dim]."""
-        return ops.attend(self.attention, self._multiply("qkv", state.normed, state.adapters))
+        qkv = self._multiply("qkv", self.qkv, state.normed, state.adapters)
+        return ops.attend(self.attention, qkv)
 
     def feed_forward(
         self, attended: Tensor, state: "Activations", next_norm: RMSNorm, ops: Ops
     ) -> None:
         """All that follows attention, the norm of the next layer included."""
-        adapters = state.adapters
-        attended = self._multiply("output", attended, adapters)
+        adapters, mlp = state.adapters, self.mlp
+        attended = self._multiply("output", self.output, attended, adapters)
         ops.add_rms_norm(attended, state.residual, self.post_norm, out=state.normed)
-        wide = self._multiply("gate_up", state.normed, adapters)
-        ops.gate(wide, self.activation, out=state.gated)
-        narrow = self._multiply("down", state.gated, adapters)
+        if isinstance(mlp, GatedMLP):
+            wide = self._multiply("gate_up", mlp.gate_up, state.normed, adapters)
+            gated = wide.new_empty(len(wide), mlp.intermediate_size)
+            ops.gate(wide, mlp.activation, out=gated)
+            narrow = self._multiply("down", mlp.down, gated, adapters)
+        else:
+            narrow = mlp.mix(state.normed, mlp.route(state.normed))
         ops.add_rms_norm(narrow, state.residual, next_norm, out=state.normed)
 
-    def _multiply(self, product: LayerProduct, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        linear: Linear = getattr(self, product)
+    def _multiply(
+        self, product: LayerProduct, linear: Linear, x: Tensor, adapters: TokenAdapters | None
+    ) -> Tensor:
         out = linear(x)
         if adapters is not None:
             adapters.add((self.attention.index, product), x, out)
@@ -71,13 +91,12 @@ class Activations:
 
     residual: Tensor  # [T, hidden]
     normed: Tensor  # [T, hidden], the residual after the norm that comes next
-    gated: Tensor  # [T, intermediate_size], scratch
     adapters: TokenAdapters | None = None
 
     def take(self, tokens: Tensor, adapters: TokenAdapters | None) -> "Activations":
         """Go on with these tokens only, which have these `adapters`."""
         size = len(tokens)
-        return Activations(self.residual[tokens], self.normed[:size], self.gated[:size], adapters)
+        return Activations(self.residual[tokens], self.normed[:size], adapters)
 
 
 class FusedDecoder:

@@ -5,7 +5,7 @@ attention backend; knows nothing about model classes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -69,6 +69,55 @@ class AttentionLayer:
     options: AttentionOptions
 
 
+class ExpertWeights(NamedTuple):
+    """gate_up [2 * inner, hidden], gates first, and down [hidden, inner]; biases or None."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Router(NamedTuple):
+    """A token takes the `top_k` experts with the largest logits, `weight` [experts, hidden] times
+    the token plus `bias`. Its shares are the softmax of these, or, `of_all`, of all logits.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    top_k: int
+    of_all: bool
+
+
+class ExpertActivation(NamedTuple):
+    """One of `Activation`; or, with a `limit`, gate * sigmoid(alpha * gate) * (up + 1) of gates of
+    at most `limit` and ups between -`limit` and `limit` (gpt-oss).
+    """
+
+    name: Activation | None
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+class Routes(NamedTuple):
+    """Which experts tokens take: their numbers, int32 [T, k], and their shares, float32 [T, k]."""
+
+    chosen: Tensor
+    shares: Tensor
+
+
+class Experts(ABC):
+    """Products of which each token takes some."""
+
+    @abstractmethod
+    def route(self, x: Tensor) -> Routes:
+        """Of `x` [T, hidden]."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, routes: Routes) -> Tensor:
+        """[T, hidden]: what the chosen experts make of `x`, times their shares, added up."""
+
+
 class Ops(ABC):
     """One thread, one step at a time: `begin`, then the operations of all layers in order."""
 
@@ -88,6 +137,12 @@ class Ops(ABC):
 
     def quantized_embedding(self, head: Linear, dtype: torch.dtype) -> Embedding | None:
         """The weight of such a product as a table; None if it is another's product."""
+        return None
+
+    def experts(
+        self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]
+    ) -> Experts | None:
+        """A layer of experts; None where there are none of these operations."""
         return None
 
     def low_rank_product(self, pieces: Sequence[Piece]) -> LowRankProduct:

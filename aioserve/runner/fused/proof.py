@@ -6,6 +6,7 @@ fused layer must turn the one into the other. Knows modules and numbers; builds 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from aioserve.runner.attention import StepInputs
-from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder
-from aioserve.runner.fused.ops import Embedding, Linear, Ops, RMSNorm
+from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP
+from aioserve.runner.fused.experts import ExpertParts
+from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, RMSNorm, Routes
 from aioserve.runner.fused.place import Place
-from aioserve.runner.fused.recognize import DecoderParts, NotFusedError
+from aioserve.runner.fused.recognize import DecoderParts
+from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.served_model import ServedModel
 
 _LENGTHS = (21, 1, 9)  # tokens of the rows: a chunk, a decode, a shorter chunk
@@ -45,7 +48,13 @@ class Proof:
         self._inputs, self._attention = place.begin_alone(
             original.kv_cache_spec, len(_LENGTHS) * _BLOCKS_PER_ROW, _BLOCK_SIZE, step
         )
-        with _states([layer.module for layer in parts.layers]) as self._states:
+        routers = {
+            index: layer.mlp.router_module
+            for index, layer in enumerate(parts.layers)
+            if isinstance(layer.mlp, ExpertParts)
+        }
+        layers = [layer.module for layer in parts.layers]
+        with _states(layers) as self._states, _routes(routers) as self._routes:
             self._logits = original.forward(self._inputs, self._attention)
         if not all(bool(x.isfinite().all()) for x in (*self._states, self._logits)):
             raise NotFusedError("it computes infinities or what is not a number")
@@ -58,12 +67,29 @@ class Proof:
 
     def check_layer(self, index: int, layer: DecoderLayer, next_norm: RMSNorm, ops: Ops) -> None:
         """Raises `NotFusedError` if `layer` is not layer `index` of the original."""
-        before, after = self._states[index], self._states[index + 1]
+        before, after, mlp = self._states[index], self._states[index + 1], layer.mlp
+        if not isinstance(mlp, GatedMLP):
+            logits, routes = self._routes[index]
+            mlp = _Routed(mlp, routes)
+            layer = replace(layer, mlp=mlp)
         ops.begin(self._inputs, self._attention)
         state = layer.start(before.clone(), ops)
         layer.feed_forward(layer.attend(state, ops), state, next_norm, ops)
         error = _norm(state.residual - after) - torch.finfo(after.dtype).eps * _norm(after)
         self._judge(f"layer {index}", error, _norm(after - before))
+        if isinstance(mlp, _Routed):
+            self._check_routes(f"the router of layer {index}", logits, routes, mlp.own)
+
+    def _check_routes(self, what: str, logits: Tensor, expected: Routes, found: Routes) -> None:
+        """Of near ties, which roundings decide, either may be chosen: so numbers are compared in
+        order of size, by the original's `logits` [T, experts] and as shares.
+        """
+        top, own = (
+            logits.gather(1, routes.chosen.long()).sort().values for routes in (expected, found)
+        )
+        self._judge(what, _norm(top - own), _norm(logits - logits.mean(1, keepdim=True)))
+        top, own = (routes.shares.sort().values for routes in (expected, found))
+        self._judge(what, _norm(top - own), _norm(top))
 
     def check_head(self, norm: RMSNorm, head: Linear, ops: Ops) -> None:
         """Raises `NotFusedError` if `norm` and `head` are not all that follows the layers."""
@@ -94,6 +120,40 @@ class Proof:
 
 def _norm(x: Tensor) -> float:
     return float(x.double().norm())  # squares of large numbers are beyond float32
+
+
+class _Routed(Experts):
+    """Goes where the original went, and notes where it would have gone itself."""
+
+    def __init__(self, experts: Experts, routes: Routes) -> None:
+        self._experts, self._routes = experts, routes
+
+    def route(self, x: Tensor) -> Routes:
+        self.own = self._experts.route(x)
+        return self._routes
+
+    def mix(self, x: Tensor, routes: Routes) -> Tensor:
+        return self._experts.mix(x, routes)
+
+
+@contextmanager
+def _routes(routers: dict[int, nn.Module]) -> Iterator[dict[int, tuple[Tensor, Routes]]]:
+    """Logits [T, experts] of routers by their layers, and what these chose."""
+    found: dict[int, tuple[Tensor, Routes]] = {}
+
+    def note(layer: int, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, shares, chosen = output
+        found[layer] = logits.float(), Routes(chosen.to(torch.int32), shares.float())
+
+    handles = [
+        router.register_forward_hook(lambda *args, layer=layer: note(layer, args[2]))
+        for layer, router in routers.items()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

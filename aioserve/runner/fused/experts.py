@@ -1,0 +1,124 @@
+"""Finds the parts of a layer of experts in modules of `transformers`, by structure and numbers.
+
+Such layers are a router, a linear layer whose largest logits choose, and experts, whose weights lie
+in one tensor. What they add up to is for `proof` to show.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aioserve.runner.fused.ops import ExpertActivation, ExpertWeights, Router
+from aioserve.runner.fused.structure import NotFusedError, expect, find_activation
+
+_NUM_ROWS = 8  # of noise, by which a router is recognized
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The modules of a layer of experts, and how they go."""
+
+    router_module: nn.Module
+    router: Router
+    experts: Any  # the module that has the weights
+    activation: ExpertActivation
+    is_interleaved: bool  # whether gates and ups lie by turns
+
+    @property
+    def inner_size(self) -> int:
+        return self._weight("down_proj", 0).shape[1]
+
+    def weights(self) -> Iterator[ExpertWeights]:
+        """Of one expert after the other."""
+        for number in range(len(self.router.weight)):
+            bias = self._bias("gate_up_proj", number)
+            yield ExpertWeights(
+                self._gates_first(self._weight("gate_up_proj", number)),
+                None if bias is None else self._gates_first(bias),
+                self._weight("down_proj", number),
+                self._bias("down_proj", number),
+            )
+
+    def _weight(self, name: str, number: int) -> Tensor:
+        """[out, in]"""
+        weight: Tensor = getattr(self.experts, name).data[number]
+        return weight.T if self.experts.is_transposed else weight
+
+    def _bias(self, name: str, number: int) -> Tensor | None:
+        biases = getattr(self.experts, f"{name}_bias", None)
+        return None if biases is None else biases.data[number]
+
+    def _gates_first(self, rows: Tensor) -> Tensor:
+        return torch.cat((rows[::2], rows[1::2])) if self.is_interleaved else rows
+
+
+def find_experts(mlp: Any) -> ExpertParts:
+    """The parts of a module that has experts. Raises `NotFusedError`."""
+    name = "router" if hasattr(mlp, "router") else "gate"
+    expect(mlp, {name, "experts"})
+    router, experts = getattr(mlp, name), mlp.experts
+    expect(router, {"weight"}, all_or_none={"bias"} if _has(router, "bias") else ())
+    act_fn = {"act_fn"} if isinstance(getattr(experts, "act_fn", None), nn.Module) else set()
+    expect(
+        experts,
+        {"gate_up_proj", "down_proj"} | act_fn,
+        all_or_none={"gate_up_proj_bias", "down_proj_bias"},
+    )
+    if not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
+        raise NotFusedError(f"{type(experts).__name__} keeps its weights in a way of its own")
+    activation, is_interleaved = _activation(experts)
+    return ExpertParts(router, _router(router), experts, activation, is_interleaved)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return getattr(module, name, None) is not None
+
+
+def _router(module: Any) -> Router:
+    """Recognized by its numbers."""
+    weight, bias = module.weight.data, module.bias.data if _has(module, "bias") else None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_NUM_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    spread = F.linear(x, weight).float().std()
+    if spread > 0:  # so that no share is all or nothing
+        x = x / spread.to(x.dtype)
+    name, rounding = type(module).__name__, 8 * torch.finfo(weight.dtype).eps
+    try:
+        _, found, chosen = module(x)
+    except Exception as error:  # code of any kind of model
+        raise NotFusedError(f"{name} gives other things than a router") from error
+    logits = F.linear(x, weight, bias).float()
+    top_k = chosen.shape[-1]
+    if found.shape != chosen.shape or not torch.equal(
+        logits.gather(1, chosen).sort(descending=True).values, logits.topk(top_k).values
+    ):
+        raise NotFusedError(f"{name} does not choose the largest logits")
+    of_chosen = logits.gather(1, chosen).softmax(-1)
+    of_all = logits.softmax(-1).gather(1, chosen)
+    for is_of_all, shares in ((False, of_chosen), (True, of_all)):
+        if torch.allclose(found.float(), shares, rtol=rounding, atol=rounding):
+            return Router(weight, bias, top_k, is_of_all)
+    raise NotFusedError(f"{name} gives other shares than a softmax")
+
+
+def _activation(experts: Any) -> tuple[ExpertActivation, bool]:
+    """By its numbers, and whether gates and ups lie by turns."""
+    gates, ups = torch.linspace(-12, 12, 96), torch.linspace(11, -10, 96)
+    halves, turns = torch.cat((gates, ups))[None], torch.stack((gates, ups), dim=1).view(1, -1)
+    if hasattr(experts, "limit") and hasattr(experts, "alpha"):
+        alpha, limit = float(experts.alpha), float(experts.limit)
+        gate, up = gates.clamp(max=limit), ups.clamp(-limit, limit)
+        expected = gate * torch.sigmoid(gate * alpha) * (up + 1)
+        if torch.allclose(experts._apply_gate(turns)[0], expected, rtol=1e-5, atol=1e-6):
+            return ExpertActivation(None, alpha, limit), True
+    elif hasattr(experts, "act_fn"):
+        name = find_activation(experts.act_fn)
+        if name is not None:
+            plain = experts.act_fn(gates) * ups
+            if torch.allclose(experts._apply_gate(halves)[0], plain, rtol=1e-5, atol=1e-6):
+                return ExpertActivation(name), False
+    raise NotFusedError(f"the activation of {type(experts).__name__} is not served")
