@@ -804,8 +804,9 @@ static void check_blocks(type t) {
 
 typedef struct {
     linear qkv, output, gate_up, down;
+    const void *experts;
     const void *input_norm, *post_norm, *q_norm, *k_norm;
-    const float *cos_sin;
+    const float *cos_sin, *sinks;
     void *key_cache, *value_cache;
     int64_t q_heads, kv_heads, head_dim, block_size, window, is_gelu, is_int8;
     float input_eps, post_eps, head_eps, scaling, softcap;
@@ -817,7 +818,7 @@ typedef struct {
     const decoder_layer *layers;
     const void *norm;
     linear head;
-    int64_t num_layers, hidden, intermediate, wide;
+    int64_t num_layers, hidden, wide;
     float eps;
     void (*add_up)(void *, int64_t);
 } decoder;
@@ -866,14 +867,14 @@ static void normalize(type t, const void *x, const void *weight, int64_t n, void
 // caches that are this function's own.
 static void pass(type t, const decoder *model, const plain_layer *plain, const decoder_step *step,
                  void *residual, void *const *keys, void *const *values) {
-    const int64_t tokens = step->tokens, hidden = model->hidden, inner = model->intermediate;
+    const int64_t tokens = step->tokens, hidden = model->hidden;
     void *normed = allocate(tokens * hidden * SIZES[t]), *added = allocate(tokens * hidden * SIZES[t]);
     void *wide = allocate(tokens * model->wide * SIZES[t]);
     void *narrow = allocate(tokens * model->wide * SIZES[t]);
     for (int64_t i = 0; i < model->num_layers; i++) {
         const decoder_layer *layer = model->layers + i;
         const int64_t dim = layer->head_dim, heads = layer->q_heads, kv_heads = layer->kv_heads;
-        const int64_t width = layer->qkv.out;
+        const int64_t width = layer->qkv.out, inner = layer->down.in;
         const attention_case c = {heads, kv_heads, dim, dim, layer->block_size,
                                   layer->window, layer->softcap, 0};
         normalize(t, residual, layer->input_norm, hidden, normed, tokens);
@@ -981,7 +982,7 @@ static void check_decode(type t) {
         decoder model = {
             .embedding = random_numbers(t, VOCABULARY * HIDDEN, 1), .layers = layers,
             .norm = random_numbers(t, HIDDEN, 1), .num_layers = LAYERS, .hidden = HIDDEN,
-            .intermediate = INNER, .wide = width > 2 * INNER ? width : 2 * INNER, .eps = 1e-5f,
+            .wide = width > 2 * INNER ? width : 2 * INNER, .eps = 1e-5f,
             .head = pack(panel, t, head, 0, HIDDEN, VOCABULARY),
         };
         int64_t ids[TOKENS], positions[TOKENS], slots[TOKENS], starts[ROWS + 1], lengths[ROWS];

@@ -83,7 +83,7 @@ def find_parts(module: nn.Module, probe: AttentionProbe, max_model_len: int) -> 
             _layer_parts(layer, i, probe, turning if _turns(layer) else still)
             for i, layer in enumerate(layers)
         ],
-        norm=_rms_norm(decoder.norm),
+        norm=_rms_norm(decoder.norm, head.weight.dtype),
         head=head,
     )
 
@@ -112,8 +112,8 @@ def _layer_parts(layer: Any, index: int, probe: AttentionProbe, cos_sin: Tensor)
         qkv=qkv,
         output=child(attention, "o_proj", nn.Linear),
         mlp=_mlp_parts(layer.mlp),
-        input_norm=_rms_norm(layer.input_layernorm),
-        post_norm=_rms_norm(layer.post_attention_layernorm),
+        input_norm=_rms_norm(layer.input_layernorm, qkv[0].weight.dtype),
+        post_norm=_rms_norm(layer.post_attention_layernorm, qkv[0].weight.dtype),
         attention=AttentionLayer(
             index=index,
             num_heads=call.num_heads,
@@ -145,8 +145,8 @@ def _turns(layer: Any) -> bool:
     return bool(getattr(getattr(layer, "self_attn", None), "use_rope", True))
 
 
-def _rms_norm(module: nn.Module) -> RMSNorm:
-    """Recognized by its numbers."""
+def _rms_norm(module: nn.Module, dtype: torch.dtype) -> RMSNorm:
+    """Recognized by its numbers; in the type of the rows, whatever the module keeps."""
     weight = dict(module.named_parameters()).get("weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     name = type(module).__name__
@@ -157,13 +157,14 @@ def _rms_norm(module: nn.Module) -> RMSNorm:
     expected = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     if not torch.allclose(module(x).float(), expected, rtol=2 * torch.finfo(x.dtype).eps, atol=0):
         raise NotFusedError(f"{name} is not the RMS norm of Llama")
-    return RMSNorm(weight.data.clone(), eps)
+    return RMSNorm(weight.data.to(dtype, copy=True), eps)
 
 
 def _head_norms(attention: Any, head_dim: int) -> tuple[RMSNorm, RMSNorm] | None:
     if not hasattr(attention, "q_norm"):
         return None
-    norms = (_rms_norm(attention.q_norm), _rms_norm(attention.k_norm))
+    dtype = attention.q_proj.weight.dtype
+    norms = (_rms_norm(attention.q_norm, dtype), _rms_norm(attention.k_norm, dtype))
     if [len(norm.weight) for norm in norms] != [head_dim] * 2 or norms[0].eps != norms[1].eps:
         raise NotFusedError(f"{type(attention).__name__} normalizes more than heads")
     return norms

@@ -1,6 +1,7 @@
 """Who is fused, who is not and why, and that fused logits are those of the modules."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel, NotFusedError
 from aioserve.runner.fused.decoder import FusedDecoder
-from aioserve.runner.fused.ops import Linear, Ops
+from aioserve.runner.fused.experts import ExpertParts, find_experts
+from aioserve.runner.fused.ops import ExpertWeights, Linear, Ops
 from aioserve.runner.fused.recognize import _rms_norm
 from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
@@ -113,6 +115,18 @@ LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
+    "mixtral": ("mixtral", {}),
+    "experts with biases, and sinks": ("gpt_oss", {}),
+    "many experts, whose shares are of all, and a dense layer": (
+        "qwen3_moe",
+        {
+            "num_experts": 33,
+            "num_experts_per_tok": 20,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 
 
@@ -147,7 +161,9 @@ def test_plain_torch_serves_where_there_are_no_kernels(
 
 NOT_LLAMA_LIKE: list[tuple[str, Fields, str]] = [
     ("gemma2", {}, "Gemma2Model.embed_tokens is no Embedding"),
-    ("mixtral", {}, "MixtralSparseMoeBlock"),
+    ("olmoe", {}, "OlmoeAttention normalizes more than heads"),
+    ("minimax_m2", {"num_local_experts": 16}, "MiniMaxM2TopKRouter gives other things"),
+    ("mixtral", {"hidden_act": "gelu"}, "its experts are served by the kernels of a CPU"),
     ("phi", {}, "PhiModel has no norm"),
     ("phi3", {}, "Phi3DecoderLayer has resid_attn_dropout"),
     ("olmo", {}, "OlmoLayerNorm is no RMS norm"),
@@ -179,7 +195,7 @@ def test_norm_that_adds_one_to_its_weight_is_not_that_of_llama() -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
     with pytest.raises(NotFusedError, match="GemmaRMSNorm is not the RMS norm of Llama"):
-        _rms_norm(GemmaRMSNorm(32))
+        _rms_norm(GemmaRMSNorm(32), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,16 +209,16 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
     fuse_layer = fused._fuse_layer
 
     def spoil(parts: Any, ops: Ops, ranks: None) -> Any:
-        from dataclasses import replace
-
         layer = fuse_layer(parts, ops, ranks)
         if parts.attention.index != 2:
             return layer
         if wrong == "norm":
             norm = layer.post_norm
             return replace(layer, post_norm=norm._replace(weight=norm.weight * 1.1))
-        linear: Linear = getattr(layer, wrong)
-        return replace(layer, **{wrong: lambda x: linear(x) * 1.1})
+        owner = layer.mlp if wrong == "down" else layer
+        linear: Linear = getattr(owner, wrong)
+        spoilt = replace(owner, **{wrong: lambda x: linear(x) * 1.1})
+        return replace(layer, mlp=spoilt) if wrong == "down" else spoilt
 
     monkeypatch.setattr(fused, "_fuse_layer", spoil)
     caplog.set_level("INFO")
@@ -212,6 +228,64 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
     step = one_prompt(30, sampling=[29])
     expected = compute(load(tmp_path, fused=False, dtype=dtype), step)
     assert torch.equal(compute(model, step), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", ["an expert", "a bias", "the router", "the shares"])
+def test_a_wrong_part_of_experts_is_found(
+    wrong: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A fifth more in the weights of one of four experts or of the router, another bias."""
+    make_model("gpt_oss", tmp_path, num_hidden_layers=2)
+    weights, find = ExpertParts.weights, find_experts
+
+    def spoil_one(parts: ExpertParts) -> Iterator[ExpertWeights]:
+        for number, own in enumerate(weights(parts)):
+            if number == 2 and wrong == "an expert":
+                yield own._replace(down=own.down * 1.2)
+            elif number == 2 and wrong == "a bias":
+                yield own._replace(down_bias=torch.full_like(own.down[:, 0], 2))
+            else:
+                yield own
+
+    def spoil(mlp: Any) -> ExpertParts:
+        parts = find(mlp)
+        router = parts.router
+        if wrong == "the router":
+            router = router._replace(weight=router.weight * 1.2)
+        elif wrong == "the shares":
+            router = router._replace(of_all=True)
+        return replace(parts, router=router)
+
+    monkeypatch.setattr(ExpertParts, "weights", spoil_one)
+    monkeypatch.setattr("aioserve.runner.fused.recognize.find_experts", spoil)
+    caplog.set_level("INFO")
+    assert isinstance(load(tmp_path, dtype=dtype), AnyModel)
+    assert "layer 0 is not that of Llama" in caplog.text
+
+
+def test_near_ties_of_experts_that_roundings_decide_are_no_difference(tmp_path: Path) -> None:
+    """Of 128 logits in bfloat16 the first two are often equal, or nearly so."""
+    make_model(
+        "qwen3_moe",
+        tmp_path,
+        num_hidden_layers=2,
+        num_experts=128,
+        num_experts_per_tok=1,
+        moe_intermediate_size=128,
+    )
+    assert isinstance(load(tmp_path, dtype="bfloat16"), FusedModel)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_experts_run_as_they_are_where_there_are_no_kernels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("mixtral", tmp_path)
+    caplog.set_level("INFO")
+    assert isinstance(load(tmp_path), AnyModel)
+    assert "its experts are served by the kernels of a CPU" in caplog.text
 
 
 def test_compiled_loop_that_differs_from_its_operations_is_not_used(

@@ -73,7 +73,8 @@ def test_a_wrong_layer_is_found_where_the_right_one_adds_nothing(
         from dataclasses import replace
 
         layer = fuse_layer(parts, ops, ranks)
-        return replace(layer, down=lambda x: layer.down(x) + (1e-3 if DTYPE == "float32" else 1))
+        mlp, more = layer.mlp, 1e-3 if DTYPE == "float32" else 1
+        return replace(layer, mlp=replace(mlp, down=lambda x: mlp.down(x) + more))
 
     monkeypatch.setattr(fused, "_fuse_layer", lambda parts, ops, ranks: (
         spoil if parts.attention.index == 1 else fuse_layer)(parts, ops, ranks))  # fmt: skip
