@@ -152,6 +152,12 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     if place.ranks is not None:
         shard(module, place.ranks, named_dtype(config.dtype))
         module.to(place.device)
+    experts = any(".experts." in name and p.dim() > 2 for name, p in module.named_parameters())
+    if config.quantization is not None and experts:
+        raise ConfigError(
+            f"model.quantization is {config.quantization!r}, which the experts of "
+            f"{type(module).__name__} do not take, as they are no matrices: leave it out"
+        )
     stored = {id(p): weight for p in module.parameters() if (weight := attached(p)) is not None}
     kinds = ", ".join(sorted({weight.kind for weight in stored.values()}))
     num_bytes = sum(weight.data.numel() for weight in stored.values())
