@@ -38,7 +38,7 @@ from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
 from aioserve.runner.row_by_row import RowByRowModel
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _PROBE_TOKENS = 4  # more than one, so that a model that builds masks of its own shows them
 
 
-class AnyModel(ServedModel):
+class AnyModel(ServedModel, Halves):
     """Modules of `transformers`, unchanged; their attention calls reach the backend."""
 
     def __init__(
@@ -71,15 +71,13 @@ class AnyModel(ServedModel):
         self._takes_logits_to_keep = _takes(module, "logits_to_keep")  # else it gives all of them
         self._takes_positions = _takes(module, "position_ids")
         self._parts: BodyAndHead | None = None
-        self.has_hidden = False
         self._adapters = HookedAdapters(module)
 
     def take_apart(self, info: ModelInfo) -> None:
-        """Find out whether `hidden` and `logits` can be called, and what can have adapters."""
+        """Find out whether there are `halves`, and what can have adapters."""
         ids, positions = _probe_inputs(self.module, info)
         with self._adapters.finding(_PROBE_TOKENS, self.states):
             self._parts = find_body_and_head(self.module, input_ids=ids, position_ids=positions)
-        self.has_hidden = self._parts is not None
         head = self.module.get_output_embeddings()  # type: ignore[operator]
         # `forward`, as a step on another thread may have adapters on it just now
         self.adapter_sites = self._adapters.sites(head.forward)
@@ -96,8 +94,12 @@ class AnyModel(ServedModel):
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
+    @property
+    def halves(self) -> Halves | None:
+        return None if self._parts is None else self
+
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        assert self._parts is not None, "has_hidden"
+        assert self._parts is not None, "asked for its halves"
         handler = PagedAttentionHandler(self._sites, attention)
         with serving(handler), self._adapters.used(inputs.adapters, None), self._states_of(inputs):
             hidden = self._parts.hidden(**self._arguments(inputs))
@@ -112,7 +114,7 @@ class AnyModel(ServedModel):
         return arguments
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        assert self._parts is not None, "has_hidden"
+        assert self._parts is not None, "asked for its halves"
         with self._adapters.used(None, adapters):
             return self._parts.logits(hidden)
 

@@ -26,7 +26,6 @@ from aioserve.runner.attention.backend import (
 )
 from aioserve.runner.attention.bridge import UnsupportedModelError
 from aioserve.runner.fused.place import Place
-from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import ServedModel
 
 # The steps that are compared with passes over whole prompts: tokens of each of two rows.
@@ -47,7 +46,6 @@ class _Place(NamedTuple):
 class RowByRowModel(ServedModel):
     """Modules of `transformers`, unchanged, their attention included."""
 
-    has_hidden = False
     reads_rows = True
     attention_calls = ()
 
@@ -88,12 +86,6 @@ class RowByRowModel(ServedModel):
             logits[here] = found
         assert logits is not None, "a step has rows"
         return logits
-
-    def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        raise NotImplementedError("has_hidden")
-
-    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        raise NotImplementedError("has_hidden")
 
     def prove(self, place: Place) -> None:
         """Raises `UnsupportedModelError` unless prompts in pieces, side by side, give the logits of

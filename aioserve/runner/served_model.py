@@ -1,5 +1,5 @@
-"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits; and,
-where it can be taken apart, the hidden states before its head.
+"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits; and, where
+it has two halves, the hidden states between them.
 
 Three implementations: `loader.AnyModel` (modules of `transformers` as they are),
 `row_by_row.RowByRowModel` (the same with attention of their own) and `fused.FusedModel` (our own
@@ -43,13 +43,26 @@ class ServedModel(ABC):
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
     states: StatefulLayers | None = None  # of layers that have some
-    has_hidden = True  # whether `hidden` and `logits` can be called
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: AdapterSites
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         """Logits [S, V] of the rows that sample. `attention` is that of the step of `inputs`."""
+
+    @property
+    def halves(self) -> "Halves | None":
+        """Itself, if it can be computed so as well."""
+        return None
+
+    def tap(self, layers: Sequence[int]) -> Taps | None:
+        """Tell what enters `layers` from now on; None if that cannot be had."""
+        del layers
+        return None
+
+
+class Halves(ABC):
+    """A model that can be asked for its hidden states, and then for logits of some of them."""
 
     @abstractmethod
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
@@ -60,8 +73,3 @@ class ServedModel(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Logits [N, V] of any of the rows of `hidden`, which have these `adapters`."""
-
-    def tap(self, layers: Sequence[int]) -> Taps | None:
-        """Tell what enters `layers` from now on; None if that cannot be had."""
-        del layers
-        return None

@@ -276,12 +276,13 @@ def test_model_without_logits_to_keep_gives_the_same_logits(llama: Path) -> None
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_body_and_head_are_the_whole_model(kind: str, tmp_path: Path) -> None:
     loaded = load(make_model(kind, tmp_path), fused=False)
-    assert loaded.has_hidden
+    halves = loaded.halves
+    assert halves is not None
     backend = create_attention_backend(loaded.kv_cache_spec, 1, 8)
     backend.prepare(STEP)
     inputs = ModelInputs.of(STEP)
     with torch.inference_mode():
-        logits = loaded.logits(loaded.hidden(inputs, backend))
+        logits = halves.logits(halves.hidden(inputs, backend))
         torch.testing.assert_close(logits, loaded.forward(inputs, backend))
 
 

@@ -71,9 +71,9 @@ class StepExecutor:
         self.num_state_slots = None if model.states is None else model.states.num_slots
 
     @property
-    def has_hidden(self) -> bool:
-        """Whether the model tells hidden states: of prompts, log probabilities and vectors."""
-        return self._model.has_hidden
+    def tells_prompts(self) -> bool:
+        """Whether it has log probabilities and vectors of prompts."""
+        return self._model.halves is not None
 
     @property
     def num_compute_threads(self) -> int:
@@ -108,8 +108,10 @@ class StepExecutor:
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), self._backend)
             else:
+                halves = self._model.halves
+                assert halves is not None, "`tells_prompts`"
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    self._model, inputs, owners, self._backend, wanted, pooled
+                    halves, inputs, owners, self._backend, wanted, pooled
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()

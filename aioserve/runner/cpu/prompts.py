@@ -15,18 +15,18 @@ from aioserve.runner.cpu.sampler import token_logprobs
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.pooling import WantedStates
 from aioserve.runner.prompt_logprobs import WantedLogprobs
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import Halves
 
 
 def forward_and_look(
-    model: ServedModel,
+    model: Halves,
     step: StepInputs,
     owners: AdapterOwners | None,
     attention: LayerAttention,
     wanted: WantedLogprobs | None,
     pooled: WantedStates | None,
 ) -> tuple[Tensor, dict[str, list[TokenLogprobs]], dict[str, Vector]]:
-    """Logits [S, V] as `model.forward` gives them, and what is complete of what prompts want.
+    """Logits [S, V] as `ServedModel.forward` gives them, and what is complete of what prompts want.
 
     Their logits are made, looked at and forgotten piece by piece; for vectors none are made.
     `owners`: who of the tokens of `step` has which adapter.

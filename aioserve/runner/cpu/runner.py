@@ -57,7 +57,7 @@ class ThreadedRunner(RunnerInterface):
 
     @property
     def tells_prompts(self) -> bool:
-        return self._executor is not None and self._executor.has_hidden
+        return self._executor is not None and self._executor.tells_prompts
 
     @property
     def can_pool(self) -> bool:

@@ -119,7 +119,7 @@ class StepExecutor:
     @property
     def tells_prompts(self) -> bool:
         """As `RunnerInterface.tells_prompts`."""
-        return self._model.has_hidden
+        return self._model.halves is not None
 
     @property
     def is_one_by_one(self) -> bool:
@@ -366,9 +366,11 @@ class StepExecutor:
         if (prompts := asked.prompts) is not None:
             everything = torch.arange(plan.num_tokens, device=rows.device)
             inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
-            states = self._model.hidden(inputs, attention)
-            prompts.look(self._model, states[prompts.rows.long()], asked.adapters[2:])
-            return self._model.logits(states[rows], sampling)
+            halves = self._model.halves
+            assert halves is not None, "`tells_prompts`"
+            states = halves.hidden(inputs, attention)
+            prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
+            return halves.logits(states[rows], sampling)
         if tokens is not None:
             inputs = self._inputs(plan.num_tokens, rows, tokens, sampling)
             return self._model.forward(inputs, attention)

@@ -308,16 +308,16 @@ def run_largest(
 ) -> None:
     """The step that takes most memory, sampling included, but for attention."""
     vocab_size = run_pass(model.forward, spec, device, num_tokens, num_samples, choose_token)
-    if not model.has_hidden:
+    if (halves := model.halves) is None:
         return
     place = device.torch_device  # every token, and the largest piece of their logits
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)
     attention = NoAttention(spec, place)
-    states = model.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
+    states = halves.hidden(ModelInputs(tokens, tokens, tokens, tokens), attention)
     size = min(num_tokens, largest_piece(vocab_size))
     out = torch.zeros(size * (2 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=place)
     width = min(MAX_LOGPROBS, vocab_size)
-    write_logprobs(model.logits(states[:size]), tokens[:size], width, out)
+    write_logprobs(halves.logits(states[:size]), tokens[:size], width, out)
 
 
 def run_pass(

@@ -14,7 +14,7 @@ from aioserve.runner.cuda.plan import StepPlan, Words
 from aioserve.runner.cuda.sampler import DeviceSampler, read_logprobs, write_logprobs
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.prompt_logprobs import WantedLogprobs
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import Halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,7 @@ class PromptPlan:
         """The N in pieces that are looked at one after another."""
         return self.wanted.pieces(self.vocab_size)
 
-    def look(
-        self, model: ServedModel, states: Tensor, adapters: Sequence[TokenAdapters] = ()
-    ) -> None:
+    def look(self, model: Halves, states: Tensor, adapters: Sequence[TokenAdapters] = ()) -> None:
         """Fill `found` from the hidden states [N, hidden]; on the device. `adapters`: of each of
         the `pieces`, if anybody has one.
         """

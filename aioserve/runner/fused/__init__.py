@@ -26,7 +26,7 @@ from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import BAR
-from aioserve.runner.served_model import ServedModel, Taps
+from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["FusedModel", "NotFusedError", "Place", "fuse"]
 
 
-class FusedModel(ServedModel):
+class FusedModel(ServedModel, Halves):
     """A model whose modules are gone; their weights are fused and laid out for this machine."""
 
     def __init__(
@@ -58,6 +58,10 @@ class FusedModel(ServedModel):
     def tap(self, layers: Sequence[int]) -> Taps:
         self.decoder.taps = Taps(tuple(layers), self.decoder.embedding)
         return self.decoder.taps
+
+    @property
+    def halves(self) -> Halves:
+        return self
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.hidden(inputs, attention)

@@ -21,7 +21,7 @@ from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.served_model import ServedModel
+from aioserve.runner.served_model import Halves, ServedModel
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 
@@ -35,7 +35,7 @@ CALLS = (
 )
 
 
-class TinyModel(ServedModel):
+class TinyModel(ServedModel, Halves):
     """Tokens depend on all that came before, in their order."""
 
     def __init__(self) -> None:
@@ -59,6 +59,10 @@ class TinyModel(ServedModel):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.logits(self.hidden(inputs, attention))
+
+    @property
+    def halves(self) -> Halves:
+        return self
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         x = self.embedding[inputs.input_ids] + self.places[inputs.positions]
