@@ -17,7 +17,7 @@ LIMITS = {
     "aioserve/kernels": 3_560,
     "aioserve/kv_cache": 950,
     "aioserve/kv_connector": 830,
-    "aioserve/lab": 6_850,
+    "aioserve/lab": 6_920,
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,

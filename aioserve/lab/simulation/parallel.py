@@ -5,13 +5,17 @@ Knows processes; knows nothing about what a run is made of.
 
 import os
 import signal
+import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context, parent_process, resource_tracker
+from itertools import islice
+from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
 from threading import Thread, current_thread, main_thread
+from typing import cast
 
 from aioserve.config import EngineConfig
+from aioserve.errors import AioserveError
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet import simulate_fleet
 from aioserve.lab.simulation.fleet_plan import Fleet
@@ -41,21 +45,28 @@ def simulate_all(
         for config, workload, fleet in runs:
             yield _simulate(config, workload, fleet, progress)
         return
-    # Not forked: the threads of this process would be missing in a copy of it.
-    context = get_context("spawn")
-    others = set(active_children())
-    with ProcessPoolExecutor(num_jobs, context, initializer=_end_with_parent) as pool:
-        try:
-            with _interrupts_held():
-                futures = [pool.submit(_simulate, *run) for run in runs]
-            for (_, workload, _), future in zip(runs, futures, strict=True):
-                yield future.result()
-                progress(len(workload.requests))
-        except BaseException:  # interrupted, or a run failed: nobody wants the others
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(active_children()) - others:
-                process.terminate()
-            raise
+    # Each has one run at a time, the next one that nobody has.
+    todo, found = iter(enumerate(runs)), dict[int, RunOutcome | Exception]()
+    with _started(min(num_jobs, len(runs))) as others:
+        busy: dict[Connection, tuple[int, _Process]] = {}
+
+        def give(process: _Process) -> None:
+            for number, run in islice(todo, 1):
+                process.send(run)
+                busy[process.line] = number, process
+
+        for process in others:
+            give(process)
+        for number, (_, workload, _) in enumerate(runs):
+            while number not in found:
+                for line in wait(list(busy)):
+                    place, process = busy.pop(cast(Connection, line))
+                    found[place] = process.outcome()
+                    give(process)
+            if isinstance(outcome := found.pop(number), Exception):
+                raise outcome
+            yield outcome
+            progress(len(workload.requests))
 
 
 def _simulate(
@@ -67,6 +78,52 @@ def _simulate(
     if fleet is None:
         return simulate(config, workload, progress)
     return simulate_fleet(config, workload, fleet, progress)
+
+
+class _Process:
+    """Computes what it is sent, one run after another; ends with this one, however that ends."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")  # not forked: the threads of this process would be missing
+        self.line, theirs = context.Pipe()
+        with theirs:
+            self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.process.start()
+
+    def send(self, run: tuple[EngineConfig, Workload, Fleet | None]) -> None:
+        with self._its_end_told():
+            self.line.send(run)
+
+    def outcome(self) -> RunOutcome | Exception:
+        """Of what it was sent, or what that raised."""
+        with self._its_end_told():
+            return cast(RunOutcome | Exception, self.line.recv())
+
+    @contextmanager
+    def _its_end_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            self.process.join()
+            how = f"has ended with exit code {self.process.exitcode}"
+            raise AioserveError(f"a process that simulated {how}") from error
+
+
+@contextmanager
+def _started(num_jobs: int) -> Iterator[list[_Process]]:
+    """So many, ended after the block: no thread of ours is left to notice it later."""
+    processes: list[_Process] = []
+    try:
+        with _interrupts_held():
+            for _ in range(num_jobs):
+                processes.append(_Process())
+        yield processes
+    finally:
+        for process in processes:
+            process.process.terminate()
+        for process in processes:
+            process.process.join()
+            process.line.close()
 
 
 @contextmanager
@@ -92,9 +149,21 @@ def _interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _end_with_parent() -> None:
-    """However the process that wants the results ends, it leaves none behind."""
+def _serve(line: Connection) -> None:
+    """The life of a process."""
     Thread(target=_wait_for_end, daemon=True).start()
+    while True:
+        try:
+            run = line.recv()
+        except EOFError:
+            return
+        outcome: RunOutcome | Exception
+        try:
+            outcome = _simulate(*run)
+        except Exception as error:
+            error.add_note(traceback.format_exc())  # it does not travel by itself
+            outcome = error
+        line.send(outcome)
 
 
 def _wait_for_end() -> None:

@@ -191,6 +191,20 @@ def test_a_policy_that_raises_ends_the_comparison_in_one_line(
     )
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_comparison_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = RAISING.replace('{}["nobody"]', "os.kill(os.getpid(), signal.SIGKILL)")
+    (tmp_path / "killed.py").write_text(f"import os, signal\n{text}")
+    config = tmp_path / "killed.yaml"
+    config.write_text("scheduler: {policy: killed.py}")
+    assert main(["compare", FCFS, str(config), *SMALL, "--seeds", "1", "--jobs", "2"]) == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err == "aioserve: error: a process that simulated has ended with exit code -9\n"
+
+
 def test_a_policy_that_raises_ends_a_live_comparison_as_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,14 +238,15 @@ def test_a_workloads_error_is_one_line_with_its_file(
 LONG = ["compare", FCFS, CHUNKED, "--workload", MIXED, "--seeds", "100"]
 SAYS_WHEN_IT_RUNS = """
 import sys
+from multiprocessing.process import BaseProcess
 from aioserve.cli import main
-from aioserve.lab.simulation import parallel, run
+from aioserve.lab.simulation import run
 def say(*arguments, make=run._EngineClients.__init__, **options):
     print("running", flush=True)
     make(*arguments, **options)
 run._EngineClients.__init__ = say
-submit = parallel.ProcessPoolExecutor.submit
-parallel.ProcessPoolExecutor.submit = lambda *words: print("running", flush=True) or submit(*words)
+start = BaseProcess.start
+BaseProcess.start = lambda process: print("running", flush=True) or start(process)
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
