@@ -156,6 +156,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
             "as many as fit, at most three for each of max_num_seqs)"
         ),
     ] = None
+    num_window_blocks: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="KV blocks for layers with a sliding window, which have a pool of their "
+            "own (default: a share of the memory that serves as many requests as the others')"
+        ),
+    ] = None
     watermark: Annotated[
         float,
         Meta(ge=0, lt=1, description="share of the pool that admission keeps free"),
@@ -234,6 +241,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         """Most tokens in one step: as set, else enough for one whole request."""
         return self.max_num_batched_tokens or max(DEFAULT_STEP_BUDGET, max_model_len)
 
+    def max_chunk(self, max_model_len: int) -> int:
+        """Most tokens of one request in one step."""
+        budget = self.step_budget(max_model_len)
+        return min(budget, self.long_prefill_token_threshold or budget)
+
     @property
     def depth(self) -> int:
         """`pipeline_depth`, once the runner has been asked; 1 until then."""
@@ -310,6 +322,13 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
             "the workload's (draft_acceptance)",
         ),
     ] = 0
+    simulated_window: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="tokens that the simulated model's layers with a sliding window see; they "
+            "have --num-window-blocks of their own (default: it has no such layers)"
+        ),
+    ] = None
     simulated_output_tokens: Annotated[
         PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
     ] = 64
@@ -555,6 +574,18 @@ _RULES = (
         ("kv_connector",),
         lambda config: config.cache.enable_prefix_caching,
         "cache.enable_prefix_caching is off, so no block is found again",
+    ),
+    _Rule(
+        "runner",
+        ("simulated_window",),
+        lambda config: config.cache.kv_connector == "none",
+        "blocks of windows have no cache.kv_connector",
+    ),
+    _Rule(
+        "cache",
+        ("num_window_blocks",),
+        lambda config: _is_model(config) or config.runner.simulated_window is not None,
+        "there is no runner.simulated_window",
     ),
     _Rule(
         "shadow",

@@ -81,6 +81,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_kv_blocks: int
     num_state_slots: int  # 0: a model without states
     num_free_state_slots: int  # that nobody runs on
+    num_window_blocks: int  # of layers with a sliding window; 0: they have none of their own
+    num_used_window_blocks: int
     num_preemptions: int
     num_prefill_tokens: int  # scheduled, of prompts and of what is computed again
     num_decode_tokens: int

@@ -55,6 +55,7 @@ class WaitReason(enum.StrEnum):
     ADAPTERS = "adapters"  # those that run have max_loras adapters, and not its own
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
     STATES = "states"  # of a model with states: no slot for its own is free
+    WINDOWS = "windows"  # of a model with sliding windows: its own does not fit their pool
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
     DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
     PREEMPTED = "preempted"  # it gave way in this very step

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from aioserve.kv_cache import KVCacheManager, StatePool
+from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     BaseScheduler,
@@ -89,6 +89,11 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
         "The states: `self.kv_cache.states`, a `StatePool`, or None for most models",
         StatePool,
         ["num_slots", "num_free_slots", "num_snapshots"],
+    ),
+    (
+        "The windows: `self.kv_cache.windows`, a `WindowPool`, or None for most models",
+        WindowPool,
+        ["num_blocks", "num_free_blocks", "num_needed_blocks"],
     ),
 ]
 

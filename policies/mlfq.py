@@ -24,6 +24,9 @@ from aioserve.scheduler import (
     WaitReason,
 )
 
+# By those that run:
+TAKEN = (WaitReason.SEATS, WaitReason.BLOCKS, WaitReason.STATES, WaitReason.WINDOWS)
+
 
 class MLFQScheduler(BaseScheduler):
     """Decodes, then prompts by level and age; a waiting upper level displaces a lower one."""
@@ -79,7 +82,7 @@ class MLFQScheduler(BaseScheduler):
         """Let a request in, in the place of lower levels if there is no other."""
         level = self.level(request)
         while not step.admit(request):
-            if request.wait_reason not in (WaitReason.SEATS, WaitReason.BLOCKS, WaitReason.STATES):
+            if request.wait_reason not in TAKEN:
                 return False
             running = (v for v in victims if v.status is RequestStatus.RUNNING)
             lower = [v for v in running if self.level(v) > level]

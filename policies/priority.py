@@ -11,7 +11,13 @@ from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, Wa
 
 order_key = attrgetter("order_key")
 # By those that run:
-TAKEN = (WaitReason.SEATS, WaitReason.ADAPTERS, WaitReason.BLOCKS, WaitReason.STATES)
+TAKEN = (
+    WaitReason.SEATS,
+    WaitReason.ADAPTERS,
+    WaitReason.BLOCKS,
+    WaitReason.STATES,
+    WaitReason.WINDOWS,
+)
 
 
 class PriorityScheduler(BaseScheduler):

@@ -11,25 +11,25 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_650,
-    "aioserve/engine": 4_200,
+    "aioserve": 2_700,
+    "aioserve/engine": 4_220,
     "aioserve/grammars": 650,
-    "aioserve/kernels": 3_560,
-    "aioserve/kv_cache": 950,
+    "aioserve/kernels": 3_570,
+    "aioserve/kv_cache": 1_200,
     "aioserve/kv_connector": 830,
-    "aioserve/lab": 6_920,
+    "aioserve/lab": 6_950,
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 13_840,
-    "aioserve/scheduler": 2_540,
+    "aioserve/runner": 14_150,
+    "aioserve/scheduler": 2_560,
     "aioserve/server": 7_510,
-    "aioserve/testing": 3_440,
+    "aioserve/testing": 3_580,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
     "benchmarks": 4_300,
     "policies": 650,
-    "tests": 37_330,
+    "tests": 37_700,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -27,7 +27,7 @@ from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent
+from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.output_file import check_writable
 from aioserve.runner.interface import RunnerInterface
@@ -133,6 +133,7 @@ class EngineBuilder:
             connector=self._connector,
         )
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
+        _check_windows(config, self.runner.windows, max_model_len)
         scheduler = self._make_scheduler(kv_cache, max_model_len)
         turns = None
         if self._shadow_policy is not None:
@@ -201,6 +202,7 @@ class EngineBuilder:
             record_events=record_events,
             connector=connector,
             num_state_slots=self.runner.num_state_slots,
+            windows=self.runner.windows,
         )
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
@@ -275,6 +277,21 @@ def _with_runner(config: EngineConfig, runner: RunnerInterface) -> EngineConfig:
         ahead = max(scheduler.num_lookahead_tokens, speculation.num_speculative_tokens)
         scheduler = msgspec.structs.replace(scheduler, num_lookahead_tokens=ahead)
     return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def _check_windows(config: EngineConfig, spec: WindowSpec | None, max_model_len: int) -> None:
+    """Every request that is accepted must be able to run alone in the pool of windows. Raises
+    `ConfigError`.
+    """
+    if spec is not None:
+        size = config.cache.block_size
+        largest = spec.num_request_blocks(max_model_len - 1, max_model_len - 1, size)
+        if largest > spec.num_blocks:
+            raise ConfigError(
+                f"a request needs up to {largest} blocks for layers with a sliding window, but "
+                f"there are {spec.num_blocks}: raise num_window_blocks or kv_cache_gib, or lower "
+                "long_prefill_token_threshold or max_num_batched_tokens"
+            )
 
 
 def _check_policy(

@@ -277,6 +277,11 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
             ("state_slots", "Slots for the states of requests", stats.num_state_slots),
             ("state_used_slots", "Slots held by requests", used),
         )
+    if stats.num_window_blocks:
+        gauges += (
+            ("window_blocks", "KV blocks for layers with a window", stats.num_window_blocks),
+            ("window_used_blocks", "Of these, held by requests", stats.num_used_window_blocks),
+        )
     for name, documentation, value in gauges:
         yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
     counters = (

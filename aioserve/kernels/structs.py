@@ -91,7 +91,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, _P) for name in ("cos_sin", "sinks", "key_cache", "value_cache")),
         *((name, _I) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
-        *((name, _I) for name in ("window", "is_gelu", "is_int8")),
+        *((name, _I) for name in ("window", "in_windows", "is_gelu", "is_int8")),
         *((name, _F) for name in ("input_eps", "post_eps", "head_eps", "scaling", "softcap")),
     )
 
@@ -117,6 +117,7 @@ class StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("input_ids", "positions", "slots")),
         *((name, _P) for name in ("query_start_loc", "seq_lens", "sampling", "block_table")),
+        *((name, _P) for name in ("window_slots", "window_table")),
         *((name, _I) for name in ("tokens", "rows", "table_width", "num_sampling")),
         *((name, ctypes.POINTER(AdapterStruct)) for name in ("adapters", "sampling_adapters")),
         *((name, _I) for name in ("num_adapters", "num_sampling_adapters")),

@@ -12,6 +12,7 @@ from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
 from aioserve.kv_cache.states import StatePool, StateSlots
+from aioserve.kv_cache.windows import WindowBlocks, WindowPool, WindowSpec
 
 __all__ = [
     "AllBlocksCleared",
@@ -28,4 +29,7 @@ __all__ = [
     "KVEvent",
     "StatePool",
     "StateSlots",
+    "WindowBlocks",
+    "WindowPool",
+    "WindowSpec",
 ]

@@ -11,7 +11,8 @@ from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.states import StatePool
-from aioserve.request import Request
+from aioserve.kv_cache.windows import WindowPool, WindowSpec
+from aioserve.request import Request, WaitReason
 
 
 class KVCacheManager:
@@ -27,10 +28,13 @@ class KVCacheManager:
         record_events: bool = False,
         connector: KVConnectorBase | None = None,
         num_state_slots: int | None = None,
+        windows: WindowSpec | None = None,
     ) -> None:
         """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
         for `take_events` what becomes findable and what is lost. What is not here may be loaded
-        through the `connector`. `num_state_slots`: of a model whose layers have states.
+        through the `connector`. `num_state_slots`: of a model whose layers have states; `windows`:
+        of one with layers that see only what is near. No model has both, and windows have no
+        connector.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
@@ -44,6 +48,9 @@ class KVCacheManager:
             self.states = StatePool(
                 num_state_slots, block_size, keeps_snapshots=enable_prefix_caching
             )
+        self.windows: WindowPool | None = None
+        if windows is not None:
+            self.windows = WindowPool(windows, block_size, keeps_prefixes=enable_prefix_caching)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
@@ -57,11 +64,11 @@ class KVCacheManager:
         """Blocks of the longest cached prefix; takes no reference and changes nothing.
 
         At most `num_tokens - 1` tokens, so that at least one is left to compute and sample from.
-        Of a model with states, only as far as its state is known, too.
+        Of a model with states or windows, only as far as those are there, too.
         """
         block_ids = self._find_blocks(request)
-        if self.states is not None:
-            del block_ids[self.states.num_reached_blocks(request, len(block_ids)) :]
+        if (others := self.states or self.windows) is not None:
+            del block_ids[others.num_reached_blocks(request, len(block_ids)) :]
         return block_ids
 
     def _find_blocks(self, request: Request) -> list[int]:
@@ -90,8 +97,8 @@ class KVCacheManager:
             True,
             key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
         )
-        if self.states is not None:
-            num_found = self.states.num_reached_blocks(request, num_found)
+        if (others := self.states or self.windows) is not None:
+            num_found = others.num_reached_blocks(request, num_found)
         return num_found * self.block_size
 
     def refresh(self, request: Request, num_tokens: int) -> int:
@@ -105,7 +112,18 @@ class KVCacheManager:
         self.pool.free(reversed(block_ids))  # as `free` does: the tail goes first
         if self.states is not None and block_ids:
             self.states.touch(request.block_hashes[len(block_ids) - 1])
+        if self.windows is not None:
+            self.windows.touch(request, len(block_ids))
         return len(block_ids) * self.block_size
+
+    def shortage(self, request: Request) -> WaitReason | None:
+        """Of what besides blocks there is too little to admit the request now; None: of nothing."""
+        if self.states is not None and not self.states.num_free_slots:
+            return WaitReason.STATES
+        windows = self.windows
+        if windows is not None and windows.num_needed_blocks(request) > windows.num_free_blocks:
+            return WaitReason.WINDOWS
+        return None
 
     def can_admit(
         self,
@@ -174,6 +192,8 @@ class KVCacheManager:
         if self.states is not None:
             num_shared = len(self._find_blocks(request)) * self.block_size
             self.states.take(request, len(computed_blocks), num_shared)
+        if self.windows is not None:
+            self.windows.take(request, len(computed_blocks))
         if self.connector is not None:
             request.num_computed_tokens += num_external_tokens
             self.connector.update_state_after_alloc(request, num_external_tokens)
@@ -193,6 +213,8 @@ class KVCacheManager:
         keys and values are written before they are read. `num_computed` are the tokens that count
         as computed, if not all that are scheduled.
         """
+        if num_computed is not None and self.windows is not None:
+            self.windows.cache(request, num_computed)
         num_known = request.num_computed_tokens if num_computed is None else num_computed
         if num_known > request.num_tokens:
             num_known = request.num_tokens
@@ -215,6 +237,8 @@ class KVCacheManager:
         self.pool.clear_index()
         if self.states is not None:
             self.states.clear()
+        if self.windows is not None:
+            self.windows.pool.clear_index()
         if self.connector is not None:
             self.connector.forget_unsettled()
 
@@ -226,6 +250,8 @@ class KVCacheManager:
         request.num_cached_blocks = 0
         if self.states is not None:
             self.states.give_back(request)
+        if self.windows is not None:
+            self.windows.give_back(request)
 
     def take_events(self) -> list[KVEvent]:
         """What happened to the prefix index since the last call, in order; told once.

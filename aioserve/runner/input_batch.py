@@ -20,6 +20,7 @@ from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.runner.state_rows import StateRows
+from aioserve.runner.window_rows import WindowRows
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class InputBatch:
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
         has_states: bool = False,
+        has_windows: bool = False,
     ) -> None:
         """Without `grammars`, no request may ask for structured outputs."""
         self._block_size = block_size
@@ -62,6 +64,9 @@ class InputBatch:
         self.pooled_rows = PooledRows()
         self.adapter_rows = AdapterRows()
         self._state_rows = StateRows(max_num_seqs) if has_states else None
+        self._windows: WindowRows | None = None
+        if has_windows:
+            self._windows = WindowRows(*self._block_table.shape, block_size)
         self._drafter = drafter
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
 
@@ -75,6 +80,9 @@ class InputBatch:
         for request in step.scheduled_new_reqs:
             self._add(request)
         self._update(step.scheduled_cached_reqs)
+        if self._windows is not None:
+            for request_id, blocks in step.scheduled_windows.items():
+                self._windows.extend(self._rows[request_id], blocks)
 
     def prepare(self, step: SchedulerOutput) -> StepInputs:
         """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
@@ -101,6 +109,8 @@ class InputBatch:
             logits_indices=logits_indices,
             drafts=drafts,
         )
+        if self._windows is not None:
+            return replace(inputs, windows=self._windows.of(inputs))
         if self._state_rows is None:
             return inputs
         pieces = self._state_rows.pieces(

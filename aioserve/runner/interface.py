@@ -17,6 +17,7 @@ from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+    from aioserve.kv_cache import WindowSpec
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
 
@@ -56,6 +57,11 @@ class RunnerInterface(ABC):
         """Slots for what layers remember of a request in a fixed size; None if they do not; known
         after `load`.
         """
+        return None
+
+    @property
+    def windows(self) -> "WindowSpec | None":
+        """Of layers with a sliding window, if they have blocks of their own; known after `load`."""
         return None
 
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":

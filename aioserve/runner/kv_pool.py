@@ -1,6 +1,9 @@
 """How many KV blocks requests can use, wherever they lie. Knows settings, no memory."""
 
+import msgspec
+
 from aioserve.config import EngineConfig
+from aioserve.kv_cache import WindowSpec
 
 PREFIX_SHARE = 0.25  # of what all requests can use: room for prefixes of those that have left
 
@@ -11,3 +14,29 @@ def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
     if config.cache.enable_prefix_caching:
         num_blocks += int(num_blocks * PREFIX_SHARE)
     return num_blocks
+
+
+def window_spec(
+    config: EngineConfig, max_model_len: int, num_tokens: int, num_blocks: int | None = None
+) -> WindowSpec:
+    """Of layers that see `num_tokens` tokens, with so many blocks; by default what `max_num_seqs`
+    requests use behind their prompts, two steps full of prompts, and `PREFIX_SHARE` of it more.
+    """
+    spec = WindowSpec(
+        num_tokens,
+        0,
+        max_chunk=config.scheduler.max_chunk(max_model_len),
+        max_drafts=max(
+            config.cache.block_size,  # what a grammar forces comes as drafts, too
+            config.speculation.num_speculative_tokens,
+            config.runner.simulated_draft_tokens,
+        ),
+    )
+    if num_blocks is None:
+        size = config.cache.block_size
+        each = min(spec.num_decode_blocks(size), -(-max_model_len // size))
+        largest = spec.num_request_blocks(max_model_len, max_model_len, size)
+        num_blocks = config.scheduler.max_num_seqs * each + 2 * (largest - each)
+        if config.cache.enable_prefix_caching:
+            num_blocks += int(num_blocks * PREFIX_SHARE)
+    return msgspec.structs.replace(spec, num_blocks=num_blocks)

@@ -13,11 +13,13 @@ from zlib import crc32
 import msgspec
 
 from aioserve.config import EngineConfig, SimulatorConfig
+from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
 from aioserve.runner.simulated_kv import SimulatedBlocks, SimulatedDirectory
 from aioserve.scheduler.features import step_features
@@ -154,6 +156,14 @@ class SimulatedRunner(RunnerInterface):
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
         self._num_state_slots = cache.num_state_slots
+        self._windows: WindowSpec | None = None
+        if config.runner.simulated_window is not None:
+            self._windows = window_spec(
+                config,
+                model_info.max_model_len,
+                config.runner.simulated_window,
+                cache.num_window_blocks,
+            )
         self._num_kv_blocks = cache.num_kv_blocks or -(-slots // cache.block_size)
 
     async def load(self) -> None:
@@ -166,6 +176,10 @@ class SimulatedRunner(RunnerInterface):
     @property
     def num_state_slots(self) -> int | None:
         return self._num_state_slots
+
+    @property
+    def windows(self) -> WindowSpec | None:
+        return self._windows
 
     @property
     def tells_prompts(self) -> bool:

@@ -5,18 +5,30 @@ Knows sizes and limits. Knows nothing about order or steps.
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request
 from aioserve.scheduler.queue import RequestQueue
 
 
-def check_size(request: Request, num_slots: int) -> None:
+def check_size(request: Request, kv_cache: KVCacheManager) -> None:
     """Every request must be able to run alone, up to its bound. Raises `RequestError`."""
     # The last token is never computed, so a request needs one slot less than its length.
-    if request.max_total_tokens - 1 > num_slots:
+    most, windows = request.max_total_tokens - 1, kv_cache.windows
+    param = "max_tokens" if request.pooling_params is None else "prompt"
+    if most > kv_cache.num_slots:
         raise RequestError(
             f"prompt and output of up to {request.max_total_tokens} tokens do not fit the KV "
-            f"cache of {num_slots} tokens",
-            param="max_tokens" if request.pooling_params is None else "prompt",
+            f"cache of {kv_cache.num_slots} tokens",
+            param=param,
+        )
+    if windows is None:
+        return
+    num = windows.spec.num_request_blocks(most, most, kv_cache.block_size)
+    if num > windows.num_blocks:
+        raise RequestError(
+            f"prompt and output of up to {request.max_total_tokens} tokens need {num} blocks for "
+            f"sliding windows, of which there are {windows.num_blocks} (cache.num_window_blocks)",
+            param=param,
         )
 
 

@@ -213,7 +213,7 @@ class BaseScheduler(Switchable):
         if request.request_id in self.book.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         request.bound_length(self.max_model_len)
-        check_size(request, self.kv_cache.num_slots)
+        check_size(request, self.kv_cache)
         check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
         self.check_queue(request.num_tokens, 0, 0)
         if (connector := self.kv_cache.connector) is not None:

@@ -51,6 +51,7 @@ class DecodingOn:
             and not output.scheduled_spec_decode_tokens
             and not book.encoder_cache.has_holders
             and scheduler.kv_cache.states is None  # of which each step says where they go
+            and scheduler.kv_cache.windows is None  # likewise
             and all(
                 r.num_computed_tokens == r.num_tokens
                 and not r.stop_token_ids

@@ -42,7 +42,7 @@ def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
 
 def stats(book: RequestBook) -> SchedulerStats:
     """As `SchedulerInterface.make_stats`."""
-    kv_cache, states = book.kv_cache, book.kv_cache.states
+    kv_cache, states, windows = book.kv_cache, book.kv_cache.states, book.kv_cache.windows
     return SchedulerStats(
         num_steps=book.num_steps,
         num_running_reqs=len(book.running),
@@ -52,6 +52,8 @@ def stats(book: RequestBook) -> SchedulerStats:
         num_used_kv_blocks=kv_cache.pool.num_used_blocks,
         num_state_slots=0 if states is None else states.num_slots,
         num_free_state_slots=0 if states is None else states.num_free_slots,
+        num_window_blocks=0 if windows is None else windows.num_blocks,
+        num_used_window_blocks=0 if windows is None else windows.pool.num_used_blocks,
         num_preemptions=book.num_preemptions,
         num_prefill_tokens=book.num_prefill_tokens,
         num_decode_tokens=book.num_decode_tokens,

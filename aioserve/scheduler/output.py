@@ -5,7 +5,7 @@ Full data once for a request that enters the batch; afterwards only what changed
 
 import msgspec
 
-from aioserve.kv_cache import KVConnectorMetadata, StateSlots
+from aioserve.kv_cache import KVConnectorMetadata, StateSlots, WindowBlocks
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
 from aioserve.sampling_params import SamplingParams
@@ -61,3 +61,5 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     kv_connector_metadata: KVConnectorMetadata | None = None  # blocks to copy before the step
     #: Where the states of a model with states are, by request, if there is something to tell.
     scheduled_states: dict[str, StateSlots] = {}
+    #: What layers with a sliding window have more from this step on, by request.
+    scheduled_windows: dict[str, WindowBlocks] = {}

@@ -188,8 +188,8 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.SEATS)
         if not has_place(request, book.running, self._config.max_loras):
             return self.hold(request, WaitReason.ADAPTERS)
-        if (states := kv_cache.states) is not None and not states.num_free_slots:
-            return self.hold(request, WaitReason.STATES)
+        if (lacking := kv_cache.shortage(request)) is not None:
+            return self.hold(request, lacking)
         computed_blocks = kv_cache.get_computed_blocks(request)
         num_cached = len(computed_blocks) * kv_cache.block_size
         num_external = kv_cache.get_num_external_tokens(request, num_cached)
@@ -266,7 +266,7 @@ class Step(OpenStep):
             num_scheduled = {r.request_id: n for r, n in tokens.items()}
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self.preempted_req_ids)
-        states = self._kv_cache.states
+        states, windows = self._kv_cache.states, self._kv_cache.windows
         output = SchedulerOutput(
             step_id=self.step_id,
             scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
@@ -285,6 +285,7 @@ class Step(OpenStep):
             free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
             kv_connector_metadata=book.loading.build_meta(self.step_id) if is_sent else None,
             scheduled_states={} if states is None else states.plan(tokens),
+            scheduled_windows={} if windows is None else windows.plan(tokens),
         )
         book.commit(output, requests, self._num_prefill_tokens)
         if self._on_output is not None:

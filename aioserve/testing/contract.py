@@ -308,6 +308,34 @@ class PolicyContract:
                 if may_hit and not harness.kv_cache.num_hit_tokens:
                     raise ContractViolation("no state of a prefix was found again")
 
+    def test_windows_hold_what_their_tokens_see(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """Prefixes in common, texts that go on and are thrown out, with room for one and for more;
+        what fell out of a window is another's as soon as it may be.
+        """
+        if not issubclass(subject.policy, BaseScheduler):
+            return  # nothing else has blocks for them
+        for window, num_spare, max_num_batched_tokens in ((6, 0, 4), (6, 20, 7), (9, 30, None)):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                num_blocks=24,
+                max_num_seqs=3,
+                max_model_len=40,
+                max_num_batched_tokens=max_num_batched_tokens,
+                window=window,
+                num_spare_window_blocks=num_spare,
+            ) as harness:
+                for turn in range(4):
+                    for i in range(4):
+                        prompt = [*range(10), *[i] * 4 * turn, i]
+                        harness.add_request(f"r{turn}{i}", prompt, max_tokens=9)
+                        harness.step()
+                    harness.finish(f"r{turn}1")
+                    harness.run_until_idle()
+                if num_spare and not harness.kv_cache.num_hit_tokens:
+                    raise ContractViolation("no prefix was found again")
+
     def test_no_rule_is_broken_under_random_traffic(
         self, subject: Subject, pipeline_depth: int
     ) -> None:

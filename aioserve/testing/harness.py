@@ -13,7 +13,7 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
-from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager
+from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager, WindowSpec
 from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
@@ -73,11 +73,14 @@ class SchedulerHarness:
         kv_connector: str = "none",
         num_host_slots: int = 8,
         num_state_slots: int | None = None,
+        window: int | None = None,
+        num_spare_window_blocks: int = 0,
         **settings: Any,
     ) -> None:
         """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
         `kv_connector` is as in `CacheConfig`, with so many blocks in host memory. Given
-        `num_state_slots`, it is a model with states, which takes no drafts.
+        `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
+        layers that see so many tokens, with blocks for one request and so many more.
 
         `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
         as in the engine, the requests of that step end with an error; `errors` keeps what was
@@ -101,6 +104,12 @@ class SchedulerHarness:
         if kv_connector != "none":
             store = self.store if kv_connector == "disk" else None
             self.connector = OffloadingConnector(worker, block_size, store=store)
+        windows = None
+        if window is not None:
+            windows = WindowSpec(window, 1, self.config.max_chunk(max_model_len), max_drafts=2)
+            longest = max_model_len - 1
+            least = windows.num_request_blocks(longest, longest, block_size)
+            windows = msgspec.structs.replace(windows, num_blocks=least + num_spare_window_blocks)
         self.kv_cache = KVCacheManager(
             num_blocks,
             block_size,
@@ -109,6 +118,7 @@ class SchedulerHarness:
             record_events=True,
             connector=self.connector,
             num_state_slots=num_state_slots,
+            windows=windows,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         with blamed(policy, "__init__()"):
@@ -124,6 +134,7 @@ class SchedulerHarness:
             drafter=drafter,
             kv_worker=worker,
             num_state_slots=num_state_slots,
+            windows=windows,
         )
         self.ledger = Ledger()
         budget = self.config.step_budget(max_model_len)
@@ -476,6 +487,14 @@ class SchedulerHarness:
         if states is not None and states.num_free_slots != states.num_slots:
             num_lost = states.num_slots - states.num_free_slots
             raise ContractViolation(f"{self._where}: {num_lost} slots for states leaked")
+        windows = self.kv_cache.windows
+        if windows is not None and windows.num_free_blocks != windows.num_blocks:
+            num_lost = windows.num_blocks - windows.num_free_blocks
+            raise ContractViolation(f"{self._where}: {num_lost} blocks for windows leaked")
+        if windows is not None and windows.pool.num_used_blocks:
+            raise ContractViolation(
+                f"{self._where}: {windows.pool.num_used_blocks} window blocks are held by nobody"
+            )
         while self.store:
             self.store.answer()
         if self.connector is not None and self.connector.slots.num_used_blocks:

@@ -28,6 +28,7 @@ IN_WORDS = {
     WaitReason.ADAPTERS: "those that run have max_loras adapters, and not its own",
     WaitReason.BLOCKS: "its tokens do not fit the free KV blocks",
     WaitReason.STATES: "no slot for its state is free",
+    WaitReason.WINDOWS: "its window does not fit the pool of windows",
     WaitReason.ENCODER_BUDGET: "its next image does not fit",
     WaitReason.DEADLINE: "the policy holds that it will miss its deadline",
     WaitReason.PREEMPTED: "it gave way in this very step",

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioserve.kv_cache import WindowSpec
 from aioserve.outputs import ModelRunnerOutput, Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput
@@ -15,6 +16,7 @@ from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.toy_connector import ToyWorker
 from aioserve.testing.toy_states import ToyStates
+from aioserve.testing.toy_windows import ToyWindows
 from aioserve.testing.violation import ContractViolation
 
 
@@ -66,6 +68,7 @@ class ToyRunner:
         drafter: Drafter | None = None,
         kv_worker: ToyWorker | None = None,
         num_state_slots: int | None = None,
+        windows: WindowSpec | None = None,
     ) -> None:
         """Limits are checked where given. `drafter` proposes what comes after a sequence."""
         self._block_size = block_size
@@ -78,6 +81,7 @@ class ToyRunner:
         if kv_worker is not None:
             kv_worker.blocks = self._slots
         self._states = None if num_state_slots is None else ToyStates(num_state_slots)
+        self._windows = None if windows is None else ToyWindows(windows, block_size)
         self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
         self._rows: dict[str, _Row] = {}
         self._encoder_outputs: dict[str, int] = {}  # sizes in tokens, by content
@@ -107,6 +111,15 @@ class ToyRunner:
             rows = {name: self._rows[name] for name in output.num_scheduled_tokens}
             self._states.run(
                 output, {name: (row.num_computed, row.keys_with(())) for name, row in rows.items()}
+            )
+        if self._windows is not None:
+            by_row = {name: self._rows[name] for name in output.num_scheduled_tokens}
+            self._windows.run(
+                output,
+                {
+                    name: (row.num_computed, row.keys_with(drafts.get(name, ())))
+                    for name, row in by_row.items()
+                },
             )
         sampled = [
             self._read(output.step_id, request_id, num_tokens, drafts.get(request_id, []))
@@ -139,6 +152,8 @@ class ToyRunner:
             self._rows.pop(request_id, None)
             if self._states is not None:
                 self._states.drop(request_id)
+        if self._windows is not None:
+            self._windows.apply(output)
         if output.kv_connector_metadata is not None and self._kv_worker is not None:
             self._kv_worker.transfer(output.kv_connector_metadata)
         for content_hash in output.free_encoder_hashes:

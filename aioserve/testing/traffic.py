@@ -23,8 +23,10 @@ EXTRAS = (
     "max_loras",
     "num_host_slots",
     "num_lookahead_tokens",
+    "num_spare_window_blocks",
     "num_state_slots",
     "pooling_params",
+    "window",
 )
 
 VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining")
@@ -65,6 +67,9 @@ def harness_settings(draw: st.DrawFn) -> dict[str, Any]:
     elif draw(SOMETIMES):
         settings["drafter"] = guess
         settings["num_lookahead_tokens"] = draw(st.sampled_from([0, 3]))
+    if draw(SOMETIMES) and not settings.keys() & {"kv_connector", "num_state_slots"}:
+        settings["window"] = draw(st.sampled_from([1, 3, 9, 24]))
+        settings["num_spare_window_blocks"] = draw(st.sampled_from([0, 3, 12]))
     return settings
 
 

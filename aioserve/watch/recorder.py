@@ -110,7 +110,7 @@ class RecordingScheduler(DelegatingScheduler):
         sink.flush()
 
     def _header(self, now: float, config: SchedulerConfig) -> Header:
-        states = self._kv_cache.states
+        states, windows = self._kv_cache.states, self._kv_cache.windows
         return Header(
             time=now,
             version=__version__,
@@ -122,6 +122,7 @@ class RecordingScheduler(DelegatingScheduler):
             enable_prefix_caching=self._kv_cache.enable_prefix_caching,
             num_watermark_blocks=self._kv_cache.num_watermark_blocks,
             num_state_slots=None if states is None else states.num_slots,
+            windows=None if windows is None else windows.spec,
         )
 
     # What is recorded.

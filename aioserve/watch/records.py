@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache import KVCacheManager, WindowSpec
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 6  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 7  # raise it with every change of a record, or of what is in one
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -40,6 +40,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
     enable_prefix_caching: bool
     num_watermark_blocks: int
     num_state_slots: int | None = None  # of a model whose layers have states
+    windows: WindowSpec | None = None  # of one whose layers see only what is near
 
     @property
     def config(self) -> SchedulerConfig:
@@ -54,6 +55,7 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=(self.num_watermark_blocks + 0.5) / self.num_kv_blocks,  # it rounds down
             num_state_slots=self.num_state_slots,
+            windows=self.windows,
         )
 
 

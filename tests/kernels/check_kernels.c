@@ -808,7 +808,7 @@ typedef struct {
     const void *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos_sin, *sinks;
     void *key_cache, *value_cache;
-    int64_t q_heads, kv_heads, head_dim, block_size, window, is_gelu, is_int8;
+    int64_t q_heads, kv_heads, head_dim, block_size, window, in_windows, is_gelu, is_int8;
     float input_eps, post_eps, head_eps, scaling, softcap;
 } decoder_layer;
 
@@ -826,6 +826,8 @@ typedef struct {
 typedef struct {
     const int64_t *input_ids, *positions, *slots, *query_start_loc, *seq_lens, *sampling;
     const int32_t *block_table;
+    const int64_t *window_slots;
+    const int32_t *window_table;
     int64_t tokens, rows, table_width, num_sampling;
     const void *adapters, *sampling_adapters;
     int64_t num_adapters, num_sampling_adapters;
@@ -875,6 +877,8 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
         const decoder_layer *layer = model->layers + i;
         const int64_t dim = layer->head_dim, heads = layer->q_heads, kv_heads = layer->kv_heads;
         const int64_t width = layer->qkv.out, inner = layer->down.in;
+        const int64_t *slots = layer->in_windows ? step->window_slots : step->slots;
+        const int32_t *table = layer->in_windows ? step->window_table : step->block_table;
         const attention_case c = {heads, kv_heads, dim, dim, layer->block_size,
                                   layer->window, layer->softcap, 0};
         normalize(t, residual, layer->input_norm, hidden, normed, tokens);
@@ -882,7 +886,7 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
         for (int64_t token = 0; token < tokens; token++)
             for (int64_t h = 0; h < heads + 2 * kv_heads; h++) {
                 double out[512], scale[512];
-                int64_t at = token * width + h * dim, slot = step->slots[token];
+                int64_t at = token * width + h * dim, slot = slots[token];
                 slot = (slot / layer->block_size * kv_heads + (h - heads) % kv_heads) *
                            layer->block_size + slot % layer->block_size;
                 if (h < heads + kv_heads) {
@@ -902,7 +906,7 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
                     int64_t last = step->seq_lens[row] - (step->query_start_loc[row + 1] - token) + 1;
                     int64_t first = c.window && last > c.window ? last - c.window : 0;
                     attend(t, t, &c, wide, token * width + h * dim, layer->scaling, keys[i], values[i],
-                           step->block_table + row * step->table_width, h, first, last, 0, out,
+                           table + row * step->table_width, h, first, last, 0, out,
                            scale);
                     for (int64_t d = 0; d < dim; d++)
                         put(t, narrow, (token * heads + h) * dim + d, out[d]);
@@ -966,7 +970,7 @@ static void check_decode(type t) {
                 .key_cache = random_numbers(t, numbers, 1),
                 .value_cache = random_numbers(t, numbers, 1),
                 .q_heads = HEADS, .kv_heads = KV_HEADS, .head_dim = dim, .block_size = block_size,
-                .window = window, .is_gelu = is_gelu, .softcap = softcap, .scaling = 1 / sqrtf(dim),
+                .window = window, .in_windows = window && i, .is_gelu = is_gelu, .softcap = softcap, .scaling = 1 / sqrtf(dim),
                 .input_eps = 1e-5f, .post_eps = 1e-5f, .head_eps = 1e-5f,
             };
             keys[i] = copy(layers[i].key_cache, numbers * SIZES[t]);
@@ -987,22 +991,29 @@ static void check_decode(type t) {
         };
         int64_t ids[TOKENS], positions[TOKENS], slots[TOKENS], starts[ROWS + 1], lengths[ROWS];
         int64_t *order = shuffled(ROWS * WIDTH), tokens = 0, sampling[] = {0, 5, 8, 9, 26, 27};
-        int32_t table[ROWS * WIDTH];
-        for (int b = 0; b < ROWS * WIDTH; b++) table[b] = order[b];
+        int64_t *others = shuffled(ROWS * WIDTH), window_slots[TOKENS];
+        int32_t table[ROWS * WIDTH], window_table[ROWS * WIDTH];
+        for (int b = 0; b < ROWS * WIDTH; b++) table[b] = order[b], window_table[b] = others[b];
         for (int r = 0; r < ROWS; r++) {
             starts[r] = tokens, lengths[r] = rows[r][1];
             for (int64_t p = rows[r][1] - rows[r][0]; p < rows[r][1]; p++, tokens++) {
                 ids[tokens] = below(VOCABULARY), positions[tokens] = p;
                 slots[tokens] = table[r * WIDTH + p / block_size] * block_size + p % block_size;
+                window_slots[tokens] =
+                    window_table[r * WIDTH + p / block_size] * block_size + p % block_size;
             }
+            // What fell out of the window of a row's first token: whoever reads there is gone.
+            for (int64_t b = 0; (b + 1) * block_size <= rows[r][1] - rows[r][0] - window + 1; b++)
+                window_table[r * WIDTH + b] = 1 << 30;
         }
         starts[ROWS] = tokens;
         const int64_t first[] = {0};
         void *embedded = allocate(TOKENS * HIDDEN * SIZES[t]);
         void *tapped = allocate(TOKENS * HIDDEN * SIZES[t]);
-        decoder_step step = {ids, positions, slots, starts, lengths, sampling, table, TOKENS, ROWS,
-                             WIDTH, sizeof sampling / sizeof *sampling, 0, 0, 0, 0, first, tapped,
-                             1};
+        decoder_step step = {ids, positions, slots, starts, lengths, sampling, table,
+                             window_slots, window_table, TOKENS, ROWS, WIDTH,
+                             sizeof sampling / sizeof *sampling, 0, 0, 0, 0, first,
+                             tapped, 1};
         void *residual = allocate(TOKENS * HIDDEN * SIZES[t]), *expected;
         for (int j = 0; j < TOKENS; j++)
             memcpy((char *)residual + j * HIDDEN * SIZES[t],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.kv_cache import WindowBlocks
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.cpu.executor import StepExecutor
@@ -62,7 +63,7 @@ class Driver:
 
     def __init__(self, runner: StepExecutor, num_blocks: int, block_size: int) -> None:
         self.runner = runner
-        self.block_size = block_size
+        self.block_size, self.num_blocks = block_size, num_blocks
         self.free_blocks = list(range(num_blocks))
         random.Random(0).shuffle(self.free_blocks)
         self.sequences: dict[str, Sequence] = {}
@@ -103,10 +104,16 @@ class Driver:
         req_ids: list[str] = []
         computed: list[int] = []
         new_blocks: dict[str, list[int]] = {}
+        windows: dict[str, WindowBlocks] = {}
         for request_id, count in num_scheduled.items():
             sequence = self.sequences[request_id]
             assert 1 <= count <= sequence.lacking
             block_ids = self.allocate(sequence, count)
+            if not sequence.is_known_to_runner:
+                windows[request_id] = self.window_blocks(0, sequence.block_ids)
+            elif block_ids:
+                first = len(sequence.block_ids) - len(block_ids)
+                windows[request_id] = self.window_blocks(first, block_ids)
             if sequence.is_known_to_runner:
                 req_ids.append(request_id)
                 computed.append(sequence.num_computed)
@@ -125,6 +132,7 @@ class Driver:
             total_num_scheduled_tokens=sum(num_scheduled.values()),
             preempted_req_ids=self.preempted,
             finished_req_ids=self.finished,
+            scheduled_windows=windows,
         )
         self.preempted, self.finished = [], []
         return output
@@ -134,6 +142,10 @@ class Driver:
         block_ids = [self.free_blocks.pop() for _ in range(needed)]
         sequence.block_ids = sequence.block_ids + block_ids
         return block_ids
+
+    def window_blocks(self, first: int, block_ids: list[int]) -> WindowBlocks:
+        """For layers that have a pool of their own: all of them, and none twice."""
+        return WindowBlocks(first, [self.num_blocks - 1 - block_id for block_id in block_ids])
 
     def new_request_data(self, request_id: str) -> NewRequestData:
         sequence = self.sequences[request_id]

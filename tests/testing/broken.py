@@ -584,6 +584,62 @@ class BeginsWithOldStates(SoundScheduler):
         return output
 
 
+# Windows.
+
+
+@caught_by(r"\w+ has no window block for position \d+")
+class ForgetsWindows(SoundScheduler):
+    """Does not say which blocks layers with a window have got."""
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        output.scheduled_windows.clear()
+        return output
+
+
+_MISSING = (
+    r"\w+ has no window block for position \d+"
+    r"|\w+, behind \d+ tokens, reads position \d+ of its window in block \d+ and finds"
+)
+
+
+@caught_by(_MISSING)
+class GivesWindowsBackTooEarly(SoundScheduler):
+    """Lets go of the block in which a window begins."""
+
+    def schedule(self) -> SchedulerOutput:
+        if (windows := self.kv_cache.windows) is not None:
+            size, length = self.kv_cache.block_size, windows.spec.num_tokens
+            windows._first_seen = (  # type: ignore[method-assign]
+                lambda num_computed: -(-max(num_computed - length + 1, 0) // size)
+            )
+        return super().schedule()
+
+
+@caught_by(r"\d+ blocks for windows leaked|nobody was scheduled for 30 s although")
+class KeepsWindows(SoundScheduler):
+    """Takes the window of whoever ended for that of one that runs."""
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        if (windows := self.kv_cache.windows) is not None:
+            windows.give_back = lambda request: None  # type: ignore[method-assign]
+        return super().finish_requests(request_ids, finished_status)
+
+
+@caught_by(_MISSING)
+class BeginsWithoutItsWindow(SoundScheduler):
+    """Trusts any cached prefix, also where its window is gone."""
+
+    def schedule(self) -> SchedulerOutput:
+        if (windows := self.kv_cache.windows) is not None:
+            windows.num_reached_blocks = (  # type: ignore[method-assign]
+                lambda request, num_blocks: num_blocks
+            )
+        return super().schedule()
+
+
 # Blocks from outside the KV cache.
 
 

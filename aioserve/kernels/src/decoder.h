@@ -14,6 +14,7 @@ typedef struct {
     void *key_cache, *value_cache;
     int64_t q_heads, kv_heads, head_dim, block_size;
     int64_t window;  // 0: none
+    int64_t in_windows;  // its caches have the slots and the table of such layers
     int64_t is_gelu, is_int8;  // the activation; the cache
     float input_eps, post_eps, head_eps, scaling;
     float softcap;  // 0: none
@@ -37,6 +38,8 @@ typedef struct {
     const int64_t *query_start_loc, *seq_lens;     // [rows + 1], [rows]
     const int64_t *sampling;                       // [num_sampling], tokens whose logits are wanted
     const int32_t *block_table;                    // [rows, table_width]
+    const int64_t *window_slots;                   // the same of layers that are `in_windows`
+    const int32_t *window_table;
     int64_t tokens, rows, table_width, num_sampling;
     const adapter_rows *adapters, *sampling_adapters;  // of the tokens; of those of `sampling`
     int64_t num_adapters, num_sampling_adapters;
@@ -90,14 +93,16 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
                 memcpy((T *)step->taps + k * tokens * hidden, residual,
                        tokens * hidden * sizeof(T));
         NAME(adapted)(&layer->qkv, adapters, num, place++, normed, wide, tokens);
-        NAME(rope_store)(wide, layer->cos_sin, step->positions, step->slots, layer->key_cache,
+        const int64_t *slots = layer->in_windows ? step->window_slots : step->slots;
+        const int32_t *table = layer->in_windows ? step->window_table : step->block_table;
+        NAME(rope_store)(wide, layer->cos_sin, step->positions, slots, layer->key_cache,
                         layer->value_cache, tokens, layer->q_heads, layer->kv_heads,
                         layer->head_dim, layer->head_dim, layer->block_size, layer->is_int8,
                         layer->q_norm, layer->k_norm, layer->head_eps);
         if (is_last && !step->num_sampling) return;
         (layer->is_int8 ? NAME(paged_attention_int8) : NAME(paged_attention))(
             wide, layer->qkv.out, layer->head_dim, narrow, layer->key_cache, layer->value_cache,
-            step->block_table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
+            table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
             layer->scaling, layer->window, layer->softcap, layer->sinks);
         if (is_last) {  // nobody attends any more: only the tokens that sample matter from here on

@@ -93,6 +93,7 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("cache.block_size", header.block_size),
         ("cache.enable_prefix_caching", header.enable_prefix_caching),
         ("cache.num_state_slots", header.num_state_slots),
+        *_window_settings(header),
         ("runner.step_base_ms", step_time.base_ms),
         ("runner.step_prefill_token_us", step_time.prefill_token_us),
         ("runner.step_decode_us", step_time.decode_us),
@@ -100,6 +101,15 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("runner.step_query_context_ns", step_time.query_context_ns),
         ("runner.step_prefill_us", step_time.prefill_us),
         ("runner.step_idle_ms", step_time.idle_ms),
+    ]
+
+
+def _window_settings(header: Header) -> list[tuple[str, Any]]:
+    if (windows := header.windows) is None:
+        return []
+    return [
+        ("runner.simulated_window", windows.num_tokens),
+        ("cache.num_window_blocks", windows.num_blocks),
     ]
 
 

@@ -16,7 +16,7 @@ import msgspec
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.core import EngineCore
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.kv_cache import KVCacheManager
+from aioserve.kv_cache import KVCacheManager, WindowSpec
 from aioserve.lab.logs.replies import RepliesRunner
 from aioserve.lab.logs.traffic import Traffic, read_traffic
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
@@ -173,6 +173,15 @@ class _Rerun(RecordSink):
             await asyncio.sleep(when - clock())
             self._recorder.switch(scheduler)
 
+    def _windows(self) -> WindowSpec | None:
+        """Those of the model, in steps of this plan."""
+        header = self._traffic.header
+        if header.windows is None:
+            return None
+        max_chunk = self._config.scheduler.max_chunk(header.max_model_len)
+        num_blocks = self._config.cache.num_window_blocks or header.windows.num_blocks
+        return msgspec.structs.replace(header.windows, max_chunk=max_chunk, num_blocks=num_blocks)
+
     def _make_core(self, clock: Callable[[], float]) -> EngineCore:
         cache, scheduler = self._config.cache, self._config.scheduler
         assert cache.num_kv_blocks is not None
@@ -185,6 +194,7 @@ class _Rerun(RecordSink):
                 enable_prefix_caching=cache.enable_prefix_caching,
                 watermark=cache.watermark,
                 num_state_slots=cache.num_state_slots,
+                windows=self._windows(),
             ),
             max_model_len=self._traffic.header.max_model_len,
             clock=clock,

@@ -5,6 +5,7 @@ Knows the interface. Notes nothing.
 
 import asyncio
 
+from aioserve.kv_cache import WindowSpec
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
@@ -27,6 +28,10 @@ class DelegatingRunner(RunnerInterface):
     @property
     def num_state_slots(self) -> int | None:
         return self._runner.num_state_slots
+
+    @property
+    def windows(self) -> WindowSpec | None:
+        return self._runner.windows
 
     @property
     def tells_prompts(self) -> bool:

@@ -36,7 +36,8 @@ class Blueprint:
         self._step_time = step_time_model(config.runner)
         self.policy = load_policy(config.scheduler.policy)
         self.max_model_len = self.model_info.max_model_len
-        blocks = self.make_runner().num_kv_blocks
+        runner = self.make_runner()
+        blocks = runner.num_kv_blocks
         num_slots = blocks * config.cache.block_size
         if self.max_model_len - 1 > num_slots:  # as the engine's builder has it
             if config.model.max_model_len is not None:
@@ -45,7 +46,7 @@ class Blueprint:
                     "tokens: lower max_model_len or raise num_kv_blocks"
                 )
             self.max_model_len = num_slots
-        self.num_kv_blocks = blocks
+        self.num_kv_blocks, self._windows = blocks, runner.windows
 
     def make_runner(self) -> SimulatedRunner:
         """One of its own for each engine."""
@@ -61,6 +62,7 @@ class Blueprint:
             watermark=cache.watermark,
             record_events=record_events,
             num_state_slots=cache.num_state_slots,
+            windows=self._windows,
         )
 
     def make_scheduler(

@@ -1,7 +1,7 @@
 """What attention is given and must do, wherever it computes. No implementation here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class StepInputs:
     #: Draft tokens by row of the batch: its last packed tokens. It is in S once more for each.
     drafts: dict[int, list[int]] = field(default_factory=dict)
     states: Sequence[StatePieces] = ()  # of a model with states
+    #: The step as layers see it that have blocks of their own: other slots, another table.
+    windows: "StepInputs | None" = None
 
 
 class ModelInputs(NamedTuple):
@@ -86,9 +88,20 @@ class KVCacheSpec:
         )
         return elements * self.dtype.itemsize
 
+    def part(self, layers: Collection[int]) -> "KVCacheSpec":
+        """Of these layers alone."""
+        return KVCacheSpec(tuple(self.layers[layer] for layer in sorted(layers)), self.dtype)
+
     def row(self, head_dim: int) -> int:
         """Elements that K or V of a token and head take."""
         return head_dim + (SCALE_BYTES if self.dtype is torch.int8 else 0)
+
+
+class WindowLayers(NamedTuple):
+    """Layers of a model that have blocks of their own."""
+
+    layers: frozenset[int]
+    num_blocks: int
 
 
 class AttentionOptions(NamedTuple):

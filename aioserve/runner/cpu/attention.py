@@ -22,6 +22,7 @@ from aioserve.runner.attention.backend import (
     KVCacheSpec,
     LayerAttention,
     StepInputs,
+    WindowLayers,
 )
 from aioserve.runner.cpu.kv_memory import KVMemory
 
@@ -37,9 +38,33 @@ class AttentionBackend(LayerAttention):
 
     description = ""  # for the log: what computes, and why nothing faster does
 
-    def __init__(self, memory: KVMemory) -> None:
-        self.memory = memory  # `prepare` trusts that the blocks of its step are committed
-        self.key_caches, self.value_caches = memory.key_caches, memory.value_caches
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_kv_blocks: int,
+        block_size: int,
+        windows: WindowLayers | None = None,
+    ) -> None:
+        """With `windows`, those layers have a pool of their own, and steps say where in it."""
+        own = frozenset[int]() if windows is None else windows.layers
+        others = [layer for layer in range(len(spec.layers)) if layer not in own]
+        # `prepare` trusts that the blocks of its step are committed
+        self.memory = KVMemory(spec.part(others), num_kv_blocks, block_size)
+        self.window_memory: KVMemory | None = None
+        self.window_layers = own
+        places = [(layer, self.memory, index) for index, layer in enumerate(others)]
+        if windows is not None:
+            memory = self.window_memory = KVMemory(spec.part(own), windows.num_blocks, block_size)
+            places += [(layer, memory, index) for index, layer in enumerate(sorted(own))]
+        places.sort(key=lambda place: place[0])
+        self.key_caches = [memory.key_caches[index] for _, memory, index in places]
+        self.value_caches = [memory.value_caches[index] for _, memory, index in places]
+
+    def close(self) -> None:
+        """End the threads of the memory. Idempotent."""
+        self.memory.close()
+        if self.window_memory is not None:
+            self.window_memory.close()
 
     @abstractmethod
     def prepare(self, step: StepInputs) -> None:
@@ -49,13 +74,22 @@ class AttentionBackend(LayerAttention):
 class TorchPagedAttention(AttentionBackend):
     """Gathers whole blocks: what was never written there is zero, so masking can hide it."""
 
-    def __init__(self, spec: KVCacheSpec, num_kv_blocks: int, block_size: int) -> None:
-        super().__init__(KVMemory(spec, num_kv_blocks, block_size))
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_kv_blocks: int,
+        block_size: int,
+        windows: WindowLayers | None = None,
+    ) -> None:
+        super().__init__(spec, num_kv_blocks, block_size, windows)
         self._block_size = block_size
         self._plan: _StepPlan | None = None
+        self._window_plan: _StepPlan | None = None
 
     def prepare(self, step: StepInputs) -> None:
-        self._plan = _StepPlan(step, self._block_size)
+        self._plan = self._window_plan = _StepPlan(step, self._block_size)
+        if step.windows is not None:
+            self._window_plan = _StepPlan(step.windows, self._block_size)
 
     def forward(
         self,
@@ -65,16 +99,17 @@ class TorchPagedAttention(AttentionBackend):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        assert self._plan is not None, "prepare() first"
+        plan = self._window_plan if layer in self.window_layers else self._plan
+        assert plan is not None, "prepare() first"
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
-        slots = self._plan.cache_slots(key.shape[1])
+        slots = plan.cache_slots(key.shape[1])
         _store(key_cache, slots, key)
         _store(value_cache, slots, value)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         shape = _LayerShape(
             options.sliding_window, options.chunk, query.shape[1], key.shape[1], key.shape[2]
         )
-        for group in self._plan.groups(shape):
+        for group in plan.groups(shape):
             for heads in group.passes:
                 _attend(group, heads, query, key_cache, value_cache, out, options)
         return out

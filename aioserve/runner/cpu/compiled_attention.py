@@ -3,25 +3,49 @@
 Knows which shapes the kernels serve; knows nothing about requests or models.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels, KernelsUnavailableError, load_kernels
-from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, StepInputs
+from aioserve.runner.attention.backend import (
+    AttentionOptions,
+    KVCacheSpec,
+    StepInputs,
+    WindowLayers,
+)
 from aioserve.runner.cpu.attention import AttentionBackend, TorchPagedAttention
-from aioserve.runner.cpu.kv_memory import KVMemory
 
 MAX_HEAD_DIM = 256  # beyond, a thread's buffers would outgrow the second-level cache
+
+
+class Tables(NamedTuple):
+    """Where K and V of a step are."""
+
+    slots: Tensor  # int64 [T]
+    blocks: Tensor  # int32 [R, W]
+
+    @classmethod
+    def of(cls, step: StepInputs) -> "Tables":
+        """In memory that numpy and torch share."""
+        blocks = np.ascontiguousarray(step.block_table)
+        return cls(torch.from_numpy(step.slot_mapping), torch.from_numpy(blocks))
 
 
 class CompiledAttention(AttentionBackend):
     """One call of the kernels stores and one attends, whatever a step holds."""
 
     def __init__(
-        self, kernels: Kernels, spec: KVCacheSpec, num_kv_blocks: int, block_size: int
+        self,
+        kernels: Kernels,
+        spec: KVCacheSpec,
+        num_kv_blocks: int,
+        block_size: int,
+        windows: WindowLayers | None = None,
     ) -> None:
-        super().__init__(KVMemory(spec, num_kv_blocks, block_size))
+        super().__init__(spec, num_kv_blocks, block_size, windows)
         self._kernels = kernels
         self._value_dims = [layer.value_head_dim for layer in spec.layers]
 
@@ -37,8 +61,9 @@ class CompiledAttention(AttentionBackend):
         return None
 
     def prepare(self, step: StepInputs) -> None:
-        self._slot_mapping = torch.from_numpy(step.slot_mapping)
-        self.block_table = torch.from_numpy(np.ascontiguousarray(step.block_table))
+        self.tables = self.window_tables = Tables.of(step)
+        if step.windows is not None:
+            self.window_tables = Tables.of(step.windows)
         self.query_start_loc = torch.from_numpy(step.query_start_loc)
         self.seq_lens = torch.from_numpy(step.seq_lens)
 
@@ -50,9 +75,14 @@ class CompiledAttention(AttentionBackend):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        self._kernels.store_kv(_dense(key), self._slot_mapping, self.key_caches[layer])
-        self._kernels.store_kv(_dense(value), self._slot_mapping, self.value_caches[layer])
+        slots = self.tables_of(layer).slots
+        self._kernels.store_kv(_dense(key), slots, self.key_caches[layer])
+        self._kernels.store_kv(_dense(value), slots, self.value_caches[layer])
         return self.attend(layer, _dense(query), options)
+
+    def tables_of(self, layer: int) -> "Tables":
+        """Where K and V of the step are in this layer."""
+        return self.window_tables if layer in self.window_layers else self.tables
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """`forward` once K and V of all T tokens are in the cache, where `rope_store` puts them.
@@ -65,7 +95,7 @@ class CompiledAttention(AttentionBackend):
             query,
             key_cache,
             value_cache,
-            self.block_table,
+            self.tables_of(layer).blocks,
             self.query_start_loc,
             self.seq_lens,
             out,
@@ -79,7 +109,7 @@ class CompiledAttention(AttentionBackend):
 
 
 def create_attention_backend(
-    spec: KVCacheSpec, num_kv_blocks: int, block_size: int
+    spec: KVCacheSpec, num_kv_blocks: int, block_size: int, windows: WindowLayers | None = None
 ) -> AttentionBackend:
     """Allocate the KV cache behind the fastest backend that this machine can run.
 
@@ -91,10 +121,12 @@ def create_attention_backend(
     except KernelsUnavailableError as error:
         obstacle = str(error)
     if obstacle is None:
-        backend: AttentionBackend = CompiledAttention(kernels, spec, num_kv_blocks, block_size)
+        backend: AttentionBackend = CompiledAttention(
+            kernels, spec, num_kv_blocks, block_size, windows
+        )
         backend.description = f"compiled kernels, {kernels.variant}"
     else:
-        backend = TorchPagedAttention(spec, num_kv_blocks, block_size)
+        backend = TorchPagedAttention(spec, num_kv_blocks, block_size, windows)
         backend.description = f"plain torch, without the compiled kernels: {obstacle}"
     return backend
 

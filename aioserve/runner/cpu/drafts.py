@@ -32,4 +32,4 @@ class CpuDraftRunner(DraftRunner):
         return token_ids
 
     def close(self) -> None:
-        self.backend.memory.close()
+        self.backend.close()

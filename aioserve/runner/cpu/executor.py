@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioserve.kv_cache import KVConnectorMetadata
+from aioserve.kv_cache import KVConnectorMetadata, WindowSpec
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.runner.adapter_rows import LoadedAdapters
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
@@ -48,12 +48,16 @@ class StepExecutor:
         eos_token_ids: Sequence[int] = (),
         takes_guesses: bool = True,
         drafter: Drafter | None = None,
+        windows: WindowSpec | None = None,
     ) -> None:
         """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step, and
-        what the `drafter` guesses.
+        what the `drafter` guesses. `windows` are those of the `backend`.
         """
         self._model, self._backend, self._threads = model, backend, threads
-        self._backend.memory.commit(0)  # a first step finds its blocks in memory, too
+        backend.memory.commit(0)  # a first step finds its blocks in memory, too
+        if backend.window_memory is not None:
+            backend.window_memory.commit(0)
+        self.windows = windows
         self._batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -63,6 +67,7 @@ class StepExecutor:
             eos_token_ids=eos_token_ids,
             drafter=drafter,
             has_states=model.states is not None,
+            has_windows=windows is not None,
         )
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter, self._takes_guesses = drafter, takes_guesses
@@ -99,8 +104,7 @@ class StepExecutor:
         masks = self._batch.begin_masks(inputs)
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         vectors: dict[str, Vector] = {}
-        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
-        self._backend.memory.commit(num_written, soon=_highest_new_block(scheduler_output) + 1)
+        self._commit(inputs, scheduler_output)
         self._threads.begin_step()
         self._backend.prepare(inputs)
         try:
@@ -144,6 +148,14 @@ class StepExecutor:
         self._host_blocks = HostBlocks(caches, num_bytes, computed)
         return self._host_blocks
 
+    def _commit(self, inputs: StepInputs, step: SchedulerOutput) -> None:
+        """Have in memory what the step writes, and soon what was given with it."""
+        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
+        self._backend.memory.commit(num_written, soon=_highest_new_block(step) + 1)
+        if inputs.windows is not None and self._backend.window_memory is not None:
+            num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
+            self._backend.window_memory.commit(num_written)
+
     def _transfer(self, transfers: KVConnectorMetadata) -> None:
         assert self._host_blocks is not None, "there is a connector"
         self._backend.memory.commit(1 + max((block for _, block in transfers.loads), default=-1))
@@ -152,7 +164,7 @@ class StepExecutor:
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""
         if hasattr(self, "_backend"):
-            self._backend.memory.close()
+            self._backend.close()
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()

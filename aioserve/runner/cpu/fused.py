@@ -94,7 +94,7 @@ class CompiledOps(PackedOps):
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:
         assert isinstance(attention, CompiledAttention)  # both are chosen by `why_not`
         self._compiled = attention
-        self._positions, self._slots = inputs.positions, inputs.slots
+        self._positions = inputs.positions
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, out: Tensor) -> None:
         self._kernels.rms_norm(x, norm.weight, norm.eps, out)
@@ -117,7 +117,7 @@ class CompiledOps(PackedOps):
             qkv,
             layer.cos_sin,
             self._positions,
-            self._slots,
+            backend.tables_of(index).slots,
             backend.key_caches[index],
             backend.value_caches[index],
             layer.num_heads,

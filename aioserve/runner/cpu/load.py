@@ -15,9 +15,10 @@ from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
+from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.runner.architecture import check_architecture, has_states
-from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec
+from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
@@ -34,6 +35,7 @@ from aioserve.runner.cpu.memory import (
     expected_bytes_per_token,
 )
 from aioserve.runner.cpu.rows import PagedRows
+from aioserve.runner.cpu.windows import find_window_layers, make_window_spec
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.eagle import NUM_TAPS, is_eagle
@@ -92,19 +94,27 @@ def load_on_cpu(
         if draft is not None:
             draft_spec = with_kv_dtype(draft.spec, config)
             bytes_per_token += draft_spec.bytes_per_token + draft.state_bytes
-        num_state_bytes = _make_state_slots(config, model, bytes_per_token)
+        num_other_bytes = _make_state_slots(config, model, bytes_per_token)
+        found = find_window_layers(config, model, info.max_model_len, ranks)
+        window_spec: WindowSpec | None = None
+        window_layers: WindowLayers | None = None
+        if found:
+            bytes_per_token -= spec.part(found).bytes_per_token
+            window_spec, window_layers, num_other_bytes = make_window_spec(
+                config, spec, found, info.max_model_len, bytes_per_token
+            )
         num_blocks = 0
         if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
             in_all = bytes_per_token * num_ranks
-            num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len, num_state_bytes)
+            num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len, num_other_bytes)
         if ranks is not None:
             num_blocks = int(ranks.told_by_first([num_blocks])[0])
         backend: AttentionBackend
         if model.reads_rows:
             backend = PagedRows(spec, num_blocks, block_size)
         else:
-            backend = create_attention_backend(spec, num_blocks, block_size)
-        undo.callback(backend.memory.close)
+            backend = create_attention_backend(spec, num_blocks, block_size, window_layers)
+        undo.callback(backend.close)
         drafter: Drafter | None
         if ranks is not None and not ranks.is_first:
             drafter = None  # its guesses come with the steps
@@ -128,6 +138,7 @@ def load_on_cpu(
         # States cannot be taken back.
         takes_guesses=config.scheduler.depth == 1 and model.states is None,
         drafter=drafter,
+        windows=window_spec,
     )
     num_tokens = num_blocks * block_size
     logger.info(

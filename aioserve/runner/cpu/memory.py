@@ -73,10 +73,10 @@ def _bytes_of_layer(config: Any, itemsize: int, scale_bytes: int) -> int | None:
 
 
 def choose_num_kv_blocks(
-    config: EngineConfig, bytes_per_token: int, max_model_len: int, num_state_bytes: int = 0
+    config: EngineConfig, bytes_per_token: int, max_model_len: int, num_other_bytes: int = 0
 ) -> int:
     """Blocks of the KV pool: the setting, else what fits into the memory meant for it, of which
-    states take a part.
+    states and windows take a part.
 
     Never more than `max_useful_blocks`, unless set. Raises `ConfigError` if not even one fits.
     """
@@ -85,7 +85,7 @@ def choose_num_kv_blocks(
         return cache.num_kv_blocks
     if not bytes_per_token:  # no layer of it keeps any: they only count tokens
         return max_useful_blocks(config, max_model_len)
-    budget = max(_budget(config) - num_state_bytes, 0)
+    budget = max(memory_for_requests(config) - num_other_bytes, 0)
     bytes_per_block = bytes_per_token * cache.block_size
     num_blocks = budget // bytes_per_block
     if num_blocks < 1:
@@ -106,7 +106,7 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
     cache = config.cache
     if cache.num_state_slots is not None:
         return cache.num_state_slots
-    budget = _budget(config) // (2 if is_shared else 1)
+    budget = memory_for_requests(config) // (2 if is_shared else 1)
     num_slots = budget // bytes_per_slot
     if num_slots < 1:
         raise ConfigError(
@@ -117,7 +117,7 @@ def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shar
     return min(num_slots, num_each * config.scheduler.max_num_seqs)
 
 
-def _budget(config: EngineConfig) -> int:
+def memory_for_requests(config: EngineConfig) -> int:
     """Bytes for what is kept of requests."""
     if config.cache.kv_cache_gib is not None:
         return int(config.cache.kv_cache_gib * GIB)

@@ -14,7 +14,6 @@ from aioserve.runner.attention.backend import (
     StepInputs,
 )
 from aioserve.runner.cpu.attention import AttentionBackend
-from aioserve.runner.cpu.kv_memory import KVMemory
 
 
 class PagedRows(AttentionBackend, RowStates):
@@ -23,7 +22,7 @@ class PagedRows(AttentionBackend, RowStates):
     description = "its own"
 
     def __init__(self, spec: KVCacheSpec, num_kv_blocks: int, block_size: int) -> None:
-        super().__init__(KVMemory(spec, num_kv_blocks, block_size))
+        super().__init__(spec, num_kv_blocks, block_size)
         self._block_size = block_size
 
     def prepare(self, step: StepInputs) -> None:

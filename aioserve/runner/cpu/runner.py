@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.grammars import GrammarCompiler
+from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.interface import RunnerInterface
@@ -54,6 +55,11 @@ class ThreadedRunner(RunnerInterface):
     def num_state_slots(self) -> int | None:
         assert self._executor is not None, "load() first"
         return self._executor.num_state_slots
+
+    @property
+    def windows(self) -> WindowSpec | None:
+        assert self._executor is not None, "load() first"
+        return self._executor.windows
 
     @property
     def tells_prompts(self) -> bool:

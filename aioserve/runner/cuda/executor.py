@@ -242,7 +242,7 @@ class StepExecutor:
                 lambda: self._sample(self._compute(plan, attention, asked), sampling)
             )
         self._read_last()
-        result = self._free_results[0]
+        result = self._free_results.popleft()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
         prompts, prompt_words = asked.prompts, None
         if prompts is not None:
@@ -253,7 +253,6 @@ class StepExecutor:
         step_away = LaunchedStep(
             plan, sampling, event, result, began, standing, failed, prompts, prompt_words, copied
         )
-        self._free_results.popleft()  # one that fails before this gives nothing back
         if standing and self._drafter is None:
             self._unread = step_away
         return step_away

@@ -76,6 +76,11 @@ def load_on_cuda(
         )
     device = CudaDevice()
     card = device.card()
+    if config.cache.num_window_blocks is not None:
+        raise ConfigError(
+            f"cache.num_window_blocks is {config.cache.num_window_blocks}, but on a CUDA device "
+            "layers with a sliding window keep all blocks of a request: leave it out"
+        )
     if has_states(info):
         raise ConfigError(
             "layers with states (state-space, linear attention, convolutions) are not served on "

@@ -154,8 +154,8 @@ class DeviceSampler:
         sizes = {name: len(words) + len(words) % 2 for name, words in extras.items()}
         total = sum(sizes.values())
         if total > self._ring_size:
-            self._ring = StagingRing(self._device, 2 * total)
-            self._ring_size = 2 * total  # if there is so much memory
+            self._ring_size = 2 * total
+            self._ring = StagingRing(self._device, self._ring_size)
         buffer = self._ring.take()
         target = torch.empty(total, dtype=torch.int32, device=self._device.torch_device)
         staged, begin = {}, 0

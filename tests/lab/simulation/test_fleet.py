@@ -93,6 +93,7 @@ def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> Non
         {"scheduler": {"victim": "most_remaining"}, "cache": {"watermark": 0.2}},
         {"cache": {"enable_prefix_caching": False}},
         {"cache": {"num_state_slots": 12}},
+        {"cache": {"num_window_blocks": 90}, "runner": {"simulated_window": 40}},
         {"cache": {"block_size": 8, "num_kv_blocks": 121}},
         {"runner": {"step_context_token_us": 0.07, "step_query_context_ns": 1.3}},
         {"runner": {"profile": "example"}},

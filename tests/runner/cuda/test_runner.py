@@ -25,10 +25,9 @@ from aioserve.errors import (
 )
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.outputs import ModelRunnerOutput, RequestOutput
+from aioserve.outputs import RequestOutput
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
-from aioserve.runner.cuda.device import HostBuffer
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.plan import Layout, Limits
@@ -323,34 +322,6 @@ async def test_a_step_that_fails_before_its_launch_fails_alone() -> None:
     with pytest.raises(KeyError):
         await runner.execute_model(make_step(1, "nobody", is_new=False))
     assert (await runner.execute_model(make_step(2, "a"))).req_ids == ["a"]
-    await runner.close()
-
-
-@pytest.mark.parametrize("has_asked_before", [False, True])
-async def test_steps_without_memory_to_ask_or_answer_fail_alone(
-    has_asked_before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = FakeDevice()
-    runner = make_tiny_runner(device)
-    await runner.load()
-    params = SamplingParams(temperature=0, prompt_logprobs=1)
-
-    def no_memory(size: int) -> HostBuffer:
-        raise RuntimeError("of page-locked memory none is left")
-
-    def ask(number: int) -> "asyncio.Future[ModelRunnerOutput]":
-        step = make_step(number, f"r{number}")
-        request = msgspec.structs.replace(step.scheduled_new_reqs[0], sampling_params=params)
-        return runner.execute_model(msgspec.structs.replace(step, scheduled_new_reqs=[request]))
-
-    if has_asked_before:  # else there is no room for the question
-        await ask(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "host_buffer", no_memory)
-        for number in (2, 3, 4):
-            with pytest.raises(RuntimeError, match="none is left"):
-                await ask(number)
-    assert (await ask(5)).prompt_logprobs.keys() == {"r5"}
     await runner.close()
 
 

@@ -1,0 +1,197 @@
+"""Blocks for layers with a sliding window: what has fallen out of it is given back.
+
+Those layers have a pool and block tables of their own, beside those of layers that see everything.
+Knows positions, blocks and hashes; does not know what is in a block, nor who deserves one.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from aioserve.errors import InvariantError
+from aioserve.kv_cache.block_pool import BlockPool
+from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.request import Request
+
+
+class WindowSpec(msgspec.Struct, frozen=True, gc=False):
+    """Of the layers with a sliding window, and of what they get."""
+
+    num_tokens: int  # w: a token sees itself and the w - 1 before it; the most of all layers
+    num_blocks: int  # of their pool
+    max_chunk: int  # most tokens of a request in one step
+    max_drafts: int  # most draft tokens of a request in one step
+
+    def num_decode_blocks(self, block_size: int) -> int:
+        """Most blocks that a request holds behind its prompt."""
+        return self._num_blocks_for(1 + self.max_drafts, block_size)
+
+    def num_request_blocks(self, num_tokens: int, longest: int, block_size: int) -> int:
+        """Most blocks that a request ever holds which is admitted with so many known tokens, and
+        of which `longest` may be computed.
+        """
+        chunk = self._num_blocks_for(min(self.max_chunk, num_tokens), block_size)
+        return min(max(chunk, self.num_decode_blocks(block_size)), -(-longest // block_size))
+
+    def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """Most that steps touch which compute so many tokens of a request."""
+        return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
+
+
+class WindowBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that a request has from a step on, where its table has had none."""
+
+    first: int  # the place of the first of them
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a running request has."""
+
+    first: int  # blocks before this one have fallen out, or were never needed
+    block_ids: list[int]  # from there on
+    num_reserved: int  # it never holds more
+    num_cached: int  # leading blocks that were made findable, or need not be
+    due: int = -1  # once more tokens than these are computed, something is to be done
+    is_new: bool = True  # the runner has not heard of it
+
+
+class WindowPool:
+    """The blocks of such layers. A request reserves as many as it may hold, so that none ever lacks
+    one half-way; once its prompt is computed these are fewer.
+
+    A step gives back what lies before the window of its first token: steps run in order, so nobody
+    writes there before those ahead have read it. What was given back can be found by its hash until
+    it is evicted, the least recently used first.
+    """
+
+    def __init__(self, spec: WindowSpec, block_size: int, *, keeps_prefixes: bool = True) -> None:
+        self.spec = spec
+        self.pool = BlockPool(spec.num_blocks)
+        self._block_size = block_size
+        self._keeps_prefixes = keeps_prefixes
+        self._num_decode_blocks = spec.num_decode_blocks(block_size)
+        self._num_reserved = 0
+        self._held: dict[Request, _Held] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """That nobody who runs has reserved."""
+        return self.pool.num_blocks - self._num_reserved
+
+    def num_needed_blocks(self, request: Request) -> int:
+        """What the request reserves if it is admitted now."""
+        longest = request.max_total_tokens - 1
+        return self.spec.num_request_blocks(request.num_tokens, longest, self._block_size)
+
+    def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
+        """Behind how many of the request's first `num_blocks` blocks it could begin, at most: those
+        in the window of the next token are there. Their hashes must be known. Changes nothing.
+        """
+        hashes, lookup = request.block_hashes, self.pool.lookup
+        first = num_blocks
+        while first > self._first_seen(num_blocks * self._block_size):
+            first -= 1
+            if lookup(hashes[first]) is None:
+                num_blocks = first
+        return num_blocks
+
+    def touch(self, request: Request, num_blocks: int) -> None:
+        """Make what is needed to begin behind so many blocks, as are reached, the last to go."""
+        block_ids = self._find(request, num_blocks)
+        self.pool.touch(block_ids)
+        self.pool.free(block_ids)
+
+    def take(self, request: Request, num_blocks: int) -> None:
+        """Room for a request that begins behind its first `num_blocks` blocks, as are reached.
+        Raises `InvariantError` if it is not free.
+        """
+        num_reserved = self.num_needed_blocks(request)
+        if num_reserved > self.num_free_blocks:
+            raise InvariantError(f"{request!r} is admitted, but its window does not fit")
+        block_ids = self._find(request, num_blocks)
+        self.pool.touch(block_ids)
+        self._num_reserved += num_reserved
+        first = num_blocks - len(block_ids)
+        self._held[request] = _Held(first, block_ids, num_reserved, num_blocks)
+
+    def give_back(self, request: Request) -> None:
+        """All that the request has, if it has any. What can be found still can."""
+        if (held := self._held.pop(request, None)) is not None:
+            self._num_reserved -= held.num_reserved
+            self.pool.free(reversed(held.block_ids))
+
+    def plan(self, tokens: dict[Request, int]) -> dict[str, WindowBlocks]:
+        """What the runner must be told of a step that computes so many tokens of each, by id.
+
+        Called once, when it is certain who runs. What the step leaves can be found from the next
+        one on: steps run in order.
+        """
+        told: dict[str, WindowBlocks] = {}
+        for request, num_tokens in tokens.items():
+            held = self._held[request]
+            if request.num_computed_tokens > held.due:
+                place, block_ids = self._move(request, held, num_tokens)
+                if held.is_new:
+                    place, block_ids = held.first, held.block_ids.copy()
+                    held.is_new = False
+                if block_ids:
+                    told[request.request_id] = WindowBlocks(place, block_ids)
+        return told
+
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of the first `num_tokens` tokens, known and computed, findable."""
+        held, end = self._held[request], num_tokens // self._block_size
+        begin = max(held.num_cached, held.first)
+        if begin >= end or not self._keeps_prefixes:
+            return
+        hash_blocks(request, end, self._block_size)
+        block_ids = held.block_ids[begin - held.first : end - held.first]
+        self.pool.register(block_ids, request.block_hashes[begin:end])
+        held.num_cached = end
+
+    def _move(self, request: Request, held: _Held, num_tokens: int) -> tuple[int, list[int]]:
+        """Give back what this step does not read, get what it writes; returns the new blocks and
+        the place of the first.
+        """
+        size, end = self._block_size, request.num_computed_tokens
+        begin = end - num_tokens
+        self.cache(request, min(begin, request.num_tokens))
+        num_fallen = self._first_seen(begin) - held.first
+        if num_fallen > 0:
+            self.pool.free(held.block_ids[:num_fallen])
+            del held.block_ids[:num_fallen]
+            held.first += num_fallen
+        if begin >= request.num_tokens - 1 and held.num_reserved > self._num_decode_blocks:
+            self._num_reserved -= held.num_reserved - self._num_decode_blocks
+            held.num_reserved = self._num_decode_blocks
+        place = held.first + len(held.block_ids)
+        num_new = -(-end // size) - place
+        if len(held.block_ids) + num_new > held.num_reserved:
+            raise InvariantError(
+                f"{request!r} needs {len(held.block_ids) + num_new} blocks for its window, "
+                f"{held.num_reserved} are reserved"
+            )
+        block_ids = self.pool.allocate(num_new) if num_new > 0 else []
+        held.block_ids += block_ids
+        self.cache(request, min(end, request.num_tokens))
+        # Behind a prompt there is something to do only where a block is full.
+        is_decoding = held.num_reserved <= self._num_decode_blocks
+        held.due = (held.first + len(held.block_ids)) * size if is_decoding else end
+        return place, block_ids
+
+    def _find(self, request: Request, num_blocks: int) -> list[int]:
+        """What must be there to begin behind so many blocks."""
+        first = self._first_seen(num_blocks * self._block_size)
+        found = map(self.pool.lookup, request.block_hashes[first:num_blocks])
+        return [block_id for block_id in found if block_id is not None]
+
+    def _first_seen(self, num_computed: int) -> int:
+        """The first block of which the token behind so many sees something."""
+        return max(num_computed - self.spec.num_tokens + 1, 0) // self._block_size

@@ -1,0 +1,98 @@
+"""Which layers keep only their sliding window, and how memory is shared between them and others.
+
+Knows how layers call for attention, settings and sizes. Knows no tensors and no requests.
+"""
+
+import logging
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.kv_cache import WindowSpec
+from aioserve.runner.attention.backend import KVCacheSpec, WindowLayers
+from aioserve.runner.cpu.memory import MIB, memory_for_requests
+from aioserve.runner.kv_pool import window_spec
+from aioserve.runner.served_model import ServedModel
+from aioserve.runner.tensor_parallel.group import Ranks
+
+logger = logging.getLogger(__name__)
+
+TYPICAL_TOKENS = 2048  # of a request, for which both pools are made to last; a guess
+
+
+def find_window_layers(
+    config: EngineConfig, model: ServedModel, max_model_len: int, ranks: Ranks | None
+) -> dict[int, int]:
+    """The layers that have a pool of their own, with their windows in tokens; none where that does
+    not go or does not pay. Raises `ConfigError` if the settings want it nevertheless.
+    """
+    found = {
+        layer: call.options.sliding_window
+        for layer, call in enumerate(model.attention_calls)
+        if call.options.sliding_window is not None
+    }
+    wanted = config.cache.num_window_blocks
+    if max(found.values(), default=max_model_len) >= max_model_len:
+        if wanted is not None:
+            raise ConfigError(
+                f"cache.num_window_blocks is {wanted}, but no layer of {model.name} has a sliding "
+                f"window shorter than max_model_len ({max_model_len}): leave it out"
+            )
+        return {}
+    obstacles = {
+        "runner.tensor_parallel_size is more than 1": ranks is not None,
+        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
+        "it has layers with states": model.states is not None,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            if wanted is not None:
+                raise ConfigError(
+                    f"cache.num_window_blocks is {wanted}, but blocks of windows are not served "
+                    f"where {obstacle}: leave it out"
+                )
+            logger.info(
+                "%s: layers with a sliding window keep all blocks of a request, as %s",
+                model.name,
+                obstacle,
+            )
+            return {}
+    return found
+
+
+def make_window_spec(
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    windows: dict[int, int],
+    max_model_len: int,
+    other_bytes_per_token: int,
+) -> tuple[WindowSpec, WindowLayers, int]:
+    """What those layers get, and its bytes: the setting, else what all requests can use, as far as
+    the memory for them lasts beside what others keep of as many requests of `TYPICAL_TOKENS`.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    size = cache.block_size
+    bytes_per_block = spec.part(windows).bytes_per_token * size
+    own = window_spec(config, max_model_len, max(windows.values()), cache.num_window_blocks)
+    if cache.num_window_blocks is None:
+        least = own.num_request_blocks(max_model_len, max_model_len, size)
+        if cache.num_kv_blocks is not None:
+            most = cache.num_kv_blocks  # as many as without a pool of their own
+        else:
+            typical = min(TYPICAL_TOKENS, max_model_len) * scheduler.max_num_seqs
+            wanted = own.num_blocks * bytes_per_block
+            share = wanted / (wanted + typical * other_bytes_per_token)
+            most = int(memory_for_requests(config) * share) // bytes_per_block
+        num_blocks = min(own.num_blocks, max(most, least))
+        own = window_spec(config, max_model_len, own.num_tokens, num_blocks)
+    num_bytes = own.num_blocks * bytes_per_block
+    logger.info(
+        "%d of %d layers see %d tokens: %d KV blocks of their own, for %d requests, up to "
+        "%.0f MiB as they fill",
+        len(windows),
+        len(spec.layers),
+        own.num_tokens,
+        own.num_blocks,
+        own.num_blocks // min(own.num_decode_blocks(size), -(-max_model_len // size)),
+        num_bytes / MIB,
+    )
+    return own, WindowLayers(frozenset(windows), own.num_blocks), num_bytes
