@@ -21,7 +21,7 @@ LIMITS = {
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 14_150,
+    "aioserve/runner": 14_190,
     "aioserve/scheduler": 2_560,
     "aioserve/server": 7_510,
     "aioserve/testing": 3_580,
@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_300,
     "policies": 650,
-    "tests": 37_700,
+    "tests": 37_760,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -6,6 +6,7 @@ from aioserve.config import EngineConfig
 from aioserve.kv_cache import WindowSpec
 
 PREFIX_SHARE = 0.25  # of what all requests can use: room for prefixes of those that have left
+TYPICAL_TOKENS = 2048  # of a request, for which several pools are made to last as long; a guess
 
 
 def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
@@ -19,8 +20,8 @@ def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
 def window_spec(
     config: EngineConfig, max_model_len: int, num_tokens: int, num_blocks: int | None = None
 ) -> WindowSpec:
-    """Of layers that see `num_tokens` tokens, with so many blocks; by default what `max_num_seqs`
-    requests use behind their prompts, two steps full of prompts, and `PREFIX_SHARE` of it more.
+    """Of layers that see `num_tokens` tokens, with so many blocks; by default as many as
+    `max_num_seqs` requests use.
     """
     spec = WindowSpec(
         num_tokens,
@@ -33,10 +34,22 @@ def window_spec(
         ),
     )
     if num_blocks is None:
-        size = config.cache.block_size
-        each = min(spec.num_decode_blocks(size), -(-max_model_len // size))
-        largest = spec.num_request_blocks(max_model_len, max_model_len, size)
-        num_blocks = config.scheduler.max_num_seqs * each + 2 * (largest - each)
-        if config.cache.enable_prefix_caching:
-            num_blocks += int(num_blocks * PREFIX_SHARE)
+        num_seqs = config.scheduler.max_num_seqs
+        num_blocks = useful_window_blocks(config, spec, max_model_len, num_seqs)
     return msgspec.structs.replace(spec, num_blocks=num_blocks)
+
+
+def useful_window_blocks(
+    config: EngineConfig, spec: WindowSpec, max_model_len: int, num_seqs: int
+) -> int:
+    """What so many requests use behind their prompts, with room for two prompts of
+    `TYPICAL_TOKENS`, and `PREFIX_SHARE` of it more; one of `max_model_len` fits at least.
+    """
+    size = config.cache.block_size
+    longest = -(-max_model_len // size)
+    each = min(spec.num_decode_blocks(size), longest)
+    prompt = spec.num_request_blocks(min(TYPICAL_TOKENS, max_model_len), max_model_len, size)
+    num_blocks = num_seqs * each + 2 * (prompt - each)
+    if config.cache.enable_prefix_caching:
+        num_blocks += int(num_blocks * PREFIX_SHARE)
+    return max(num_blocks, spec.num_request_blocks(max_model_len, max_model_len, size))

@@ -99,10 +99,11 @@ def load_on_cpu(
         window_spec: WindowSpec | None = None
         window_layers: WindowLayers | None = None
         if found:
-            bytes_per_token -= spec.part(found).bytes_per_token
-            window_spec, window_layers, num_other_bytes = make_window_spec(
-                config, spec, found, info.max_model_len, bytes_per_token
-            )
+            others = bytes_per_token - spec.part(found).bytes_per_token
+            made = make_window_spec(config, spec, found, info.max_model_len, others)
+            if made is not None:
+                window_spec, window_layers, num_other_bytes = made
+                bytes_per_token = others
         num_blocks = 0
         if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
             in_all = bytes_per_token * num_ranks

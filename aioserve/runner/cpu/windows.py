@@ -10,13 +10,11 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, WindowLayers
 from aioserve.runner.cpu.memory import MIB, memory_for_requests
-from aioserve.runner.kv_pool import window_spec
+from aioserve.runner.kv_pool import TYPICAL_TOKENS, useful_window_blocks, window_spec
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
-
-TYPICAL_TOKENS = 2048  # of a request, for which both pools are made to last; a guess
 
 
 def find_window_layers(
@@ -65,12 +63,12 @@ def make_window_spec(
     windows: dict[int, int],
     max_model_len: int,
     other_bytes_per_token: int,
-) -> tuple[WindowSpec, WindowLayers, int]:
-    """What those layers get, and its bytes: the setting, else what all requests can use, as far as
-    the memory for them lasts beside what others keep of as many requests of `TYPICAL_TOKENS`.
+) -> tuple[WindowSpec, WindowLayers, int] | None:
+    """What those layers get, and its bytes: the setting, else what as many requests use as the
+    memory lasts for beside what others keep of them, each of `TYPICAL_TOKENS`. None if there is
+    too little for the steps of the longest request.
     """
-    cache, scheduler = config.cache, config.scheduler
-    size = cache.block_size
+    cache, size = config.cache, config.cache.block_size
     bytes_per_block = spec.part(windows).bytes_per_token * size
     own = window_spec(config, max_model_len, max(windows.values()), cache.num_window_blocks)
     if cache.num_window_blocks is None:
@@ -78,10 +76,29 @@ def make_window_spec(
         if cache.num_kv_blocks is not None:
             most = cache.num_kv_blocks  # as many as without a pool of their own
         else:
-            typical = min(TYPICAL_TOKENS, max_model_len) * scheduler.max_num_seqs
-            wanted = own.num_blocks * bytes_per_block
-            share = wanted / (wanted + typical * other_bytes_per_token)
-            most = int(memory_for_requests(config) * share) // bytes_per_block
+            memory = memory_for_requests(config)
+            needed = least * bytes_per_block + max_model_len * other_bytes_per_token
+            if needed > memory:
+                logger.info(
+                    "%d layers see %d tokens, but keep all blocks of a request: steps of up to %d "
+                    "tokens of one need %.0f MiB, there are %.0f (max_num_batched_tokens)",
+                    len(windows),
+                    own.num_tokens,
+                    own.max_chunk,
+                    needed / MIB,
+                    memory / MIB,
+                )
+                return None
+            num_seqs = config.scheduler.max_num_seqs
+            prompts = useful_window_blocks(config, own, max_model_len, 0)
+            each = (own.num_blocks - prompts) * bytes_per_block / num_seqs
+            each += min(TYPICAL_TOKENS, max_model_len) * other_bytes_per_token
+            rest = max(memory - prompts * bytes_per_block, 0)
+            num_seqs = min(int(rest / max(each, 1)), num_seqs)
+            most = min(
+                useful_window_blocks(config, own, max_model_len, num_seqs),
+                (memory - max_model_len * other_bytes_per_token) // bytes_per_block,
+            )
         num_blocks = min(own.num_blocks, max(most, least))
         own = window_spec(config, max_model_len, own.num_tokens, num_blocks)
     num_bytes = own.num_blocks * bytes_per_block
