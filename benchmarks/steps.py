@@ -25,17 +25,21 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class Case(NamedTuple):
-    """One kind of step: `decodes` at `context` beside `prompt` tokens of a new request."""
+    """One kind of step: `decodes` at `context` beside `prompt` tokens of a new request. The first
+    `shared` tokens of the decodes, whole blocks, are in the same ones.
+    """
 
     decodes: int
     context: int
     prompt: int = 0
+    shared: int = 0
 
     @property
     def name(self) -> str:
         """For people."""
         parts = [f"decode {self.decodes} at {self.context}"] if self.decodes else []
         parts += [f"prefill {self.prompt}"] if self.prompt else []
+        parts += [f"{self.shared} shared"] if self.shared else []
         return " + ".join(parts)
 
     @property
@@ -49,6 +53,8 @@ CASES = [
     Case(16, 8192),
     *(Case(0, 0, prompt) for prompt in (512, 2048, 8192)),
     Case(16, 512, 256),
+    Case(8, 1088),
+    Case(8, 1088, shared=1024),
 ]
 
 
@@ -128,7 +134,11 @@ class CaseSteps:
             rng.randrange(16, vocab_size) for _ in range(max(case.prompt, case.context))
         ]
         blocks_each = -(-(case.context + MAX_STEPS) // BLOCK_SIZE)
-        tables = [blocks[i * blocks_each : (i + 1) * blocks_each] for i in range(case.decodes)]
+        num_shared = case.shared // BLOCK_SIZE
+        tables = [
+            blocks[:num_shared] + blocks[i * blocks_each + num_shared : (i + 1) * blocks_each]
+            for i in range(case.decodes)
+        ]
         self._prompt_blocks = blocks[case.decodes * blocks_each :][: -(-case.prompt // BLOCK_SIZE)]
         self._num_computed = {f"decode-{i}": case.context for i in range(case.decodes)}
         self._num_steps = 0
@@ -180,7 +190,7 @@ def _new(name: str, tokens: list[int], num_computed: int, block_ids: list[int]) 
 
 def floor(case: Case, chunk: int, floors: Floors) -> tuple[float, float]:
     """Seconds of the case's products, and of its attention."""
-    decodes = [(1, case.context)] * case.decodes
+    decodes = [(1, case.context - case.shared)] * case.decodes + [(1, case.shared)]
     if not case.prompt:
         return floors.linear(case.decodes, case.decodes).median, floors.attention(decodes)
     linear = attention = 0.0

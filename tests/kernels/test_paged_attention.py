@@ -140,6 +140,24 @@ def test_a_row_gets_the_same_bits_alone_and_with_any_number_of_threads(
     assert torch.equal(torch.cat(alone), together)
 
 
+@DTYPES
+@pytest.mark.parametrize(("heads", "block_size"), [((6, 2), 16), ((9, 1), 200)])
+def test_rows_that_share_a_prefix_get_the_bits_that_each_gets_alone(
+    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int], block_size: int
+) -> None:
+    lengths = [1100, 530, 513, 40, 1025, 512, 1090, 620]
+    step = make_step([*((1, length) for length in lengths), (3, 700), (20, 600), (3, 640)],
+                     dtype, heads, (32, 32), block_size)  # fmt: skip
+    tokens, table = step.query_start_loc.diff(), step.block_table
+    for row, whole in enumerate(((step.seq_lens - tokens) // block_size).tolist()):
+        table[row, :whole] = table[[0, 6][row % 2], :whole]  # two prefixes, in turn
+    sinks = torch.linspace(-1, 1, heads[0])
+    alone = [step.run(kernels, slice(row, row + 1), sinks=sinks) for row in range(len(table))]
+    together = step.run(kernels, sinks=sinks)
+    assert bool(together.isfinite().all())
+    assert torch.equal(torch.cat(alone), together)
+
+
 def test_queries_may_lie_in_a_wider_row(kernels: Kernels) -> None:
     step = make_step(MIXED, torch.bfloat16)
     wide = torch.cat([step.query, torch.zeros_like(step.query)], dim=1)[:, :6]

@@ -1,16 +1,18 @@
 // Attention of packed queries over a paged KV cache, after FlashAttention-2 (Dao, 2023) and
-// Flash-Decoding. Included twice per element type: T, LOAD, STORE, NAME; PAIRS where dot products
-// of bfloat16 pairs exist: a lane of 32 bits is then two numbers, else one float. First for K and V
+// Flash-Decoding. Included twice per element type: T, LOAD, STORE, NAME; DOTS where dot products
+// of bfloat16 pairs pay: a lane of 32 bits is then two numbers, else one float. First for K and V
 // as they are, then as codes (codes.h): CODES; K, LOAD_K, ROW, OVER. Codes are whole numbers, so
 // they are exact in every type: scores are multiplied by the scales of their keys, and weights by
 // those of their values.
 //
 // The work is cut into items: some queries of one row, all their heads of one KV head, a range of
-// keys. An item walks its keys in tiles, each packed once for all of its queries, or read directly
-// for few (direct.h, direct_pairs.h). Where a tile or an item begins depends on positions alone:
-// a token's result does not depend on the other rows of the step, nor on the number of threads.
+// keys. Rows of few queries that read the same blocks there, a prefix in common, are one item. An
+// item walks its keys in tiles, each packed once for all of its queries, or read directly for few
+// (direct.h, direct_pairs.h). Where a tile or an item begins depends on positions alone, and how a
+// query meets it on its own row: a token's result does not depend on the other rows of the step,
+// nor on the number of threads.
 
-#ifdef PAIRS
+#ifdef DOTS
 #define STEP 2  // numbers per lane
 #define EXP2 exp2_rough
 #define MULTIPLY multiply_pairs
@@ -66,12 +68,12 @@ INLINE void OVER(prefetch)(const K *row, int64_t n) {
 
 // Up to W * STEP of the `n` numbers at x, the rest 0.
 INLINE vf OVER(load_lanes)(const K *x, int64_t n) {
-#if defined(PAIRS) && defined(CODES)
+#if defined(DOTS) && defined(CODES)
     __m256i codes = _mm256_zextsi128_si256(_mm_loadu_si128((const void *)x));
     if (n >= W * STEP) codes = _mm256_loadu_si256((const void *)x);
     vi both = (vi)_mm512_cvtepu16_epi32(codes);
     return (vf)((vu)to_floats(both << 24 >> 24) >> 16 | (vu)to_floats(both << 16 >> 24));
-#elif defined(PAIRS)
+#elif defined(DOTS)
     if (n < W * STEP) return (vf)_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)x));
     return load_f32((const float *)x);
 #else
@@ -103,7 +105,7 @@ static void OVER(pack_values)(const K *const *values, const K *const *next, int6
     for (int64_t key = 0; key < count; key += STEP) {
         for (int i = 0; i < STEP; i++) OVER(prefetch)(next[key + i], value_dim);
         for (int64_t d = 0; d < value_dim; d += W, packed += W) {
-#ifdef PAIRS
+#ifdef DOTS
             vu low = (vu)LOAD_K(values[key] + d), high = (vu)LOAD_K(values[key + 1] + d);
             store_f32(packed, (vf)(low >> 16 | high));
 #else
@@ -158,7 +160,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     const int64_t group = args->q_heads / args->kv_heads, rows = work->tokens * group;
     const int64_t key_dim = args->key_dim, value_dim = args->value_dim;
     const int64_t position = work->position;
-    const int is_direct = rows <= DIRECT_ROWS && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
+    const int is_direct = work->is_direct && key_dim % (2 * W) == 0 && value_dim % (2 * W) == 0;
     const int most = is_direct ? DIRECT_ROWS : MAX_ROWS, step = is_direct ? DIRECT_STEP : STEP;
     const int64_t lanes = key_dim / step, padded_lanes = (lanes + W - 1) / W * W;
 
@@ -172,7 +174,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = work->kv_head * group + r % group;
         const T *query = (const T *)args->query +
-                         (work->first_token + r / group) * args->query_token_stride +
+                         work->queries[r / group] * args->query_token_stride +
                          head * args->query_head_stride;
         if (step == 2) memcpy(queries + r * lanes, query, key_dim * sizeof(T));
         else for (int64_t d = 0; d < key_dim; d += W)
@@ -232,8 +234,8 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             from = from / 16 * 16;
             to = (to + 15) / 16 * 16;
             if (is_direct)
-                SCORE_KEYS(mr, queries, key_rows + from, next_keys + from, to - from, lanes,
-                           scores + from);
+                SCORE_KEYS(mr, queries + r * lanes, key_rows + from, next_keys + from, to - from,
+                           lanes, scores + from);
             else
                 MULTIPLY(mr, queries + r * lanes, lanes, keys + from, TILE, lanes, to - from,
                                0, scores + from, TILE);
@@ -248,7 +250,7 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
             }
             if (is_direct)
                 WEIGH_VALUES(mr, weights + from / step, value_rows + from, next_values + from,
-                             to - from, scales, out, value_dim);
+                             to - from, scales, out + r * value_dim, value_dim);
             else
                 MULTIPLY(mr, weights + from / STEP, TILE / STEP,
                                values + from / STEP * value_dim, value_dim, (to - from) / STEP,
@@ -256,34 +258,36 @@ static void OVER(attend_item)(const attention *args, const item *work, const ite
         }
     }
 
-#if !defined(PAIRS) && !defined(CODES)
+#if !defined(DOTS) && !defined(CODES)
     if (is_direct)
         for (int64_t d = 0; d < rows * value_dim; d += PART) ORDER_PARTS(out + d);
 #endif
     for (int64_t r = 0; r < rows; r++) {
         float total = sum(load_f32(totals + r * W));
-        if (work->partial) {  // other pieces of this context are elsewhere
-            memcpy(work->partial + r * value_dim, out + r * value_dim, value_dim * sizeof(float));
-            work->partial[rows * value_dim + r] = maxima[r];
-            work->partial[rows * (value_dim + 1) + r] = total;
+        int64_t token = work->queries[r / group], head = work->kv_head * group + r % group;
+        if (work->pieces > 1) {  // other pieces of this context are elsewhere
+            int64_t place = work->piece * args->q_heads + head;
+            float *sums = work->partials[token] + place * (value_dim + 2);
+            memcpy(sums, out + r * value_dim, value_dim * sizeof(float));
+            sums[value_dim] = maxima[r], sums[value_dim + 1] = total;
             continue;
         }
-        T *result = (T *)args->out + ((work->first_token + r / group) * args->q_heads +
-                                      work->kv_head * group + r % group) * value_dim;
+        T *result = (T *)args->out + (token * args->q_heads + head) * value_dim;
         for (int64_t d = 0; d < value_dim; d += W)
             STORE(result + d, load_f32(out + r * value_dim + d) * (1.f / total));
     }
 }
 
 #ifndef CODES
-// Put together the pieces of one context, first to last.
-static void NAME(combine)(const attention *args, const item *pieces, int64_t count) {
-    const int64_t group = args->q_heads / args->kv_heads, rows = pieces->tokens * group;
-    const int64_t value_dim = args->value_dim, size = rows * (value_dim + 2);
-    for (int64_t r = 0; r < rows; r++) {
-        T *result = (T *)args->out + ((pieces->first_token + r / group) * args->q_heads +
-                                      pieces->kv_head * group + r % group) * value_dim;
-        const float *maxima = pieces->partial + rows * value_dim + r, *totals = maxima + rows;
+// Put together the pieces of one context, first to last; `work` is the last.
+static void NAME(combine)(const attention *args, const item *work) {
+    const int64_t group = args->q_heads / args->kv_heads, value_dim = args->value_dim;
+    const int64_t count = work->pieces, size = args->q_heads * (value_dim + 2);
+    for (int64_t r = 0; r < work->tokens * group; r++) {
+        int64_t token = work->queries[r / group], head = work->kv_head * group + r % group;
+        T *result = (T *)args->out + (token * args->q_heads + head) * value_dim;
+        const float *sums = work->partials[token] + head * (value_dim + 2);
+        const float *maxima = sums + value_dim, *totals = maxima + 1;
         float max = NOTHING_SEEN, total = 0, shares[count];
         for (int64_t i = 0; i < count; i++) max = maxima[i * size] > max ? maxima[i * size] : max;
         for (int64_t i = 0; i < count; i++) {
@@ -292,8 +296,7 @@ static void NAME(combine)(const attention *args, const item *pieces, int64_t cou
         }
         for (int64_t d = 0; d < value_dim; d += W) {
             vf v = {0};
-            for (int64_t i = 0; i < count; i++)
-                v += shares[i] * load_f32(pieces->partial + i * size + r * value_dim + d);
+            for (int64_t i = 0; i < count; i++) v += shares[i] * load_f32(sums + i * size + d);
             STORE(result + d, v / total);
         }
     }
@@ -327,10 +330,11 @@ void OVER(paged_attention)(const T *query, int64_t query_token_stride, int64_t q
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < work.count; i++)
-            if (work.items[i].partial && work.items[i].piece == 0)
-                NAME(combine)(&args, work.items + i, work.items[i].pieces);
+            if (work.items[i].pieces > 1 && work.items[i].piece == work.items[i].pieces - 1)
+                NAME(combine)(&args, work.items + i);
     }
     free(work.items);
+    free(work.rows);
 }
 
 #undef STEP

@@ -1,10 +1,13 @@
 // All kernels for one element type: T, LOAD, LOAD_PART, ORDER_PARTS, STORE, DEPTH, NAME.
 #include "linear_blocks.h"
 #ifdef PAIRS
-#include "direct_pairs.h"
 #include "linear_pairs.h"
 #else
 #include "linear.h"
+#endif
+#ifdef DOTS
+#include "direct_pairs.h"
+#else
 #include "direct.h"
 #endif
 #include "elementwise.h"

@@ -2,6 +2,7 @@
 #pragma once
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 #include "vector.h"
 
 // Measured, on Zen 5 with heads of 64:
@@ -12,6 +13,7 @@
 #define ITEM_ROWS 192     // queries times heads of one item: each tile is packed once for all
 #define MAX_ROWS 6        // of one product in registers
 #define DIRECT_ROWS 8     // queries times heads, up to which K and V are read as they lie
+#define SHARED_ROWS 24    // queries times heads of rows that read the same piece together
 #if W == 16 || defined(__aarch64__)  // 32 registers, else 16
 #define MAX_VECTORS 4
 #else
@@ -34,21 +36,32 @@ typedef struct {
     const float *sinks;  // [q_heads] or null
 } attention;
 
+// One row of the step.
 typedef struct {
-    const int32_t *blocks;         // of its row
+    const int32_t *blocks;
+    int64_t first_token, tokens, seq_len, block_size;
+    int64_t whole;           // leading pieces of which all of its queries see everything
+    const int64_t *queries;  // its packed tokens
+} row;
+
+typedef struct {
+    const int32_t *blocks;         // of its row, or of rows that read the same
     int64_t kv_head;
-    int64_t first_token, tokens;   // packed queries
-    int64_t position;              // of the first
+    const int64_t *queries;        // packed tokens
+    int64_t tokens;                // how many
+    int64_t position;              // of the first, if they are of one row; else behind all keys
     int64_t first_key, end_key;    // positions that any of its queries may see
     int64_t tile;                  // keys at a time, up to TILE
-    int64_t piece, pieces;         // which part of the context this is
-    float *partial;                // where its sums go, if there are several
+    int is_direct;                 // K and V are read as they lie
+    int64_t piece, pieces;         // which part of the context of a row this is
+    float *const *partials;        // by packed token: where its sums go, if there are several
 } item;
 
 typedef struct {
-    item *items;  // to be freed; the partial sums lie behind them
-    int64_t count;
-    int64_t size;  // products of all items, about
+    item *items;
+    row *rows;
+    int64_t count;  // of items
+    int64_t size;   // products of all items, about
 } plan;
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -61,67 +74,115 @@ INLINE int64_t first_seen(const attention *args, int64_t position) {
 }
 
 // Keys at a time, of `count`. About as many each, as what is next is fetched beside them.
-static int64_t tile_of(int64_t count, int64_t tokens) {
-    if (tokens > FEW_QUERIES) return TILE;
+static int64_t tile_of(int64_t count) {
     int64_t tiles = count < SMALL_TILE ? 1 : count / SMALL_TILE;
     return ((count + tiles - 1) / tiles + 15) / 16 * 16;
 }
 
-// Fill in the items of one row, if `items` is not null. Returns their number.
-static int64_t plan_row(const attention *args, const int32_t *blocks, int64_t first_token,
-                        int64_t tokens, int64_t seq_len, item *items, float **partials) {
+// Fill in the items of a row of many queries, if `items` is not null. Returns their number.
+static int64_t plan_many(const attention *args, const row *own, item *items) {
     int64_t group = args->q_heads / args->kv_heads, count = 0;
-    int64_t at_once = tokens;
-    if (tokens > FEW_QUERIES) at_once = ITEM_ROWS / group > 1 ? ITEM_ROWS / group : 1;
+    int64_t at_once = larger(ITEM_ROWS / group, 1);
     // the last queries see most: begin with them, so that the threads end together
-    for (int64_t block = (tokens - 1) / at_once; block >= 0; block--) {
-        item work = {.blocks = blocks, .first_token = first_token + block * at_once};
-        work.tokens = smaller(at_once, tokens - block * at_once);
-        work.position = seq_len - tokens + block * at_once;
-        int64_t end = work.position + work.tokens, begin = first_seen(args, work.position);
-        int64_t length = tokens > FEW_QUERIES ? end : PIECE, first_piece = begin / length;
-        work.pieces = (end - 1) / length - first_piece + 1;
-        for (work.kv_head = 0; work.kv_head < args->kv_heads; work.kv_head++)
-            for (work.piece = 0; work.piece < work.pieces; work.piece++, count++) {
-                if (!items) continue;
-                int64_t start = (first_piece + work.piece) * length;
-                work.first_key = start > begin ? start : begin;
-                work.end_key = smaller(start + length, end);
-                work.tile = tile_of(work.end_key - work.first_key / 16 * 16, tokens);
-                if (work.pieces > 1) {
-                    work.partial = *partials;
-                    *partials += work.tokens * group * (args->value_dim + 2);
-                }
-                items[count] = work;
-            }
+    for (int64_t block = (own->tokens - 1) / at_once; block >= 0; block--) {
+        item work = {.blocks = own->blocks, .queries = own->queries + block * at_once};
+        work.tokens = smaller(at_once, own->tokens - block * at_once);
+        work.position = own->seq_len - own->tokens + block * at_once;
+        work.first_key = first_seen(args, work.position);
+        work.end_key = work.position + work.tokens;
+        work.tile = TILE;
+        work.is_direct = work.tokens * group <= DIRECT_ROWS;
+        work.pieces = 1;
+        for (; work.kv_head < args->kv_heads; work.kv_head++, count++)
+            if (items) items[count] = work;
     }
     return count;
 }
 
+// Whether a piece is the same memory for two rows of as many queries, which all see all of it.
+INLINE int is_shared(const row *a, const row *b, int64_t piece) {
+    if (a->tokens != b->tokens || piece >= smaller(a->whole, b->whole)) return 0;
+    int64_t first = piece * PIECE / a->block_size;
+    int64_t end = ((piece + 1) * PIECE - 1) / a->block_size + 1;
+    return !memcmp(a->blocks + first, b->blocks + first, (end - first) * sizeof *a->blocks);
+}
+
+// The same of rows[r] of few queries. Its context is cut into pieces. What it shares with the row
+// before is in an item of that one, but for every so many rows, which begin new ones.
+static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64_t end,
+                        float *const *partials, item *items) {
+    const row *own = rows + r;
+    int64_t per_row = own->tokens * (args->q_heads / args->kv_heads), count = 0;
+    int64_t at_once = larger(SHARED_ROWS / per_row, 1);
+    int64_t position = own->seq_len - own->tokens, begin = first_seen(args, position);
+    int64_t pieces = (own->seq_len - 1) / PIECE - begin / PIECE + 1;
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        int64_t next = r + 1;
+        if (r % at_once && is_shared(own - 1, own, piece)) continue;
+        while (next < end && next % at_once && is_shared(own, rows + next, piece)) next++;
+        int64_t start = (begin / PIECE + piece) * PIECE;
+        item work = {.blocks = own->blocks, .queries = own->queries, .position = position};
+        work.tokens = (next - r) * own->tokens;
+        work.first_key = larger(start, begin);
+        work.end_key = smaller(start + PIECE, own->seq_len);
+        if (next > r + 1) work.position = work.end_key;
+        work.tile = tile_of(work.end_key - work.first_key / 16 * 16);
+        work.is_direct = per_row <= DIRECT_ROWS;
+        work.piece = piece, work.pieces = pieces, work.partials = partials;
+        for (; work.kv_head < args->kv_heads; work.kv_head++, count++)
+            if (items) items[count] = work;
+    }
+    return count;
+}
+
+// Rows of many queries first, as they take long; those that read the same side by side.
+static int compare_rows(const void *left, const void *right) {
+    const row *a = left, *b = right;
+    if (a->tokens != b->tokens) return a->tokens < b->tokens ? 1 : -1;
+    int64_t blocks = smaller(a->whole, b->whole) * PIECE / a->block_size;
+    for (int64_t i = 0; i < blocks; i++)
+        if (a->blocks[i] != b->blocks[i]) return a->blocks[i] < b->blocks[i] ? -1 : 1;
+    return a->first_token < b->first_token ? -1 : 1;
+}
+
 static plan make_plan(const attention *args, const int32_t *block_table, int64_t table_width,
-                      const int64_t *query_start_loc, const int64_t *seq_lens, int64_t rows) {
-    plan work = {0};
-    int64_t sums = 0;
-    float *partials = 0;
+                      const int64_t *query_start_loc, const int64_t *seq_lens, int64_t count) {
+    const int64_t total = query_start_loc[count];
+    plan work = {.rows = malloc(count * sizeof(row) + total * (sizeof(int64_t) + sizeof(float *)))};
+    int64_t *queries = (int64_t *)(work.rows + count), sums = 0;
+    float **partials = (float **)(queries + total);
+    for (int64_t r = 0; r < count; r++) {
+        int64_t first = query_start_loc[r], tokens = query_start_loc[r + 1] - first;
+        int64_t whole = args->window || tokens > FEW_QUERIES ? 0 : (seq_lens[r] - tokens) / PIECE;
+        work.rows[r] = (row){block_table + r * table_width, first, tokens,
+                             seq_lens[r], args->block_size, whole};
+        work.size += tokens * seq_lens[r] * args->q_heads * args->key_dim;
+        // each token has its sums of all pieces and heads together
+        if (tokens <= FEW_QUERIES && seq_lens[r] > PIECE)
+            sums += tokens * ((seq_lens[r] - 1) / PIECE + 1);
+    }
+    sums *= args->q_heads * (args->value_dim + 2);
+    qsort(work.rows, count, sizeof(row), compare_rows);
+    while (count && !work.rows[count - 1].tokens) count--;
+    for (int64_t r = 0; r < count; r++) {
+        work.rows[r].queries = queries;
+        for (int64_t i = 0; i < work.rows[r].tokens; i++) *queries++ = work.rows[r].first_token + i;
+    }
     for (int is_filling = 0; is_filling < 2; is_filling++) {
-        if (is_filling) {
-            work.items = malloc(work.count * sizeof(item) + sums * sizeof(float));
-            partials = (float *)(work.items + work.count);
-            work.count = 0;
-        }
-        for (int has_few = 0; has_few < 2; has_few++)  // large items first
-            for (int64_t row = 0; row < rows; row++) {
-                int64_t tokens = query_start_loc[row + 1] - query_start_loc[row];
-                if (!tokens || has_few != (tokens <= FEW_QUERIES)) continue;
-                int64_t added = plan_row(args, block_table + row * table_width,
-                                         query_start_loc[row], tokens, seq_lens[row],
-                                         is_filling ? work.items + work.count : 0, &partials);
-                work.count += added;
-                if (is_filling) continue;
-                if (has_few)
-                    sums += added * tokens * args->q_heads / args->kv_heads * (args->value_dim + 2);
-                work.size += tokens * seq_lens[row] * args->q_heads * args->key_dim;
+        if (is_filling) work.items = malloc(work.count * sizeof(item) + sums * sizeof(float));
+        float *place = (float *)(work.items + work.count);
+        work.count = 0;
+        for (int64_t r = 0; r < count; r++) {
+            const row *own = work.rows + r;
+            item *items = is_filling ? work.items + work.count : 0;
+            if (own->tokens > FEW_QUERIES) work.count += plan_many(args, own, items);
+            else work.count += plan_few(args, work.rows, r, count, partials, items);
+            if (!is_filling || own->tokens > FEW_QUERIES || own->seq_len <= PIECE) continue;
+            for (int64_t i = 0; i < own->tokens; i++) {
+                partials[own->first_token + i] = place;
+                place += ((own->seq_len - 1) / PIECE + 1) * args->q_heads * (args->value_dim + 2);
             }
+        }
     }
     return work;
 }
