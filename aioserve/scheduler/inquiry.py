@@ -1,4 +1,4 @@
-"""What others ask about a book: statistics, who waits why, which blocks all have in common.
+"""What others ask about a book: statistics, who waits why.
 
 Reads the book and changes nothing.
 """
@@ -6,21 +6,6 @@ Reads the book and changes nothing.
 from aioserve.outputs import SchedulerStats
 from aioserve.request import WaitReason
 from aioserve.scheduler.book import RequestBook
-
-
-def num_common_prefix_blocks(book: RequestBook) -> int:
-    """Leading blocks that every holder of blocks shares."""
-    running = book.running
-    if len(running) < 2:
-        return len(running[0].block_ids) if running else 0
-    num_holders = len(running) + len(book.ended)
-    ref_counts = book.kv_cache.pool.ref_counts
-    count = 0
-    for block_id in running[0].block_ids:
-        if ref_counts[block_id] != num_holders:
-            break
-        count += 1
-    return count
 
 
 def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:

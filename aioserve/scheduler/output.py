@@ -52,7 +52,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     total_num_scheduled_tokens: int
     preempted_req_ids: list[str]
     finished_req_ids: list[str]
-    num_common_prefix_blocks: int = 0  # leading blocks that all running requests share
     #: Draft tokens to verify, by request: the last of its tokens in this step, not known tokens.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     #: Encoder inputs to run before this step, by request: indices into its `encoder_inputs`.

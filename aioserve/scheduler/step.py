@@ -11,7 +11,6 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.adapters import has_place
 from aioserve.scheduler.book import OpenStep, Order, RequestBook
 from aioserve.scheduler.encoder_plan import EncoderPlan
-from aioserve.scheduler.inquiry import num_common_prefix_blocks
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -279,7 +278,6 @@ class Step(OpenStep):
             total_num_scheduled_tokens=total,
             preempted_req_ids=self.preempted_req_ids,
             finished_req_ids=finished_req_ids,
-            num_common_prefix_blocks=num_common_prefix_blocks(book),
             scheduled_spec_decode_tokens=self._drafts,
             scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
             free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],

@@ -104,7 +104,6 @@ class ToyRunner:
         """
         self._apply(output, namespaces or {}, replies or {})
         self._encode(output)
-        self._check_common_prefix(output)
         drafts = output.scheduled_spec_decode_tokens
         self._write(output)
         if self._states is not None:
@@ -257,16 +256,6 @@ class ToyRunner:
                 f"step {step_id}: encoder outputs of {num_kept} tokens are kept, "
                 f"encoder_cache_tokens is {room}"
             )
-
-    def _check_common_prefix(self, output: SchedulerOutput) -> None:
-        count = output.num_common_prefix_blocks
-        tables = [self._rows[request_id].block_ids for request_id in output.num_scheduled_tokens]
-        for request_id, table in zip(output.num_scheduled_tokens, tables, strict=True):
-            if len(table) < count or table[:count] != tables[0][:count]:
-                raise ContractViolation(
-                    f"step {output.step_id}: num_common_prefix_blocks is {count}, but {request_id} "
-                    f"does not share so many with {next(iter(output.num_scheduled_tokens))}"
-                )
 
     def _write(self, output: SchedulerOutput) -> None:
         owners: dict[int, str] = {}

@@ -79,7 +79,6 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     new_block_ids: list[tuple[Name, list[int]]]  # of those who ran already
     preempted: list[Name]
     finished: list[Name]
-    num_common_prefix_blocks: int
     drafts: list[tuple[Name, list[int]]]
     encoder_inputs: list[tuple[Name, list[int]]]
     freed_encoder_hashes: list[str]
@@ -211,7 +210,6 @@ class Shorthand:
             self.named(output.scheduled_cached_reqs.new_block_ids),
             self.names(output.preempted_req_ids),
             self.names(output.finished_req_ids),
-            output.num_common_prefix_blocks,
             self.named(output.scheduled_spec_decode_tokens),
             self.named(output.scheduled_encoder_inputs),
             output.free_encoder_hashes,
@@ -231,6 +229,4 @@ class Shorthand:
         measured: tuple[float, float],
     ) -> Planned:
         """A call of `schedule` that planned nothing."""
-        return Planned(
-            time, error, 0, None, None, [], [], [], [], 0, [], [], [], *counts, *measured
-        )
+        return Planned(time, error, 0, None, None, [], [], [], [], [], [], [], *counts, *measured)

@@ -143,18 +143,6 @@ def test_a_full_step_is_the_reason_of_who_finds_no_tokens_in_it() -> None:
     assert harness.scheduler.get_wait_reasons() == {"second": WaitReason.BUDGET}
 
 
-def test_the_common_prefix_is_what_all_running_requests_share() -> None:
-    harness = SchedulerHarness(ChunkedPrefillScheduler)
-    for name in "abc":
-        harness.add_request(name, [*[7] * 12, ord(name) % 50, 1, 2], max_tokens=3)
-    (output,) = harness.step()
-    assert output.num_common_prefix_blocks == 3
-    harness.add_request("other", [9] * 13, max_tokens=3)
-    (output,) = harness.step()
-    assert output.num_common_prefix_blocks == 0
-    harness.run_until_idle()
-
-
 def test_stats_tell_prompt_tokens_from_decodes_and_the_hit_rate() -> None:
     harness = SchedulerHarness(ChunkedPrefillScheduler)
     harness.add_request("a", [7] * 17, max_tokens=4)

@@ -134,16 +134,6 @@ class CountsTooFar(SoundScheduler):
         return output
 
 
-@caught_by(r"step \d+: num_common_prefix_blocks is \d+, but \w+ does not share so many with \w+")
-class BoastsOfCommonPrefixes(SoundScheduler):
-    """Claims that all requests share the first block."""
-
-    def schedule(self) -> SchedulerOutput:
-        output = super().schedule()
-        msgspec.structs.force_setattr(output, "num_common_prefix_blocks", 1)
-        return output
-
-
 @caught_by(r"the runner was not told of the end of|runner was never told of the end of")
 class ForgetsTheFinished(SoundScheduler):
     """Never tells the runner who has ended."""
