@@ -194,7 +194,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         PositiveInt | None, Meta(description="most tokens of one prompt in one step (default: any)")
     ] = None
     victim: Annotated[
-        Literal["policy", "newest", "lowest_priority", "least_computed", "most_remaining"],
+        Literal[
+            "policy", "newest", "lowest_priority", "least_computed", "most_remaining", "least_lost"
+        ],
         Meta(description="who gives way when KV blocks run out; policy: the last in its order"),
     ] = "policy"
     max_waiting_requests: Annotated[

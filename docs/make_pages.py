@@ -83,7 +83,7 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "The cache: `self.kv_cache`, a `KVCacheManager`",
         KVCacheManager,
-        ["block_size", "num_slots", "estimate_cached_tokens", "refresh"],
+        ["block_size", "num_slots", "estimate_cached_tokens", "estimate_lost_tokens", "refresh"],
     ),
     (
         "The states: `self.kv_cache.states`, a `StatePool`, or None for most models",

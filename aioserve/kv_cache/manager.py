@@ -101,6 +101,12 @@ class KVCacheManager:
             num_found = others.num_reached_blocks(request, num_found)
         return num_found * self.block_size
 
+    def estimate_lost_tokens(self, request: Request) -> int:
+        """About how many computed tokens a running request would compute again if it lost its place
+        now, while its blocks are still there: of a model with states, those behind a snapshot.
+        """
+        return max(request.num_computed_tokens - self.estimate_cached_tokens(request), 0)
+
     def refresh(self, request: Request, num_tokens: int) -> int:
         """Make the cached prefix of the request's first `num_tokens` tokens the last to be evicted.
 

@@ -171,9 +171,10 @@ class BaseScheduler(Switchable):
 
     def choose_victim(self) -> Request | None:
         """Who gives way when blocks run out: by the setting `victim`, or the policy's choice."""
-        if self._victim_key is None:
+        key = self._victim_key
+        if key is None:
             return self.victim()
-        return max(self.running, key=self._victim_key, default=None)
+        return max(self.running, key=lambda request: key(request, self.kv_cache), default=None)
 
     # What is checked before anything is loaded.
 

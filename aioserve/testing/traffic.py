@@ -29,7 +29,7 @@ EXTRAS = (
     "window",
 )
 
-VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining")
+VICTIMS = ("policy", "newest", "lowest_priority", "least_computed", "most_remaining", "least_lost")
 
 
 @st.composite

@@ -48,6 +48,18 @@ def test_the_same_prompt_begins_behind_its_last_whole_block() -> None:
     assert compute(manager, again).source == told.snapshots[0][1]
 
 
+def test_what_a_request_would_lose_is_what_it_computed_behind_its_newest_state() -> None:
+    manager, states = make_manager(4)
+    request = make_request(list(range(10)), "r")
+    compute(manager, request)
+    assert manager.estimate_lost_tokens(request) == 2
+    for _ in range(5):
+        decode(manager, request)  # to 15 tokens: a state behind 12 is kept
+    assert manager.estimate_lost_tokens(request) == 3
+    states.clear()
+    assert manager.estimate_lost_tokens(request) == 15
+
+
 def test_keys_and_values_without_a_state_are_computed_again() -> None:
     manager, _ = make_manager(4)
     compute(manager, make_request(list(range(10)), "first"))

@@ -97,6 +97,17 @@ def test_the_victim_setting_chooses_who_gives_way(victim: str, expected: str) ->
     harness.run_until_idle()
 
 
+def test_the_victim_may_be_whoever_would_compute_the_least_again() -> None:
+    for victim, expected in (("least_lost", "whole blocks"), ("least_computed", "half a block")):
+        harness = make_harness(victim=victim)
+        harness.add_request("whole blocks", [1] * 9, max_tokens=3)
+        harness.add_request("half a block", [2] * 7, max_tokens=3)
+        harness.step()
+        chosen = harness.scheduler.choose_victim()  # type: ignore[attr-defined]
+        assert chosen.request_id == expected
+        harness.run_until_idle()
+
+
 def test_the_victim_setting_wins_over_a_policy_that_has_its_own_idea() -> None:
     class First(ChunkedPrefillScheduler):
         def victim(self) -> Request | None:
