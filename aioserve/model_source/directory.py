@@ -171,6 +171,12 @@ class Directory(ModelSource):
             raise
         except Exception as error:  # transformers raises whatever the files provoke
             raise not_loaded(self.path, error, attn_implementation) from error
+        if report["mismatched_keys"]:
+            name, stored, expected = min(report["mismatched_keys"])
+            raise ConfigError(
+                f"cannot load the model in {self.path}: {name} is {list(stored)} in its files, and "
+                f"{list(expected)} by its configuration"
+            )
         missing = sorted(report["missing_keys"])
         if missing:
             raise ConfigError(
@@ -194,6 +200,7 @@ class Directory(ModelSource):
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the caller names one
             device_map=device if is_direct else None,
         )
         return found
@@ -267,7 +274,12 @@ class Directory(ModelSource):
             weights |= {name: lazy(round_off, name, tensor) for name, tensor in plain.items()}
             try:
                 module, report = type(outline).from_pretrained(
-                    None, config=config, state_dict=weights, output_loading_info=True, **arguments
+                    None,
+                    config=config,
+                    state_dict=weights,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **arguments,
                 )
             except Exception as error:
                 raise (lazy.error or error) from None

@@ -104,7 +104,9 @@ def test_weights_of_too_few_layers_are_refused(llama: Path) -> None:
 
 
 def test_weights_of_another_shape_are_refused(llama: Path) -> None:
-    assert str(llama) in refusal(edit_config(llama, intermediate_size=80))
+    message = refusal(edit_config(llama, intermediate_size=80))
+    assert str(llama) in message
+    assert "model.layers.0.mlp.down_proj.weight is [64, 96] in its files, and [64, 80]" in message
 
 
 def test_bad_json_is_named(llama: Path) -> None:
