@@ -114,6 +114,19 @@ class _Pieces(NamedTuple):
     sources: Tensor | None
     slots: Tensor
     copies: Tensor  # [2, C]
+    place: slice | None = None  # of sources and slots, if they are the same, one behind the other
+
+    @classmethod
+    def of(cls, piece: StatePieces) -> "_Pieces":
+        """As tensors."""
+        tokens, slots, copies = map(torch.from_numpy, (piece.tokens, piece.slots, piece.copies))
+        sources, first, place = None, int(piece.slots[0]), None
+        if piece.sources is not None:
+            sources = torch.from_numpy(piece.sources)
+            last = first + len(piece.slots) - 1
+            if piece.sources is piece.slots and list(piece.slots) == list(range(first, last + 1)):
+                place = slice(first, last + 1)
+        return cls(tokens, sources, slots, copies, place)
 
     def by_token(self) -> "list[_Pieces]":
         """The same, a token at a time, but for the beginnings of texts."""
@@ -186,15 +199,7 @@ class StatefulLayers:
     @contextmanager
     def used(self, pieces: Sequence[StatePieces]) -> Iterator[None]:
         """While a forward pass runs over these pieces."""
-        self._step = [
-            _Pieces(
-                torch.from_numpy(piece.tokens),
-                None if piece.sources is None else torch.from_numpy(piece.sources),
-                torch.from_numpy(piece.slots),
-                torch.from_numpy(piece.copies),
-            )
-            for piece in pieces
-        ]
+        self._step = [_Pieces.of(piece) for piece in pieces]
         if any(layer.by_token for layer in self._layers):
             self._step_by_token = [token for piece in self._step for token in piece.by_token()]
         try:
@@ -241,12 +246,17 @@ def _run(layer: _Layer, step: list[_Pieces], args: tuple[Any, ...], kwargs: dict
     outs: list[Tensor | None] = [None for _ in layer.outputs]
     for pieces in step:
         known = None
-        if pieces.sources is not None:
-            known = {key: slots[pieces.sources] for key, slots in layer.slots.items()}
+        if pieces.sources is not None:  # by a slice, where they lie: nothing is copied
+            source = pieces.sources if pieces.place is None else pieces.place
+            known = {key: slots[source] for key, slots in layer.slots.items()}
         states = PieceStates(known)
         found = _call(layer, layer.forward, arguments, pieces.tokens, states)
         for key, slots in layer.slots.items():
-            slots[pieces.slots] = states.states[key].to(slots.dtype)
+            state = states.states[key]
+            if pieces.place is None:
+                slots[pieces.slots] = state.to(slots.dtype)
+            elif state.data_ptr() != slots[pieces.place].data_ptr():  # else changed in its place
+                slots[pieces.place] = state
             if pieces.copies.shape[1]:
                 places, copies = pieces.copies
                 slots[copies] = slots[pieces.slots[places]]
