@@ -35,14 +35,18 @@ def timed(run: Callable[[], object], repeats: int = 5, min_seconds: float = 0.2)
 
 
 def samples(
-    run: Callable[[], object], repeats: int, min_seconds: float, at_most: int = 1000
+    run: Callable[[], object],
+    repeats: int,
+    min_seconds: float,
+    at_most: int = 1000,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each run."""
+    """Seconds of each run, by `clock`."""
     seconds: list[float] = []
     while len(seconds) < repeats or (sum(seconds) < min_seconds and len(seconds) < at_most):
-        began = time.perf_counter()
+        began = clock()
         run()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return seconds
 
 
@@ -100,7 +104,7 @@ class Floors:
             self._body = [_pack(torch.randn(shape, dtype=dtype)) for shape in shapes.products]
             self._head = _pack(torch.randn(shapes.head, dtype=dtype))
         self._times: dict[tuple[bool, int], Time] = {}
-        self.bandwidth = _read_bandwidth(self._rate_dtype)  # bytes a second
+        self.bandwidth = read_bandwidth(self._rate_dtype)  # bytes a second
         self.rate = _product_rate(self._rate_dtype)  # operations a second
 
     def linear(self, rows: int, sampled: int) -> Time:
@@ -118,7 +122,7 @@ class Floors:
     def drift(self) -> float:
         """How much longer than at first the products of one row take now: 1 if nothing changed."""
         if self.is_widened:
-            return self.bandwidth / _read_bandwidth(self._rate_dtype)
+            return self.bandwidth / read_bandwidth(self._rate_dtype)
         before = self._time(False, 1).median
         del self._times[False, 1]
         return self._time(False, 1).median / before
@@ -162,12 +166,13 @@ def _product_rate(dtype: torch.dtype, size: int = 2048) -> float:
         return 2 * size**3 / timed(lambda: product.run(rows)).median
 
 
-def _read_bandwidth(dtype: torch.dtype) -> float:
+def read_bandwidth(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes a second: the better of a product with one row and a sum over plain numbers."""
     outputs = READ_BYTES // (4096 * dtype.itemsize)
     product = _pack(torch.randn(outputs, 4096, dtype=dtype))
     row = torch.randn(1, 4096, dtype=dtype)
     numbers = torch.ones(READ_BYTES // 4, dtype=torch.float32)
     with torch.inference_mode():
-        times = [timed(lambda: product.run(row)), timed(numbers.sum)]
-    return READ_BYTES / min(time.median for time in times)
+        runs: list[Callable[[], object]] = [lambda: product.run(row), numbers.sum]
+        times = [samples(run, 6, 0.2, clock=clock)[1:] for run in runs]
+    return READ_BYTES / min(summary(seconds).median for seconds in times)

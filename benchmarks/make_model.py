@@ -2,9 +2,10 @@
 
     python benchmarks/make_model.py 135m DIR
 
-Shapes: 135m (SmolLM2-135M), 0.6b (Qwen3-0.6B), 2m (a 2-million-parameter Llama). bfloat16, tied
-embeddings. The tokenizer is the embedded model's, filled up with a word of its own for every id
-that the shape has beyond it, so that each token has text. What they say means nothing.
+Shapes: 135m (SmolLM2-135M), 0.6b (Qwen3-0.6B), 2m (a 2-million-parameter Llama); qwen3-moe, mixtral
+and gpt-oss, small ones with experts. bfloat16, tied embeddings. The tokenizer is the embedded
+model's, filled up with a word of its own for every id that the shape has beyond it, so that each
+token has text. What they say means nothing.
 """
 
 import argparse
@@ -20,6 +21,15 @@ CACHE = ROOT / "build" / "models"
 TOKENIZER = ROOT / "aioserve" / "embedded"
 NUM_POSITIONS = 16_384
 
+# Of models with experts: few layers, 0.8 GB of experts.
+_SMALL = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "2m": {
         "model_type": "llama",
@@ -50,6 +60,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "intermediate_size": 3072,
         "vocab_size": 151_936,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        **_SMALL,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **_SMALL,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 2048,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        **_SMALL,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 512,
+        "sliding_window": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
 

@@ -67,11 +67,12 @@ class StepBench:
         *,
         threads: int | None,
         dtype: Any = "auto",
+        fused: bool = True,
         num_kv_tokens: int,
         kv_bytes_per_token: int,
     ) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=str(path), dtype=dtype),
+            model=ModelConfig(model=str(path), dtype=dtype, fused=fused),
             cache=CacheConfig(num_kv_blocks=-(-num_kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=128),
             runner=RunnerConfig(threads=threads),
@@ -143,9 +144,13 @@ class CaseSteps:
         self._num_computed = {f"decode-{i}": case.context for i in range(case.decodes)}
         self._num_steps = 0
         if case.decodes:
-            context = self._prompt[: case.context]
+            # each ends with another token, as experts are chosen by tokens
+            contexts = [self._prompt[i:] + self._prompt[:i] for i in range(case.decodes)]
             bench.execute(
-                [_new(f"decode-{i}", context, case.context - 1, t) for i, t in enumerate(tables)],
+                [
+                    _new(f"decode-{i}", contexts[i][: case.context], case.context - 1, table)
+                    for i, table in enumerate(tables)
+                ],
                 {},
                 dict.fromkeys(self._num_computed, 1),
                 [],

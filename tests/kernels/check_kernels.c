@@ -931,6 +931,100 @@ static void pass(type t, const decoder *model, const plain_layer *plain, const d
     memcpy(residual, normed, tokens * hidden * SIZES[t]);
 }
 
+typedef struct {
+    linear router;
+    const linear *gate_up, *down;
+    int64_t top_k, of_all, activation;
+    float alpha, limit;
+} experts;
+
+typedef void route_function(const experts *, const void *, int32_t *, float *, int64_t);
+typedef void mix_function(const experts *, const int32_t *, const float *, const void *, void *,
+                          int64_t);
+
+static double clamped(double gate, double up, double alpha, double limit) {
+    gate = fmin(gate, limit), up = fmax(fmin(up, limit), -limit);
+    return gate / (1 + exp(-alpha * gate)) * (up + 1);
+}
+
+static void check_experts(type t) {
+    route_function *route = function("route", t);
+    mix_function *mix = function("mix", t);
+    const int64_t *panel = function("panel", t);
+    if (!route || !mix || !panel) return;
+    enum { NUM = 5, HIDDEN = 80, INNER = 48, ROWS = 13 };
+    for (int kind = 0; kind < 6; kind++) {
+        const int64_t top_k = kind < 3 ? 2 : kind < 5 ? 1 : NUM, activation = kind % 3;
+        const int of_all = kind > 2, has_bias = activation == 2;
+        begin("experts_%s %d of 5, activation %d", SUFFIXES[t], (int)top_k, (int)activation);
+        void *weights[NUM][2], *biases[NUM][2] = {{0}};
+        linear gate_up[NUM], down[NUM];
+        for (int e = 0; e < NUM; e++) {
+            weights[e][0] = random_numbers(t, 2 * INNER * HIDDEN, 0.2);
+            weights[e][1] = random_numbers(t, HIDDEN * INNER, 0.2);
+            if (has_bias)
+                biases[e][0] = random_numbers(t, 2 * INNER, 1),
+                biases[e][1] = random_numbers(t, HIDDEN, 1);
+            gate_up[e] = pack(panel, t, weights[e][0], biases[e][0], HIDDEN, 2 * INNER);
+            down[e] = pack(panel, t, weights[e][1], biases[e][1], INNER, HIDDEN);
+        }
+        void *router = random_numbers(t, NUM * HIDDEN, 0.1), *bias = random_numbers(t, NUM, 0.1);
+        const experts all = {pack(panel, t, router, bias, HIDDEN, NUM), gate_up, down, top_k, of_all,
+                             activation, 1.7f, 2};
+        void *x = random_numbers(t, ROWS * HIDDEN, 1), *logits = allocate(ROWS * NUM * SIZES[t]);
+        int32_t *chosen = allocate(ROWS * NUM * sizeof *chosen);
+        float *shares = allocate(ROWS * NUM * sizeof *shares);
+        route(&all, x, chosen, shares, ROWS);
+        multiply(t, router, bias, HIDDEN, NUM, x, logits, ROWS);
+        for (int64_t row = 0; row < ROWS; row++) {  // of near ties either is right
+            const int32_t *own = chosen + row * top_k;
+            int times[NUM] = {0};
+            double lowest = INFINITY, whole = 0;
+            for (int64_t k = 0; k < top_k; k++) {
+                if (own[k] < 0 || own[k] >= NUM || times[own[k]]++) fail("no %d twice", own[k]);
+                lowest = fmin(lowest, get(t, logits, row * NUM + own[k]));
+            }
+            for (int e = 0; e < NUM; e++) {
+                double v = get(t, logits, row * NUM + e);
+                if (!times[e] && v > lowest + 4 * ROUNDING[t] + SUMMING) fail("%d is larger", e);
+                if (times[e] || of_all) whole += exp(v);
+            }
+            for (int64_t k = 0; k < top_k; k++) {
+                double share = exp(get(t, logits, row * NUM + own[k])) / whole;
+                if (!(fabs(shares[row * top_k + k] - share) <= 4 * ROUNDING[t] + SUMMING))
+                    fail("share %g, not %g", shares[row * top_k + k], share);
+            }
+        }
+        void *out = allocate(ROWS * HIDDEN * SIZES[t]), *wide = allocate(2 * INNER * SIZES[t]);
+        void *narrow = allocate(INNER * SIZES[t]), *made = allocate(HIDDEN * SIZES[t]);
+        mix(&all, chosen, shares, x, out, ROWS);
+        double error = 0, size = 0;
+        for (int64_t row = 0; row < ROWS; row++) {
+            double sums[HIDDEN] = {0};
+            for (int64_t k = 0; k < top_k; k++) {
+                const int e = chosen[row * top_k + k];
+                multiply(t, weights[e][0], biases[e][0], HIDDEN, 2 * INNER,
+                         (const char *)x + row * HIDDEN * SIZES[t], wide, 1);
+                for (int64_t j = 0; j < INNER; j++) {
+                    double gate = get(t, wide, j), up = get(t, wide, INNER + j);
+                    put(t, narrow, j,
+                        activation == 2   ? clamped(gate, up, all.alpha, all.limit)
+                        : activation == 1 ? gelu_tanh(gate) * up
+                                          : silu(gate) * up);
+                }
+                multiply(t, weights[e][1], biases[e][1], INNER, HIDDEN, narrow, made, 1);
+                for (int64_t j = 0; j < HIDDEN; j++)
+                    sums[j] += shares[row * top_k + k] * get(t, made, j);
+            }
+            for (int64_t j = 0; j < HIDDEN; j++)
+                error += square(get(t, out, row * HIDDEN + j) - sums[j]), size += square(sums[j]);
+        }
+        const double most[] = {1e-5, 0.01, 0.002};
+        if (!(sqrt(error / size) <= most[t])) fail("results differ by %.3g", sqrt(error / size));
+        end();
+    }
+}
+
 static void check_decode(type t) {
     decode_function *decode = function("decode", t);
     const int64_t *panel = function("panel", t);
@@ -1068,6 +1162,7 @@ int main(int count, char **arguments) {
         check_linear(t);
         check_low_rank(t);
         check_blocks(t);
+        check_experts(t);
         check_decode(t);
     }
     printf("%d passed, %d failed\n", num_passed, num_failed);

@@ -31,6 +31,8 @@ _BLOCKS_PER_ROW = -(-max(_LENGTHS) // _BLOCK_SIZE)
 # (measured); a forgotten factor, norm or bias 0.1 and more.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.04}
 
+_NO_SHARE = 1e-6  # of an expert's output in the sum: this much more or less is nothing
+
 
 class Proof:
     """One run of the original on a step of random tokens, to compare with."""
@@ -87,9 +89,11 @@ class Proof:
         top, own = (
             logits.gather(1, routes.chosen.long()).sort().values for routes in (expected, found)
         )
-        self._judge(what, _norm(top - own), _norm(logits - logits.mean(1, keepdim=True)))
-        top, own = (routes.shares.sort().values for routes in (expected, found))
-        self._judge(what, _norm(top - own), _norm(top))
+        size = _norm(logits - logits.mean(1, keepdim=True))
+        self._judge(what, _norm(top - own), size)
+        # as logarithms, which are as far apart as logits
+        top, own = ((routes.shares + _NO_SHARE).log().sort().values for routes in (expected, found))
+        self._judge(what, _norm(top - own), size)
 
     def check_head(self, norm: RMSNorm, head: Linear, ops: Ops) -> None:
         """Raises `NotFusedError` if `norm` and `head` are not all that follows the layers."""
