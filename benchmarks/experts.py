@@ -10,6 +10,7 @@ last line is JSON.
 
 import argparse
 import json
+import math
 import time
 from typing import Any
 
@@ -39,11 +40,11 @@ class WeightBytes:
         self.rest = sum(size for name, size in sizes.items() if ".experts." not in name)
         text = config.get_text_config(decoder=True)
         count = getattr(text, "num_experts", None) or text.num_local_experts
-        self._missed = 1 - text.num_experts_per_tok / count
+        self._missed: float = 1 - text.num_experts_per_tok / count
 
     def of_step(self, tokens: int) -> float:
         """If every expert is as likely."""
-        return self.rest + self.experts * (1 - self._missed**tokens)
+        return self.rest + self.experts * (1 - math.pow(self._missed, tokens))
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def main() -> None:
                 steps.end()
         tokens = case.decodes + case.prompt
         floor = weights.of_step(tokens) / bandwidth if case.decodes else None
-        row = {"case": case.name, "floor_ms": None if floor is None else 1e3 * floor}
+        row: dict[str, Any] = {"case": case.name, "floor_ms": floor and 1e3 * floor}
         row |= {name: tokens / seconds for name, seconds in best.items()}
         rows.append(row)
         print(
