@@ -36,8 +36,8 @@ class WeightBytes:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         sizes = {name: p.numel() * 2 for name, p in model.named_parameters()}
-        self.experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        self.rest = sum(size for name, size in sizes.items() if ".experts." not in name)
+        self.experts: int = sum(size for name, size in sizes.items() if ".experts." in name)
+        self.rest: int = sum(size for name, size in sizes.items() if ".experts." not in name)
         text = config.get_text_config(decoder=True)
         count = getattr(text, "num_experts", None) or text.num_local_experts
         self._missed: float = 1 - text.num_experts_per_tok / count

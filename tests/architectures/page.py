@@ -25,7 +25,8 @@ a name of its own).
 _SECTIONS = {
     FUSED: (
         "Served on fused weights",
-        "By our own loop over the layers, proved against the original at start. The fastest.",
+        "By our own loop over the layers, proved against the original at start. The fastest. Those "
+        "[with experts](experts.md) on a CPU.",
     ),
     AS_WRITTEN: (
         "Served as `transformers` wrote them",
