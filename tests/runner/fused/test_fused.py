@@ -26,7 +26,7 @@ from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
-from tests.variants import DTYPE
+from tests.variants import DTYPE, VARIANTS
 
 BLOCK_SIZE = 16
 ROUNDING = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # of logits, to those of the modules
@@ -79,6 +79,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels.load_kernels.cache_clear()
 
 
+needs_kernels = pytest.mark.skipif(VARIANTS[0] == "off", reason="experts need the kernels")
+
 LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -115,6 +117,8 @@ LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
+}
+WITH_EXPERTS: dict[str, tuple[str, Fields]] = {
     "mixtral": ("mixtral", {}),
     "experts with biases, and sinks": ("gpt_oss", {}),
     "many experts, whose shares are of all, and a dense layer": (
@@ -130,9 +134,11 @@ LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
 }
 
 
-@pytest.mark.parametrize("case", LLAMA_LIKE)
+@pytest.mark.parametrize(
+    "case", [*LLAMA_LIKE, *(pytest.param(case, marks=needs_kernels) for case in WITH_EXPERTS)]
+)
 def test_fused_logits_are_those_of_the_modules(case: str, tmp_path: Path) -> None:
-    kind, fields = LLAMA_LIKE[case]
+    kind, fields = (LLAMA_LIKE | WITH_EXPERTS)[case]
     make_model(kind, tmp_path, **fields)
     step = one_prompt(70, sampling=[0, 30, 69])
     model = load(tmp_path)
@@ -230,6 +236,7 @@ def test_one_wrong_layer_is_found_and_nothing_is_lost(
     assert torch.equal(compute(model, step), expected)
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrong", ["an expert", "a bias", "the router", "the shares"])
 def test_a_wrong_part_of_experts_is_found(
@@ -265,6 +272,7 @@ def test_a_wrong_part_of_experts_is_found(
     assert "layer 0 is not that of Llama" in caplog.text
 
 
+@needs_kernels
 def test_near_ties_of_experts_that_roundings_decide_are_no_difference(tmp_path: Path) -> None:
     """Of 128 logits in bfloat16 the first two are often equal, or nearly so."""
     make_model(
