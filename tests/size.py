@@ -27,9 +27,9 @@ LIMITS = {
     "aioserve/testing": 3_580,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
-    "benchmarks": 4_520,
+    "benchmarks": 4_670,
     "policies": 650,
-    "tests": 37_860,
+    "tests": 37_880,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
