@@ -7,7 +7,7 @@ import pytest
 from aioserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.memory import choose_num_kv_blocks
+from aioserve.runner.cpu.memory import choose_num_kv_blocks, choose_num_state_slots
 
 
 @pytest.mark.parametrize(("caches_prefixes", "expected"), [(True, 4 * 7 + 7), (False, 4 * 7)])
@@ -41,3 +41,9 @@ def test_kv_pool_that_holds_no_block_is_refused_with_numbers() -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_gib=0.001))
     with pytest.raises(ConfigError, match=r"16 tokens need 16.0 MiB.* 1.0 MiB"):
         choose_num_kv_blocks(config, bytes_per_token=1 << 20, max_model_len=4096)
+
+
+def test_more_slots_for_states_than_the_memory_holds_are_refused() -> None:
+    config = EngineConfig(cache=CacheConfig(num_state_slots=10**11))
+    with pytest.raises(ConfigError, match=r"num_state_slots is 100000000000: .* are free"):
+        choose_num_state_slots(config, 1280, is_shared=True)
