@@ -5,6 +5,8 @@
 
 import os
 
+import pytest
+
 from aioserve.kernels import usable_variants
 
 #: Variants of the kernels to run, best first, and plain torch.
@@ -13,5 +15,8 @@ VARIANTS = VARIANTS[:1] if VARIANTS[0] else VARIANTS[1:]
 
 #: The element type of models in tests that are not about one.
 DTYPE = os.environ.get("AIOSERVE_TEST_DTYPE", "float32")
+
+#: On tests of what plain torch does not do.
+needs_kernels = pytest.mark.skipif(VARIANTS == ["off"], reason="plain torch does not do that")
 
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -24,12 +24,11 @@ from tests.adapters import ALL_LINEAR, ATTENTION, make_adapter, merge
 from tests.greedy import GreedyReference
 from tests.runner.driver import Driver
 from tests.slow import mostly_slow
-from tests.variants import DTYPE, VARIANTS
+from tests.variants import DTYPE, needs_kernels
 
 EVERYTHING = (*ALL_LINEAR, "embed_tokens", "lm_head")
 PROMPTS = [[5, 6, 7, 8, 9], [100, 3], [401], [5, 6, 7, 8, 9]]
 NUM_TOKENS = 12
-needs_kernels = pytest.mark.skipif(VARIANTS == ["off"], reason="the kernels were not built")
 
 
 class AdaptedDriver(Driver):

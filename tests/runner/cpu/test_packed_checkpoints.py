@@ -24,6 +24,7 @@ from tests.packed_checkpoints import (
     write_checkpoint,
 )
 from tests.runner.driver import Driver, make_config
+from tests.variants import needs_kernels
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
 PROMPTS = {"a": [7], "b": [5, 80, 7, 511, 2] * 4}
@@ -150,6 +151,7 @@ def check(path: Path, said: str, caplog: Any) -> None:
         runner.close()
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_what_is_meant(
     case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -167,6 +169,7 @@ def test_experts_of_mxfp4_are_unpacked(tmp_path: Path, caplog: pytest.LogCapture
     check(path, "4 of its 4 weights of few bits (mxfp4) are unpacked to float32", caplog)
 
 
+@needs_kernels
 def test_experts_that_transformers_puts_together_are_unpacked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

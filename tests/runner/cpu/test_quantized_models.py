@@ -29,7 +29,9 @@ from tests.gguf_models import write_gguf
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
-from tests.variants import DTYPES
+from tests.variants import DTYPES, needs_kernels
+
+pytestmark = needs_kernels
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
 PROMPTS = {"a": [7], "b": [5, 80, 7, 511, 2] * 8, "c": [250, 3, 3] * 5}

@@ -26,7 +26,7 @@ from aioserve.runner.loader import AnyModel
 from aioserve.runner.served_model import ServedModel
 from tests.models import VOCAB_SIZE, make_model
 from tests.runner.driver import Driver, make_config
-from tests.variants import DTYPE, VARIANTS
+from tests.variants import DTYPE, needs_kernels
 
 BLOCK_SIZE = 16
 ROUNDING = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # of logits, to those of the modules
@@ -78,8 +78,6 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     kernels.load_kernels.cache_clear()
 
-
-needs_kernels = pytest.mark.skipif(VARIANTS[0] == "off", reason="experts need the kernels")
 
 LLAMA_LIKE: dict[str, tuple[str, Fields]] = {
     "llama": ("llama", {}),
