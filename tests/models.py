@@ -4,6 +4,7 @@ Weights are large enough that the best token leads by a wide margin, so that gre
 be compared token by token.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,4 +93,10 @@ def make_model(kind: str, path: Path, **overrides: Any) -> Path:
             if "layernorm" in name and "post" in name:
                 torch.nn.init.constant_(parameter, 3.0)
     model.save_pretrained(path)
+    return path
+
+
+def edit_config(path: Path, **fields: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
     return path

@@ -5,6 +5,7 @@ Reads `transformers` configurations, and of weights only how many there are.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -39,7 +40,7 @@ def check_architecture(info: ModelInfo) -> None:
         raise ConfigError(f"unsupported architecture {_name(config)}: {reason}")
     wrong = _what_is_wrong(info.hf_config) or _what_does_not_fit(info)
     if wrong is not None:
-        raise ConfigError(f"the configuration of {info.config.model} makes no sense: {wrong}")
+        raise _makes_no_sense(info, wrong)
     _check_rope(info.hf_config, info.max_model_len)
 
 
@@ -58,17 +59,23 @@ def _read(info: ModelInfo) -> Any:
     """The whole configuration. Raises `ConfigError`."""
     try:
         return info.whole_config
-    except ConfigError:
+    except ConfigError:  # `transformers` computes with what makes no sense: say what that is
+        wrong = _what_is_wrong(SimpleNamespace(**info.source.known_config))
+        if wrong is not None:
+            raise _makes_no_sense(info, wrong) from None
         stated = info.source.known_config.get("layer_types")
         if not isinstance(stated, list) or not all(isinstance(kind, str) for kind in stated):
             raise
         unknown = sorted(set(stated) - set(ALLOWED_LAYER_TYPES))
         if not unknown:
             raise
-        raise ConfigError(  # `transformers` lists all that it knows, and all layers
-            f"the configuration of {info.config.model} makes no sense: layers of type "
-            f"{', '.join(unknown)} are unknown to transformers"
-        ) from None
+        # `transformers` lists all that it knows, and all layers
+        wrong = f"layers of type {', '.join(unknown)} are unknown to transformers"
+        raise _makes_no_sense(info, wrong) from None
+
+
+def _makes_no_sense(info: ModelInfo, wrong: str) -> ConfigError:
+    return ConfigError(f"the configuration of {info.config.model} makes no sense: {wrong}")
 
 
 def _why_unsupported(config: Any, text_config: Any, has_states: bool) -> str | None:
@@ -101,6 +108,11 @@ _RANGES = {
     "head_dim": (1, 1 << 16),
     "sliding_window": (1, 1 << 62),
     "attention_chunk_size": (1, 1 << 62),
+    # Of layers that keep states, by all the names that they have.
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), (1, 1 << 16)),
+    **dict.fromkeys(("conv_kernel", "conv_L_cache", "linear_conv_kernel_dim"), (1, 1 << 12)),
+    **dict.fromkeys(("mamba_d_conv", "short_conv_kernel_size"), (1, 1 << 12)),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), (1, 1 << 20)),
 }
 
 

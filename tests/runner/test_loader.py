@@ -22,7 +22,7 @@ from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu
 from aioserve.runner.cpu.memory import expected_bytes_per_token
 from aioserve.runner.loader import AnyModel, prepare_model
 from aioserve.runner.served_model import ServedModel
-from tests.models import MODEL_KINDS, VOCAB_SIZE, make_model
+from tests.models import MODEL_KINDS, VOCAB_SIZE, edit_config, make_model
 from tests.runner.driver import make_config
 
 STEP = StepInputs(
@@ -56,12 +56,6 @@ def refusal(path: Path, **model: Any) -> str:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return make_model("llama", tmp_path)
-
-
-def edit_config(path: Path, **fields: Any) -> Path:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-    return path
 
 
 def test_healthy_model_loads_without_a_word(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +218,7 @@ def test_what_rows_are_read_from_is_not_kept_as_int8(model_path: Callable[..., P
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": 9000}, "num_hidden_layers is 9000"),
         ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, no multiple of"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"hidden_size": 10**6}, "hidden_size is 1000000"),

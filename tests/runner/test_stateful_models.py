@@ -21,9 +21,11 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from aioserve.errors import ConfigError
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import SchedulerStats
+from aioserve.runner.cpu.load import load_on_cpu
 from tests.greedy import GreedyReference
-from tests.models import make_model
+from tests.models import edit_config, make_model
 from tests.slow import mostly_slow
 
 _GATED_DELTA: dict[str, Any] = {
@@ -190,3 +192,20 @@ async def test_slots_for_a_model_without_states_are_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"no layer of .*Llama.* has a state: leave it out"):
         async with AsyncEngine(make_config(plain, cache=cache)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("mamba2", "chunk_size", 0),
+        ("mamba2", "state_size", 400_000_000),
+        ("mamba2", "conv_kernel", -4),
+        ("qwen3_5_text", "linear_conv_kernel_dim", 0),
+    ],
+)
+def test_sizes_that_make_no_sense_are_named(
+    tmp_path: Path, kind: str, field: str, value: int
+) -> None:
+    config = make_config(edit_config(make_model(kind, tmp_path, **MODELS[kind]), **{field: value}))
+    with pytest.raises(ConfigError, match=f"makes no sense: {field} is {value}, not a number"):
+        load_on_cpu(config, ModelInfo(config.model))
