@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_780,
     "policies": 650,
-    "tests": 37_900,
+    "tests": 38_000,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
