@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, RequestStream
+    from aioserve.images import Illustrated
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput
     from aioserve.pooling_params import PoolingParams
     from aioserve.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ _HOMES = {
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
     "FinishReason": "aioserve.outputs",
+    "Illustrated": "aioserve.images",
     "PoolingParams": "aioserve.pooling_params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
@@ -34,6 +36,7 @@ __all__ = [
     "EmbeddingOutput",
     "EngineConfig",
     "FinishReason",
+    "Illustrated",
     "PoolingParams",
     "RequestOutput",
     "RequestStream",

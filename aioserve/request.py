@@ -4,7 +4,7 @@ Knows nothing about text, tensors, tasks or clients; the client is a number.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,12 +64,28 @@ class WaitReason(enum.StrEnum):
     POLICY = "policy"  # the policy did not ask for it
 
 
-class EncoderInput(msgspec.Struct, frozen=True):
-    """One image or sound in a prompt: it stands for `num_tokens` tokens from `position` on."""
+class EncoderInput(msgspec.Struct, frozen=True, eq=False):
+    """One image or sound in a prompt: it stands for `num_tokens` tokens from `position` on.
+
+    What is known of its content besides the hash is for the runner alone: two of one hash are
+    equal, whoever still has the arrays.
+    """
 
     position: int
     num_tokens: int
     content_hash: str
+    arrays: Mapping[str, Any] | None = None  # numpy, by name: what the encoder reads
+    whole: bool = False  # its tokens see each other: all of them run in one step
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncoderInput) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[int, int, str, bool]:
+        return self.position, self.num_tokens, self.content_hash, self.whole
 
     @property
     def end(self) -> int:
@@ -109,6 +125,13 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise RequestError(
                 f"priority must be a 64-bit integer, got {self.priority!r}", param="priority"
             )
+
+    def without_arrays(self) -> "RequestSpec":
+        """All that a scheduler reads, and no image itself."""
+        if all(item.arrays is None for item in self.encoder_inputs):
+            return self
+        items = [msgspec.structs.replace(item, arrays=None) for item in self.encoder_inputs]
+        return msgspec.structs.replace(self, encoder_inputs=items)
 
 
 class Request:

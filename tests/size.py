@@ -14,6 +14,7 @@ LIMITS = {
     "aioserve": 2_700,
     "aioserve/engine": 4_220,
     "aioserve/grammars": 650,
+    "aioserve/images": 900,
     "aioserve/kernels": 3_640,
     "aioserve/kv_cache": 1_200,
     "aioserve/kv_connector": 830,

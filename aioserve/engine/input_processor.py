@@ -22,14 +22,15 @@ from aioserve.engine.chat_template import (
 from aioserve.engine.prompt_room import Room
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
+from aioserve.images import Illustrated
 from aioserve.model_info import ModelInfo
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 R = TypeVar("R")
 
-#: Text, token ids, chat messages with "role" and "content", or those and tools.
-Prompt = str | Sequence[int] | Messages | Conversation
+#: Text, token ids, chat messages with "role" and "content", those and tools, or what has images.
+Prompt = str | Sequence[int] | Messages | Conversation | Illustrated
 
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
@@ -42,6 +43,7 @@ INLINE_TOOLS = 4
 INLINE_TEMPLATE_SECONDS = 0.05
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
+NO_IMAGES = "this model reads no images, it is one for text"
 
 
 class InputProcessor:
@@ -92,6 +94,8 @@ class InputProcessor:
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text cost everybody time.
         """
+        if isinstance(prompt, Illustrated):
+            raise RequestError(NO_IMAGES, param="images[0]")
         if isinstance(prompt, Conversation):
             prompt = prompt.messages
         if isinstance(prompt, str):
@@ -131,6 +135,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             is_long = len(prompt) > INLINE_CHARACTERS
             return await self._run(is_long, self._encode, prompt, add_special_tokens)
+        if isinstance(prompt, Illustrated):
+            raise RequestError(NO_IMAGES, param="images[0]")
         if isinstance(prompt, Conversation):
             return await self._encode_conversation(prompt, room)
         if isinstance(prompt[0], Mapping):

@@ -131,7 +131,7 @@ class RecordingScheduler(DelegatingScheduler):
         now, _, error = self._call(lambda: self.live.add_request(request))
         if error is None:
             self._short.add(request.request_id)
-        self._note(lambda: Added(now, request.spec, _text(error)))
+        self._note(lambda: Added(now, request.spec.without_arrays(), _text(error)))
         if error is not None:
             raise error
 
