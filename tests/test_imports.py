@@ -137,6 +137,7 @@ ALLOWED = {
         "aioserve.runner.interface",
         "aioserve.runner.simulated",
         "aioserve.runner.profile",
+        "aioserve.runner.progress",
         "aioserve.routing",
         "aioserve.sampling_params",
         "aioserve.scheduler",

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -14,9 +15,10 @@ import pytest
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
 from aioserve.runner.progress import BAR
-from tests.processes import serving
+from tests.processes import serving, started, until
 
 ROOT = Path(__file__).parents[1]
+TITLES = ["Loading weights", "Checking fused layers", "Laying out weights"]
 
 
 def test_the_first_line_is_logged_before_anything_heavy_is_imported() -> None:
@@ -48,8 +50,8 @@ def test_a_simulated_server_answers_without_torch() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+def test_loading_shows_bars_on_a_terminal_and_logs_lines_elsewhere(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loading = importlib.import_module("aioserve.runner.cpu.load")
     monkeypatch.setitem(BAR, "delay", 0.0)  # the embedded model is loaded sooner
@@ -59,6 +61,7 @@ def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
     with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
         monkeypatch.setattr(sys, "stderr", stderr)
         config = ModelConfig()
+        caplog.set_level("INFO", "aioserve.runner.progress")
         loading.load_model_on_cpu(config, ModelInfo(config))
         monkeypatch.undo()
         stderr.write("end")
@@ -66,11 +69,23 @@ def test_loading_shows_a_bar_on_a_terminal_and_nowhere_else(
         shown = b""
         while not shown.endswith(b"end"):
             shown += terminal.read(65536)
-    if not is_terminal:
-        assert shown == b"end"
+    told = [record.message.partition(":")[0] for record in caplog.records]
+    if is_terminal:
+        assert not told
+        assert all(title.encode() in shown for title in TITLES)
     else:
-        for title in (b"Loading weights", b"Checking fused layers", b"Laying out weights"):
-            assert title in shown
+        assert told == TITLES
+        assert shown == b"end"
+
+
+def test_the_log_of_a_server_tells_each_stage_of_loading(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "aioserve", "--port", "0"]
+        with started(*command, stderr=log) as process:
+            log_text = (tmp_path / "log").read_text
+            until(lambda: "listening on" in log_text() or process.poll() is not None, "it serves")
+    lines = re.findall(r"progress: (.*): (\d+) of \2, \d+\.\d s\n", log_text())
+    assert [title for title, _ in lines] == TITLES
 
 
 def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not: colour, and a bar for long work.
+"""What a terminal gets and a pipe does not: colour, and a bar for long work, or lines instead.
 
 Knows the look of tables: which words they end with. Knows no numbers.
 """
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from aioserve.runner.progress import Lines
 
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 
@@ -46,8 +48,19 @@ def _styled(text: str, style: str) -> str:
 
 
 @contextmanager
-def progress(total: int | None, unit: str = "requests") -> Iterator[Callable[[int], Any]]:
-    """A bar on stderr, if that is a terminal; the function is told how many more are done."""
+def progress(
+    total: int | None, unit: str = "requests", title: str = ""
+) -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr, if that is a terminal, or lines, if there is a title; the function is told
+    how many more are done.
+    """
+    if title and not is_terminal(sys.stderr):
+        lines: Lines[None] = Lines(desc=title, total=total, say=_say)
+        try:
+            yield lines.update
+        finally:
+            lines.close()
+        return
     from tqdm import tqdm
 
     bar: Any = tqdm(
@@ -61,3 +74,7 @@ def progress(total: int | None, unit: str = "requests") -> Iterator[Callable[[in
         yield bar.update
     finally:
         bar.close()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -36,7 +36,7 @@ from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.progress import BAR
+from aioserve.runner.progress import as_stage
 from aioserve.runner.row_by_row import RowByRowModel
 from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.stateful_layers import StatefulLayers
@@ -353,10 +353,10 @@ def _record_attention(module: nn.Module, **inputs: Tensor) -> AttentionProbe:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No load report (we raise instead), and our kind of progress bar."""
+    """No load report (we raise instead), and our kind of progress."""
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
-    previous = hf_logging.set_tqdm_hook(lambda tqdm, args, options: tqdm(*args, **options | BAR))
+    previous = hf_logging.set_tqdm_hook(as_stage)
     try:
         yield
     finally:

@@ -51,3 +51,13 @@ def test_a_bar_is_drawn_on_a_terminal_alone(
     with progress(10) as report:
         report(10)
     assert bool(stream.getvalue()) == is_terminal
+
+
+def test_with_a_title_there_are_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress(10, "loads", "Measuring loads") as report:
+        report(10)
+    assert stream.getvalue().startswith("Measuring loads: 10 of 10, ")

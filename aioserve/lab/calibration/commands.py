@@ -44,7 +44,7 @@ def run_calibrate(argv: Sequence[str]) -> int:
         measured = asyncio.run(
             measure(
                 config,
-                lambda total: stack.enter_context(progress(total, "loads")),
+                lambda total: stack.enter_context(progress(total, "loads", "Measuring loads")),
                 is_quick=args.quick,
             )
         )

@@ -30,6 +30,7 @@ from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan,
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
+from aioserve.runner.progress import stage
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -168,11 +169,12 @@ class StepExecutor:
         )
         none = CachedRequestData([], [], {})
         known = CachedRequestData(["warm-up"], [len(tokens)], {})
-        for step in (
+        steps = (
             SchedulerOutput(0, [new], none, {"warm-up": len(tokens)}, len(tokens), [], []),
             SchedulerOutput(0, [], known, {"warm-up": 1}, 1, [], []),
             SchedulerOutput(0, [], none, {}, 0, [], ["warm-up"]),
-        ):
+        )
+        for step in stage(steps, "Warming up", "step"):
             if (launched := self.launch(step)) is not None:
                 self.finish(launched)
         if self._drafter is not None:

@@ -10,10 +10,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from aioserve.runner.attention.backend import LayerAttention
-from aioserve.runner.progress import BAR
+from aioserve.runner.progress import stage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class DecodeGraphs:
                 self._logits = torch.empty_like(logits)
             self._logits[:size] = logits
 
-        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs", unit="size", **BAR):
+        for size in stage(sorted(sizes, reverse=True), "Capturing CUDA graphs", "size"):
             try:
                 self._replays[size] = capture(partial(work, size, prepare(size)))
             except torch.OutOfMemoryError:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
@@ -25,7 +24,7 @@ from aioserve.runner.fused.recognize import DecoderParts, GatedParts, LayerParts
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.progress import BAR
+from aioserve.runner.progress import stage
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -94,7 +93,7 @@ def fuse(
     except Exception as error:  # code of any kind of model, on weights of any kind
         raise NotFusedError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     layers = []
-    for index, layer in enumerate(tqdm(parts.layers, "Laying out weights", unit="layer", **BAR)):
+    for index, layer in enumerate(stage(parts.layers, "Laying out weights", "layer")):
         found = small.pop(index, None) or _fuse_layer(layer, ops, place.ranks)
         layers.append(found)
         _let_go(layer)
@@ -134,7 +133,7 @@ def _prove(
     # of few bits, which take long to make, are kept, and what they were made of goes
     small: dict[int, DecoderLayer] = {}
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
-    layers = tqdm(parts.layers, "Checking fused layers", unit="layer", **BAR)
+    layers = stage(parts.layers, "Checking fused layers", "layer")
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         fused = _fuse_layer(layer, ops, ranks)
         try:

@@ -1,0 +1,55 @@
+"""Work that lasts is told in lines where there is no terminal: a few, and the last always."""
+
+import pytest
+
+from aioserve.runner.progress import SECONDS, Lines
+
+
+class Clock:
+    """Passes as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_quick_stage_is_one_line() -> None:
+    told: list[str] = []
+    assert list(Lines("abc", "Loading", say=told.append, clock=Clock())) == ["a", "b", "c"]
+    assert told == ["Loading: 3 of 3, 0.0 s"]
+
+
+def test_a_long_stage_has_a_line_now_and_then() -> None:
+    told: list[str] = []
+    clock = Clock()
+    for _ in Lines(range(100), "Loading", say=told.append, clock=clock):
+        clock.now += SECONDS / 40
+    assert told == [
+        "Loading: 40 of 100, 5.0 s",
+        "Loading: 80 of 100, 10.0 s",
+        "Loading: 100 of 100, 12.5 s",
+    ]
+
+
+def test_the_end_is_told_once_where_a_line_is_due() -> None:
+    told: list[str] = []
+    clock = Clock()
+    for _ in Lines(range(2), "Loading", say=told.append, clock=clock):
+        clock.now += SECONDS / 2
+    assert told == ["Loading: 2 of 2, 5.0 s"]
+
+
+def test_a_stage_that_fails_tells_how_far_it_came() -> None:
+    told: list[str] = []
+    lines = Lines(range(9), "Loading", say=told.append, clock=Clock())
+    with pytest.raises(ZeroDivisionError):
+        [1 // (item - 2) for item in lines]
+    assert told == ["Loading: 2 of 9, 0.0 s"]
+
+
+def test_how_many_there_are_need_not_be_known() -> None:
+    told: list[str] = []
+    assert list(Lines(iter("ab"), "Reading", say=told.append, clock=Clock())) == ["a", "b"]
+    assert told == ["Reading: 2, 0.0 s"]
