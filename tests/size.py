@@ -22,7 +22,7 @@ LIMITS = {
     "aioserve/model_source": 2_180,
     "aioserve/ray": 1_420,
     "aioserve/routing": 400,
-    "aioserve/runner": 14_190,
+    "aioserve/runner": 14_290,
     "aioserve/scheduler": 2_560,
     "aioserve/server": 7_510,
     "aioserve/testing": 3_580,
@@ -30,7 +30,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_780,
     "policies": 650,
-    "tests": 38_000,
+    "tests": 38_150,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
