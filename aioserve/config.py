@@ -439,6 +439,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "engine's; 0: that process does it all",
         ),
     ] = 0
+    worker_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="seconds that one of these processes may not answer the engine before it "
+            "is ended and started anew",
+        ),
+    ] = 30.0
     max_body_mib: Annotated[
         PositiveInt | None,
         Meta(
@@ -606,6 +615,12 @@ _RULES = (
         ("rank_timeout",),
         lambda config: config.runner.tensor_parallel_size > 1,
         "runner.tensor_parallel_size is 1",
+    ),
+    _Rule(
+        "server",
+        ("worker_timeout",),
+        lambda config: config.server.api_workers > 0,
+        "server.api_workers is 0",
     ),
     _Rule(
         "runner",

@@ -262,14 +262,14 @@ class WorkerClient:
         self._samples.clear()
         return num_requests
 
-    async def ask(self, question: Question[Any]) -> Any:
+    async def ask(self, question: Question[Any], seconds: float = ANSWER_SECONDS) -> Any:
         """Its answer; None if it is not there yet, does not answer in time, or is gone."""
         if not self._is_welcome:
             return None
         number, future = self._calls.begin()
         self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 return decoder(question.answer_type).decode(await future)
         except (TimeoutError, AioserveError):
             return None

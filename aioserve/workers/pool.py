@@ -20,7 +20,8 @@ from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.app import HANDLER_TIMEOUT, url_of
 from aioserve.server.sockets import bind_beside
-from aioserve.workers.host import Host
+from aioserve.workers.host import Host, WorkerClient
+from aioserve.workers.messages import MakeReport
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ MAX_FAILED_STARTS = 3
 
 # Seconds before a worker is started again; twice as many each time, unless it served for a while.
 FIRST_DELAY, MAX_DELAY, STEADY_SECONDS = 0.1, 5.0, 10.0
+
+# How often in `server.worker_timeout` seconds a worker is asked whether it is there.
+ASKED_TIMES = 5
 
 # Seconds in which a worker that was told to end may do so: what handlers have, and as much again.
 QUIT_SECONDS = 3 * HANDLER_TIMEOUT
@@ -165,7 +169,11 @@ class WorkerPool:
         try:
             process = await self._spawn(name, address)
             self._processes.add(process)
-            exit_code = await process.wait()
+            watch = asyncio.create_task(self._end_hung(worker, process))
+            try:
+                exit_code = await process.wait()
+            finally:
+                watch.cancel()
             self._processes.discard(process)
         finally:
             num_dropped = self._host.close(worker)
@@ -175,6 +183,24 @@ class WorkerPool:
                 *(name, process.pid, exit_code, num_dropped),
             )
         return exit_code, worker.is_listening
+
+    async def _end_hung(self, worker: WorkerClient, process: asyncio.subprocess.Process) -> None:
+        """Kill a worker that serves and does not answer any more: its clients would wait for ever.
+
+        Counts questions, not time: if this process was stopped as well, nobody hangs.
+        """
+        pause, num_unanswered = self._engine.config.server.worker_timeout / ASKED_TIMES, 0
+        while num_unanswered < ASKED_TIMES:
+            if worker.is_listening and await worker.ask(MakeReport(), pause) is None:
+                num_unanswered += 1
+            else:
+                num_unanswered = 0
+                await asyncio.sleep(pause)
+        logger.error(
+            "%s (process %d) has not answered for %g s (--worker-timeout): it is killed",
+            *(worker.name, process.pid, self._engine.config.server.worker_timeout),
+        )
+        process.kill()
 
     async def _spawn(self, name: str, address: str) -> asyncio.subprocess.Process:
         """On sockets of its own for the addresses that we hold: the system spreads connections

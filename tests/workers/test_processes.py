@@ -113,6 +113,23 @@ def read_stream(url: str, has_begun: threading.Semaphore) -> bytes:
 
 
 @pytest.mark.dist
+def test_a_worker_that_hangs_is_ended_and_comes_again():
+    with serving(*TWO, "--worker-timeout", "5") as (process, url):
+        hung = workers_of(process)[0]
+        hung.suspend()
+        until(lambda: not hung.is_running(), "the worker that hangs is ended")
+        until(lambda: len(workers_of(process)) == 2, "it is started again")
+        until(
+            lambda: len([name for name in gauges(url) if "event_loop_lag" in name]) == 3,
+            "the worker serves again",
+        )
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert "has not answered for 5 s (--worker-timeout): it is killed" in stderr
+
+
+@pytest.mark.dist
 def test_a_worker_that_is_killed_takes_its_own_requests_along_and_comes_again():
     with serving(*TWO) as (process, url), ThreadPoolExecutor(12) as threads:
         before = workers_of(process)
