@@ -1,0 +1,1 @@
+"""Commands for a person at a terminal, besides serve and the lab: doctor, chat, completion."""
