@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 2_760,
+    "aioserve/console": 1_500,
     "aioserve/engine": 4_220,
     "aioserve/grammars": 650,
     "aioserve/images": 900,
@@ -30,7 +31,7 @@ LIMITS = {
     "aioserve/workers": 1_600,
     "benchmarks": 4_780,
     "policies": 650,
-    "tests": 38_150,
+    "tests": 38_900,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
