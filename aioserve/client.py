@@ -172,9 +172,11 @@ class AsyncClient:
             return _models_decoder.decode(await response.read()).data
 
     async def health(self) -> bool:
-        """Whether a new request would be taken. False while the server drains or is away."""
+        """Whether a new request would be served now: False while the server loads, drains, is in
+        trouble or is away.
+        """
         try:
-            async with self._request("GET", "/health"):
+            async with self._request("GET", "/ready"):
                 return True
         except EngineDeadError:
             return False

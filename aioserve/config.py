@@ -486,6 +486,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="end the process, with exit code 3, when the engine has died"),
     ] = True
+    hung_step_seconds: Annotated[
+        float,
+        Meta(gt=0, description="seconds that a step may take before GET /ready says that it hangs"),
+    ] = 60.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"

@@ -57,7 +57,7 @@ def server(model: str, threads: str) -> Iterator[str]:
 
 def is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
+        with urllib.request.urlopen(f"{url}/ready", timeout=5):
             return True
     except (urllib.error.URLError, TimeoutError):
         return False

@@ -199,7 +199,7 @@ def test_a_signal_ends_a_server_whose_policy_keeps_raising(tmp_path):
         for _ in range(2):
             status, body = fetch(f"{url}/v1/completions", {"prompt": "Hello", "ignore_eos": True})
             assert (status, b"no idea" in body) == (500, True)
-        assert fetch(f"{url}/health")[0] == 503
+        assert fetch(f"{url}/ready")[0] == 503
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=20)
         assert process.returncode == 0
@@ -282,7 +282,7 @@ def test_draining_ends_with_its_time_or_a_second_signal(has_second_signal):
         with start_stream(url, max_tokens=4000) as response:
             process.send_signal(signal.SIGINT)
             if has_second_signal:
-                until(lambda: fetch(f"{url}/health")[0] == 503, "the server drains")
+                until(lambda: fetch(f"{url}/ready")[0] == 503, "the server drains")
                 process.send_signal(signal.SIGINT)
             assert b'"finish_reason":"abort"' in response.read()
         assert process.wait(timeout=PATIENCE) == 0

@@ -1,6 +1,7 @@
 """The pages in docs/ are true: code and requests, links, the map of the house."""
 
 import re
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from aioserve.server import completions, embeddings
+from aioserve.server.admin import Ready
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -100,7 +102,9 @@ def test_the_page_of_the_api_lists_every_field_and_what_asks_for_nothing() -> No
         for body in (CompletionRequest, ChatCompletionRequest)
         for field in msgspec.structs.fields(body)
     }
-    assert listed.keys() - {"failing", "draining", "dead"} <= served | set(HINTS)
+    states = set(typing.get_args(Ready.__annotations__["status"]))
+    assert states - {"ready"} <= listed.keys()
+    assert listed.keys() - states <= served | set(HINTS)
     for name in (*served, *HINTS):
         assert f"`{name}`" in page, name
 

@@ -187,12 +187,24 @@ class AsyncEngine(EngineFront[EngineParts]):
         return cast(Answer, answer)
 
     def _health(self) -> Health:
-        error = self._error
-        return Health(
-            cause_of_death=None if error is None else f"{type(error).__name__}: {error}",
-            is_draining=self._is_closing,
-            trouble=None if self.policy_error is None else str(self.policy_error),
-        )
+        if (error := self._error) is not None:
+            return Health("dead", f"{type(error).__name__}: {error}")
+        if self._is_closing:
+            return Health("draining", "the server is shutting down")
+        if (parts := self._parts) is None:
+            return Health("loading", "the model is being loaded")
+        seconds = parts.core.step_seconds()
+        if seconds > self.config.server.hung_step_seconds:
+            return Health("hanging", f"a step has not come back for {seconds:.0f} s")
+        if self.policy_error is not None:
+            return Health("failing", str(self.policy_error))
+        seconds = parts.core.stalled_seconds()
+        if seconds > self.config.scheduler.stall_timeout / 2:
+            waits = (
+                f"policy {self.config.scheduler.policy} has scheduled nobody for {seconds:.0f} s"
+            )
+            return Health("stalled", f"{waits} although requests wait")
+        return Health()
 
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
         """Change the policy between two steps; queue, running requests and KV cache stay.

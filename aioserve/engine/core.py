@@ -73,6 +73,7 @@ class EngineCore:
         self.policy_failure: tuple[Exception, float] | None = None
         self.num_policy_failures = 0
         self._last_step_id = 0  # of the last step that was handed to the runner
+        self._step_since = 0.0  # when the runner began the oldest step in flight, about
         self._stalled_since: float | None = None
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
@@ -105,6 +106,14 @@ class EngineCore:
         self.scheduler = self.scheduler.switch(settings)
         self.policy_failure = None
         self._wakeup.set()
+
+    def step_seconds(self) -> float:
+        """For how long the runner has been at the step that it computes; 0 if it is idle."""
+        return self._clock() - self._step_since if self._in_flight else 0.0
+
+    def stalled_seconds(self) -> float:
+        """For how long the policy has scheduled nobody although requests wait."""
+        return 0.0 if self._stalled_since is None else self._clock() - self._stalled_since
 
     async def run(self) -> None:
         """The engine task. Ends only by cancellation or by the error that killed the engine."""
@@ -147,11 +156,16 @@ class EngineCore:
             self._check_stall()
             if not (output.finished_req_ids or output.preempted_req_ids):
                 return False
-            self._in_flight.append((output, self._runner.execute_model(output)))
+            self._hand_over(output)
             return False  # the runner hears who left; asking again now would change nothing
         self._stalled_since = None
-        self._in_flight.append((output, self._runner.execute_model(output)))
+        self._hand_over(output)
         return True
+
+    def _hand_over(self, output: SchedulerOutput) -> None:
+        if not self._in_flight:
+            self._step_since = self._clock()
+        self._in_flight.append((output, self._runner.execute_model(output)))
 
     def _schedule(self) -> SchedulerOutput | None:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
@@ -230,6 +244,8 @@ class EngineCore:
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()
+        if self._in_flight:
+            self._step_since = self._clock()
         if (connector := self.scheduler.get_kv_connector()) is not None:
             connector.update_connector_output(output.step_id)
         if output.total_num_scheduled_tokens == 0:

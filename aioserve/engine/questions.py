@@ -4,7 +4,7 @@ The server asks; the engine answers at once, or another process asks it. Knows n
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -17,12 +17,24 @@ class Question(msgspec.Struct, Generic[T], frozen=True, tag=True):
     answer_type: ClassVar[Any] = type(None)  # T, for whoever decodes it
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a new request would be served, and if not, why."""
+class Health(msgspec.Struct, frozen=True):
+    """Whether a new request would be served now, and if not, why.
 
-    cause_of_death: str | None = None  # what killed the engine
-    is_draining: bool = False
-    trouble: str | None = None  # what would keep it from being served now
+    `dead`: the engine has ended, for `reason`. `silent`: it does not answer whoever asks for us.
+    `loading`, `draining`: not yet, no longer. `failing`: the policy did something wrong, and no
+    step has come back since. `stalled`: it serves none of those who wait. `hanging`: a step takes
+    longer than `server.hung_step_seconds`.
+    """
+
+    status: Literal[
+        "ready", "loading", "draining", "failing", "stalled", "hanging", "silent", "dead"
+    ] = "ready"
+    reason: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is something to wait for: nobody need end the process."""
+        return self.status not in ("silent", "dead")
 
 
 class PolicyAndOptions(msgspec.Struct, frozen=True):

@@ -124,7 +124,7 @@ class RayFront(EngineFront[RayParts]):
             async with asyncio.timeout(HEALTH_SECONDS):
                 await self._handle.describe.remote()
         except Exception as error:
-            return Health(cause_of_death=f"no replica answers ({type(error).__name__})")
+            return Health("silent", f"no replica answers ({type(error).__name__})")
         return Health()
 
     async def _submit(

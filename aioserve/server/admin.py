@@ -11,7 +11,13 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
-from aioserve.engine.questions import HowAreYou, ResetPrefixCache, ShowMetrics, SwitchPolicy
+from aioserve.engine.questions import (
+    Health,
+    HowAreYou,
+    ResetPrefixCache,
+    ShowMetrics,
+    SwitchPolicy,
+)
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.keys import ENGINE
@@ -22,10 +28,19 @@ from aioserve.version import __version__
 _encoder = msgspec.json.Encoder()
 
 
-class Health(msgspec.Struct, kw_only=True):
-    """Whether a new request would be taken and served, or why not."""
+class Alive(msgspec.Struct, kw_only=True):
+    """Whether the process should go on."""
 
-    status: Literal["ok", "dead", "draining", "failing"]
+    status: Literal["ok", "silent", "dead"]
+    reason: str | UnsetType = UNSET
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """Whether a new request would be served now, or why not: the words of `Health`."""
+
+    status: Literal[
+        "ready", "loading", "draining", "failing", "stalled", "hanging", "silent", "dead"
+    ]
     reason: str | UnsetType = UNSET
 
 
@@ -48,20 +63,27 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 if a new request would be taken and served, else 503 with the reason.
+    """GET /health: 200 if the event loop answers and the engine is not dead, else 503 and why."""
+    return tell_alive(await request.app[ENGINE].ask(HowAreYou()))
 
-    `dead`: the engine has stopped. `draining`: the server shuts down. `failing`: the policy did
-    something wrong, and has not run a step since, for at most ten seconds after the last time.
-    """
-    state = await request.app[ENGINE].ask(HowAreYou())
-    if state.cause_of_death is not None:
-        return _json(Health(status="dead", reason=state.cause_of_death), status=503)
-    if state.is_draining:
-        reason = "the server is shutting down"
-        return _json(Health(status="draining", reason=reason), status=503)
-    if state.trouble is not None:
-        return _json(Health(status="failing", reason=state.trouble), status=503)
-    return _json(Health(status="ok"))
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 if a new request would be served now, else 503 and why not."""
+    return tell_ready(await request.app[ENGINE].ask(HowAreYou()))
+
+
+def tell_alive(health: Health) -> web.Response:
+    """The answer of /health."""
+    if health.status == "dead" or health.status == "silent":
+        return _json(Alive(status=health.status, reason=health.reason), status=503)
+    return _json(Alive(status="ok"))
+
+
+def tell_ready(health: Health) -> web.Response:
+    """The answer of /ready."""
+    if health.status == "ready":
+        return _json(Ready(status="ready"))
+    return _json(Ready(status=health.status, reason=health.reason), status=503)
 
 
 async def metrics(request: web.Request) -> web.Response:

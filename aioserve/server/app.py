@@ -21,6 +21,7 @@ from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.errors import ConfigError
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
+from aioserve.server.loading import answering_while_loading
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
@@ -158,12 +159,18 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
         for sock in sockets:
             sock.close()
         raise
+    loading = contextlib.AsyncExitStack()
     try:
+        await loading.enter_async_context(
+            answering_while_loading(sockets, shares_port=config.server.api_workers > 0)
+        )
+        logger.info("%s/ready says when the model is loaded", url_of(sockets))
         if not await _unless(signals.first, engine.start()):
             return
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
         async with site(engine, sockets, signals.first.set) as url:
+            await loading.aclose()
             logger.info(
                 "listening on %s (model %s, policy %s)",
                 url,
@@ -181,6 +188,7 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
                 await engine.shutdown(drain_timeout=0)
             await engine.wait_ended()  # a signal does not make a death a success
     finally:
+        await loading.aclose()
         for sock in sockets:
             sock.close()
         await engine.shutdown(drain_timeout=0)

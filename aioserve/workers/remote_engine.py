@@ -203,12 +203,12 @@ class RemoteEngine(EngineFront[RemoteParts]):
 
     async def _ask_health(self, question: HowAreYou) -> Health:
         if self._error is not None:
-            return Health(cause_of_death=str(self._error))
+            return Health("dead", str(self._error))
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return await self._ask(question)
         except TimeoutError:
-            return Health(trouble=f"the engine has not answered in {HEALTH_SECONDS:g} s")
+            return Health("silent", f"the engine has not answered in {HEALTH_SECONDS:g} s")
 
     async def _ask(self, question: Question[Answer]) -> Answer:
         self._alive()

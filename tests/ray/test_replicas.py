@@ -284,8 +284,9 @@ async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
     with pytest.raises(ConfigError, match=r"user_config: .*polcy"):
         await handle.reconfigure.remote({"polcy": "priority"})
 
-    async with http.get("/health") as response:
-        assert response.status == 200
+    for path in ("/health", "/ready"):
+        async with http.get(path) as response:
+            assert response.status == 200
     async with http.get("/metrics") as response:
         assert response.status == 400
         assert "docs/ray.md" in (await response.json())["error"]["message"]

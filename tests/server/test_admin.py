@@ -1,4 +1,4 @@
-"""Models, health, metrics and version."""
+"""Models, metrics, version and the admin routes."""
 
 import pytest
 
@@ -15,11 +15,6 @@ async def test_the_model_is_listed_with_its_limit(start_server):
         assert (await server.get("/v1/models/house/bard")).json() == card
         assert (await server.complete(model="house/bard", max_tokens=1)).status == 200
         assert (await server.complete(model="embedded", max_tokens=1)).status == 404
-
-
-async def test_a_healthy_server_says_so(server):
-    answer = await server.get("/health")
-    assert (answer.status, answer.json()) == (200, {"status": "ok"})
 
 
 async def test_metrics_are_prometheus_text_of_this_engine(server):

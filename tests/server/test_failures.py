@@ -74,10 +74,11 @@ async def test_a_dead_engine_ends_streams_and_refuses_with_503(start_server, num
         answer = await server.complete()
         assert answer.status == 503
         assert "device lost" in answer.json()["error"]["message"]
-        answer = await server.get("/health")
-        assert answer.status == 503
-        assert answer.json()["status"] == "dead"
-        assert "device lost" in answer.json()["reason"]
+        for path in ("/health", "/ready"):
+            answer = await server.get(path)
+            assert answer.status == 503
+            assert answer.json()["status"] == "dead"
+            assert "device lost" in answer.json()["reason"]
         assert (await server.get("/metrics")).status == 200
 
 
@@ -91,7 +92,7 @@ class Failing(FCFSScheduler):
 """
 
 
-async def test_while_the_policy_fails_health_says_why_until_another_one_works(
+async def test_while_the_policy_fails_ready_says_why_until_another_one_works(
     start_server, tmp_path
 ):
     (tmp_path / "failing.py").write_text(FAILING)
@@ -111,11 +112,12 @@ async def test_while_the_policy_fails_health_says_why_until_another_one_works(
             answer = await server.complete()
             assert answer.status == 500
             assert "no idea" in answer.json()["error"]["message"]
-        answer = await server.get("/health")
+        answer = await server.get("/ready")
         assert (answer.status, answer.json()["status"]) == (503, "failing")
         assert "no idea" in answer.json()["reason"]
-        assert await switch({"policy": "fcfs"}) == 200
         assert (await server.get("/health")).json() == {"status": "ok"}
+        assert await switch({"policy": "fcfs"}) == 200
+        assert (await server.get("/ready")).json() == {"status": "ready"}
         assert (await server.complete(max_tokens=2)).status == 200
 
 
@@ -131,13 +133,14 @@ async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypat
     assert "secret detail" in caplog.text
 
 
-async def test_while_draining_health_is_503_and_running_streams_finish(server):
+async def test_while_draining_ready_is_503_and_running_streams_finish(server):
     response = await start_stream(server, max_tokens=300)
     shutdown = asyncio.create_task(server.engine.shutdown(drain_timeout=PATIENCE))
     await asyncio.sleep(0)  # the task begins
     assert server.engine.is_draining
-    health, refused = await server.get("/health"), await server.complete()
-    assert (health.status, health.json()["status"]) == (503, "draining")
+    ready, refused = await server.get("/ready"), await server.complete()
+    assert (ready.status, ready.json()["status"]) == (503, "draining")
+    assert (await server.get("/health")).status == 200
     assert refused.status == 503
     assert "shutting down" in refused.json()["error"]["message"]
     *_, last, done, _end = (await response.read()).split(b"\n\n")

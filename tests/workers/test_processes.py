@@ -184,7 +184,7 @@ def test_a_second_signal_drops_what_still_runs():
     with serving(*TWO, "--drain-timeout", "300") as (process, url):
         with start_stream(url, max_tokens=4000) as response:
             process.send_signal(signal.SIGINT)
-            until(lambda: fetch(f"{url}/health")[0] == 503, "the server drains")
+            until(lambda: fetch(f"{url}/ready")[0] == 503, "the server drains")
             assert fetch(f"{url}/v1/completions", {"prompt": "Hello"})[0] == 503
             process.send_signal(signal.SIGINT)
             assert b'"finish_reason":"abort"' in response.read()

@@ -1,0 +1,107 @@
+"""What answers on the server's address while the model is being loaded: that it lives, is not
+ready, and takes no request yet.
+
+Knows no engine. Every answer closes its connection: the next one is for the server itself.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from socket import socket
+from typing import Any
+
+from aiohttp import hdrs, web
+
+from aioserve.engine.questions import Health
+from aioserve.errors import EngineDeadError
+from aioserve.server.admin import tell_alive, tell_ready
+from aioserve.server.middleware import Handler, answer_errors
+from aioserve.server.sockets import bind_beside
+
+LOADING = Health("loading", "the model is being loaded")
+
+RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready says when it is over.
+
+
+@contextlib.asynccontextmanager
+async def answering_while_loading(
+    sockets: Sequence[socket], *, shares_port: bool
+) -> AsyncIterator[None]:
+    """Listen on the addresses of bound `sockets` inside the block, which stay their owner's.
+
+    Whoever is to serve listens before the block ends, so that nobody is turned away between. It
+    takes over the queue of connections; with `shares_port` it has sockets of its own beside these,
+    and what is in the queue of ours at the end is lost.
+    """
+    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    assert runner.server is not None
+    doors = [_Door(sock, runner.server, shares_port=shares_port) for sock in sockets]
+    try:
+        yield
+    finally:
+        for door in doors:
+            await door.close()
+        await runner.cleanup()
+
+
+class _Door:
+    """Takes connections until it is closed. Not asyncio's own server: in Python 3.11 that forgets
+    a connection which it accepts in the turn in which it is closed, and the client waits for ever.
+    """
+
+    def __init__(self, sock: socket, server: web.Server, *, shares_port: bool) -> None:
+        self._socket = bind_beside(sock) if shares_port else sock.dup()
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._entering: set[asyncio.Task[Any]] = set()
+        self._socket.setblocking(False)
+        self._socket.listen(128)
+        self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # nobody is left, or has gone again; or there are no descriptors
+                return
+            connection.setblocking(False)
+            enters = self._loop.connect_accepted_socket(self._server, connection)
+            task = self._loop.create_task(enters)
+            self._entering.add(task)
+            task.add_done_callback(self._entering.discard)
+
+    async def close(self) -> None:
+        """Whoever has entered is answered."""
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        await asyncio.gather(*self._entering, return_exceptions=True)
+
+
+def _make_app() -> web.Application:
+    app = web.Application(middlewares=[_close_connections, answer_errors])
+    app.router.add_get("/health", _tell_alive)
+    app.router.add_get("/ready", _tell_ready)
+    app.router.add_route("*", "/{path:.*}", _refuse)
+    return app
+
+
+@web.middleware
+async def _close_connections(request: web.Request, handler: Handler) -> web.StreamResponse:
+    response = await handler(request)
+    response.force_close()
+    if response.status == 503:
+        response.headers[hdrs.RETRY_AFTER] = RETRY_SECONDS
+    return response
+
+
+async def _tell_alive(request: web.Request) -> web.Response:
+    return tell_alive(LOADING)
+
+
+async def _tell_ready(request: web.Request) -> web.Response:
+    return tell_ready(LOADING)
+
+
+async def _refuse(request: web.Request) -> web.Response:
+    raise EngineDeadError(f"{LOADING.reason}: GET /ready says when it serves")
