@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_760,
+    "aioserve": 2_800,
     "aioserve/console": 1_500,
     "aioserve/engine": 4_900,
     "aioserve/grammars": 650,
@@ -25,13 +25,13 @@ LIMITS = {
     "aioserve/routing": 400,
     "aioserve/runner": 14_290,
     "aioserve/scheduler": 2_560,
-    "aioserve/server": 8_100,
+    "aioserve/server": 8_450,
     "aioserve/testing": 3_580,
     "aioserve/watch": 1_700,
     "aioserve/workers": 1_600,
     "benchmarks": 4_780,
     "policies": 650,
-    "tests": 39_900,
+    "tests": 40_500,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
