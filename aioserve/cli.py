@@ -194,7 +194,8 @@ def _add_flag(
         help_text += f" (default: {_show(field.default)})"
     options: dict[str, Any] = {"dest": f"{section}.{field.name}", "help": help_text}
     if typing.get_origin(kind) is tuple:
-        options |= {"action": "append", "metavar": "NAME=PATH"}
+        metavar = "NAME=PATH" if "NAME=PATH" in description else "NAME"
+        options |= {"action": "append", "metavar": metavar}
     elif kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(kind) is typing.Literal:

@@ -425,6 +425,45 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     ] = 32
 
 
+class ImageConfig(Section, frozen=True, kw_only=True):
+    """Images that come by HTTP, to a model that reads them: what a request may bring, and whether
+    they are fetched.
+    """
+
+    max_images: Annotated[PositiveInt, Meta(description="most images of one request")] = 16
+    max_image_mib: Annotated[
+        PositiveInt,
+        Meta(description="most bytes of a request's images together, as sent or fetched, MiB"),
+    ] = 16
+    max_image_megapixels: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=170,
+            description="most pixels of a request's images together, in millions; looked at "
+            "before one is decoded",
+        ),
+    ] = 64
+    image_urls: Annotated[
+        bool,
+        Meta(
+            description="fetch images of http and https URLs, from public addresses only; without "
+            "it images come in data: URLs"
+        ),
+    ] = False
+    image_domain: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="a domain that images are fetched from, with all below it; may be given "
+            "several times (default: any)"
+        ),
+    ] = ()
+    image_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds in which an image must have been fetched"),
+    ] = 10.0
+
+
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -505,6 +544,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     adapters: AdapterConfig = AdapterConfig()
     runner: RunnerConfig = RunnerConfig()
+    images: ImageConfig = ImageConfig()
     server: ServerConfig = ServerConfig()
 
     @classmethod
@@ -631,6 +671,12 @@ _RULES = (
         SimulatorConfig.__struct_fields__,
         lambda config: config.runner.runner == "simulated",
         "runner.runner is model, so steps take the time that they take",
+    ),
+    _Rule(
+        "images",
+        ("image_domain", "image_timeout"),
+        lambda config: config.images.image_urls,
+        "images.image_urls is off, so none is fetched",
     ),
     _Rule(
         "speculation",

@@ -80,6 +80,11 @@ class EngineClient(ABC):
     def adapters(self) -> ServedAdapters:
         """Those that are served. Raises `EngineDeadError` before a start."""
 
+    @property
+    def refuses_images(self) -> str:
+        """Why there can be no images in prompts; empty if there can be."""
+        return self._alive().input_processor.refuses_images
+
     @abstractmethod
     async def add_request(
         self,

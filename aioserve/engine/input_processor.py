@@ -83,6 +83,11 @@ class InputProcessor:
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
+    @property
+    def refuses_images(self) -> str:
+        """Why there can be no images in prompts; empty if there can be."""
+        return NO_IMAGES
+
     def room(self, params: SamplingParams | PoolingParams) -> Room:
         """What `params` leave to a prompt."""
         return Room.of(params, self._max_model_len)

@@ -6,12 +6,14 @@ blocks and is meant for threads. Knows nothing about where bytes come from, nor 
 
 import binascii
 import io
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioserve.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 #: By the names that Pillow has for them: the media types that clients give them. Of those that
@@ -31,44 +33,39 @@ _EXIF_ORIENTATION = 0x0112
 
 
 class Header(NamedTuple):
-    """What an image says of itself."""
+    """What an image says of itself, in pixels."""
 
-    width: int  # in pixels, as they are stored
+    width: int  # of the picture when it is upright
     height: int
 
     @property
     def num_pixels(self) -> int:
-        """Of the picture that is shown."""
         return self.width * self.height
 
 
 def read_header(data: bytes) -> Header:
     """Raises `RequestError` for what is no image, or one of a format that is not served."""
     with _opened(data) as image:
-        return Header(*image.size)
+        # What stands behind the pixels of a PNG, only who decodes them reads.
+        is_told = image.format != "PNG" or "exif" in image.info
+        lies = is_told and _orientation(image) > 4
+        return Header(*(reversed(image.size) if lies else image.size))
 
 
 def decode(data: bytes) -> "Image":
     """The (first) picture, upright, as RGB: what `transformers.image_utils.load_image` makes of it,
     and of 16 bits the upper 8. Raises `RequestError` for one that is damaged or cut off.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    try:
-        with _opened(data) as image:
-            image.load()
-            upright: Image.Image = image
-            if image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
-                upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # else all but the darkest would be white
-                upright = _upper_bits(upright)
-            return upright.convert("RGB")
-    except RequestError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise RequestError(f"the image is too large: {error}") from error
-    except Exception as error:  # damaged files make Pillow raise what its parsers meet
-        raise RequestError(f"the image cannot be decoded: {_said(error)}") from error
+    with _opened(data) as image:
+        image.load()
+        upright: Image = image
+        if _orientation(image) != 1:
+            upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # else all but the darkest would be white
+            upright = _upper_bits(upright)
+        return upright.convert("RGB")
 
 
 def decode_base64(text: str) -> bytes:
@@ -81,50 +78,58 @@ def decode_base64(text: str) -> bytes:
                 raise binascii.Error("padding before the end")
             pieces.append(binascii.a2b_base64(piece.encode("ascii"), strict_mode=True))
     except (UnicodeEncodeError, binascii.Error) as error:
-        raise RequestError(f"the image is not valid base64: {_said(error)}") from error
+        raise RequestError(f"the image is not valid base64: {error}") from error
     return b"".join(pieces)
 
 
-class EncodedImages(Sequence[Any]):
-    """Images that are decoded when they are looked at, in the thread that does: of all requests
-    that wait to be processed, only their bytes are in memory.
+class EncodedImage:
+    """An image that is decoded when its pixels are looked at, in the thread that does: of all
+    requests that wait to be processed, only the bytes are in memory. For the rest an array
+    [height, width, 3] of uint8.
     """
 
-    def __init__(self, encoded: Sequence[bytes]) -> None:
-        self._encoded = encoded
+    dtype = "uint8"
 
-    def __len__(self) -> int:
-        return len(self._encoded)
+    def __init__(self, data: bytes, name: str) -> None:
+        """`name` is what errors call it. Raises `RequestError` as `read_header`."""
+        self._data, self._name = data, name
+        self.header = read_header(data)
 
-    @overload
-    def __getitem__(self, index: int) -> "Image": ...
-    @overload
-    def __getitem__(self, index: slice) -> "EncodedImages": ...
-    def __getitem__(self, index: int | slice) -> "Image | EncodedImages":
-        """Raises `RequestError` that names `images[index]`."""
-        if isinstance(index, slice):
-            return EncodedImages(self._encoded[index])
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As its header tells."""
+        return self.header.height, self.header.width, 3
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":
+        """Raises `RequestError` as `decode`, with its name as `param`."""
+        import numpy as np
+
         try:
-            return decode(self._encoded[index])
+            return np.asarray(decode(self._data), dtype=dtype)
         except RequestError as error:
-            error.param = f"images[{index}]"
+            error.param = self._name
             raise
 
-    def __iter__(self) -> Iterator["Image"]:
-        return (self[index] for index in range(len(self)))
 
-
-def _opened(data: bytes) -> "Image":
+@contextmanager
+def _opened(data: bytes) -> Iterator["Image"]:
+    """Whatever Pillow raises inside the block is the fault of `data`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(data), formats=tuple(FORMATS))
+        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
+            yield image
     except UnidentifiedImageError as error:
         raise RequestError(f"these bytes are no image of {', '.join(FORMATS)}") from error
     except Image.DecompressionBombError as error:
         raise RequestError(f"the image is too large: {error}") from error
-    except Exception as error:
-        raise RequestError(f"the image cannot be read: {_said(error)}") from error
+    except Exception as error:  # damaged files make it raise what its parsers meet
+        said = str(error)[:200] or type(error).__name__
+        raise RequestError(f"the image cannot be decoded: {said}") from error
+
+
+def _orientation(image: "Image") -> int:
+    return int(image.getexif().get(_EXIF_ORIENTATION, 1))
 
 
 def _upper_bits(image: "Image") -> "Image":
@@ -132,8 +137,3 @@ def _upper_bits(image: "Image") -> "Image":
     from PIL import Image
 
     return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
-
-
-def _said(error: Exception) -> str:
-    """In so many words, whatever file names or data it quotes."""
-    return str(error)[:200] or type(error).__name__

@@ -7,7 +7,7 @@ redirect and no spelling of an address leads elsewhere. Knows nothing about imag
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -35,11 +35,13 @@ class ImageFetcher:
         self._domains = tuple(domain.lower().strip(".") for domain in domains)
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, url: str, max_bytes: int, seconds: float) -> bytes:
-        """What is there. Raises `RequestError` that says why there is nothing to be had."""
+    async def fetch(self, url: str, take_bytes: Callable[[int], None], seconds: float) -> bytes:
+        """What is there. `take_bytes` is told of bytes as they come, and raises if they are too
+        many. Raises `RequestError` that says why there is nothing to be had.
+        """
         try:
             async with asyncio.timeout(seconds):
-                return await self._follow(url, max_bytes)
+                return await self._follow(url, take_bytes)
         except TimeoutError as error:
             raise RequestError(f"the image did not come within {seconds:g} s") from error
 
@@ -48,7 +50,7 @@ class ImageFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def _follow(self, given: str, max_bytes: int) -> bytes:
+    async def _follow(self, given: str, take_bytes: Callable[[int], None]) -> bytes:
         if len(given) > MAX_URL:
             raise RequestError(f"the URL has {len(given)} characters, more than {MAX_URL}")
         url = self._checked(given)
@@ -56,16 +58,20 @@ class ImageFetcher:
             try:
                 async with self._get(url) as response:
                     if response.status not in _REDIRECTS:
-                        return await _read(response, max_bytes)
+                        return await _read(response, take_bytes)
                     target = response.headers.get("Location", "")
             except aiohttp.ClientConnectorError as error:
                 # One sentence for names that nobody has and for those of this network.
                 raise RequestError(
                     f"{_host(url)!r} cannot be reached at a public address"
                 ) from error
+            except aiohttp.InvalidURL as error:  # 2130706433, 0177.0.0.1
+                raise RequestError(f"this is no URL: {error}"[:200]) from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 what = type(error).__name__
-                raise RequestError(f"{_host(url)!r} does not answer as it should: {what}") from error
+                raise RequestError(
+                    f"{_host(url)!r} does not answer as it should: {what}"
+                ) from error
             url = self._checked(target, base=url)
         raise RequestError(f"the URL leads to more than {MAX_REDIRECTS} redirects")
 
@@ -138,7 +144,7 @@ def _public_socket(info: Any) -> socket.socket:
     return socket.socket(family, kind, protocol)
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _read(response: aiohttp.ClientResponse, take_bytes: Callable[[int], None]) -> bytes:
     host = _host(response.url)
     if response.status != 200:
         raise RequestError(f"{host!r} answers with status {response.status}")
@@ -147,16 +153,10 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     kind = response.headers.get("Content-Type", _UNTYPED[0]).partition(";")[0].strip().lower()
     if not kind.startswith("image/") and kind not in _UNTYPED:
         raise RequestError(f"{host!r} sends no image, but {kind[:64]!r}")
-    pieces, size = [], response.content_length or 0
-    if size <= max_bytes:
-        size = 0
-        async for piece in response.content.iter_chunked(_PIECE):
-            pieces.append(piece)
-            size += len(piece)
-            if size > max_bytes:
-                break
-    if size > max_bytes:
-        raise RequestError(f"the image has more than the {max_bytes} bytes that are left to it")
+    pieces = []
+    async for piece in response.content.iter_chunked(_PIECE):
+        take_bytes(len(piece))
+        pieces.append(piece)
     return b"".join(pieces)
 
 

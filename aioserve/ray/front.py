@@ -71,6 +71,11 @@ class RayFront(EngineFront[RayParts]):
     def adapters(self) -> KnownAdapters:
         return self._alive().adapters
 
+    @property
+    def refuses_images(self) -> str:
+        """A replica is sent token ids."""
+        return "images are not served in front of replicas on Ray"
+
     async def start(self) -> None:
         """Ask a replica what they all are. Raises `ConfigError` for one of another version."""
         info = await self._ask_first()

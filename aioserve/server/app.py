@@ -20,7 +20,8 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.errors import ConfigError
 from aioserve.server.formats.chat_format import ChatFormat
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, RESPONSES, RUNNING, TOKEN_TEXTS
+from aioserve.server.images import ImageLoader
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES, RUNNING, TOKEN_TEXTS
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
@@ -62,6 +63,8 @@ def build_app(
     app[RESPONSES] = responses or ResponseStore()
     app[RUNNING] = running or RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
+    app[IMAGES] = ImageLoader(engine.config.images)
+    app.on_cleanup.append(lambda _: app[IMAGES].close())
     server = engine.config.server
     app[CHAT_FORMAT] = ChatFormat(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
@@ -89,7 +92,8 @@ def max_body_mib(engine: EngineClient) -> int:
     if given is not None:
         return given
     needed = math.ceil(BODY_BYTES_PER_TOKEN * engine.max_model_len / 2**20)
-    return min(needed, MAX_DEFAULT_BODY_MIB)
+    images = 0 if engine.refuses_images else engine.config.images.max_image_mib
+    return min(needed, MAX_DEFAULT_BODY_MIB) + math.ceil(images * 4 / 3)  # base64
 
 
 @contextlib.asynccontextmanager

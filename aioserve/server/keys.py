@@ -7,11 +7,13 @@ from aiohttp import web
 from aioserve.engine import EngineClient
 from aioserve.errors import RequestError
 from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.images import ImageLoader
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.responses.store import Responses
 from aioserve.server.running import RunningResponses
 
 ENGINE = web.AppKey("ENGINE", EngineClient)
+IMAGES = web.AppKey("IMAGES", ImageLoader)
 RESPONSES = web.AppKey("RESPONSES", Responses)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)

@@ -183,13 +183,20 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
         return [self.prompt] if kinds == {int} else self.prompt  # type: ignore[return-value]
 
 
-class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
-    """One part of a message; only text is understood."""
+class ImageURL(RequestPart, kw_only=True, omit_defaults=True):
+    """Where an image is, or all of it in a data: URL."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+    url: str
+    detail: Literal["auto"] | None = None  # the model's own processor has the say
+
+
+class ContentPart(RequestPart, kw_only=True, omit_defaults=True):
+    """One part of a message: a text or an image."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url"]})]
     text: str | None = None
+    image_url: ImageURL | None = None
     # Of parts of other types.
-    image_url: Empty = None
     input_audio: Empty = None
     audio_url: Empty = None
     video_url: Empty = None

@@ -13,7 +13,8 @@ from aioserve.errors import RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.tool_use import chat_tool_use
-from aioserve.server.keys import ENGINE
+from aioserve.server.images import ImageParts
+from aioserve.server.keys import ENGINE, IMAGES
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
 from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
@@ -73,9 +74,13 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await decode_body(request, tokenize_decoder)
     engine = request.app[ENGINE]
     special = body.add_special_tokens is not False
-    prompt = _prompt(body)
+    images = ImageParts.of(engine)
+    prompt = _prompt(body, images)
     try:
-        token_ids = await engine.tokenize(prompt, add_special_tokens=special)
+        with images.named():
+            if isinstance(prompt, Conversation):
+                prompt = await request.app[IMAGES].show(prompt, images)
+            token_ids = await engine.tokenize(prompt, add_special_tokens=special)
     except RequestError as error:
         if error.param == "prompt" and body.messages is not None:
             error.param = "messages"  # what the engine calls them when they are rendered
@@ -86,7 +91,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return _json(answer)
 
 
-def _prompt(body: TokenizeRequest) -> Prompt:
+def _prompt(body: TokenizeRequest, images: ImageParts) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either a prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -94,7 +99,7 @@ def _prompt(body: TokenizeRequest) -> Prompt:
             if getattr(body, name):
                 raise RequestError(f"{name} is for messages, not for a prompt", param=name)
         return body.prompt
-    messages = template_messages(body.messages or [])
+    messages = template_messages(body.messages or [], images)
     if body.add_special_tokens:
         raise RequestError(
             "add_special_tokens is for a prompt: the chat template says which there are",

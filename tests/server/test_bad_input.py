@@ -127,6 +127,14 @@ CHAT_ONLY = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].image_url.url",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages[0].content[0]",
     ),
     (

@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
+from aioserve.config import ImageConfig
 from aioserve.errors import RequestError
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.routes import sampling_params
+from aioserve.server.images import ImageParts
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from aioserve.server.unserved import FOREIGN, HINTS, NOT_ON_CHAT, NOT_ON_COMPLETIONS, UNSERVED
 from aioserve.server.validation import BodyDecoder
@@ -101,7 +103,7 @@ def test_the_names_that_chat_uses_are_translated():
 def test_a_name_in_a_message_reaches_the_template():
     message = ChatMessage(role="user", content="Hi", name="Will")
     expected = [{"role": "user", "content": "Hi", "name": "Will"}]
-    assert template_messages([message]) == expected
+    assert template_messages([message], ImageParts(ImageConfig(), "")) == expected
 
 
 def test_a_missing_field_deep_down_is_named_by_its_path():

@@ -15,13 +15,15 @@ from aioserve.server.anthropic.protocol import (
     ToolDefinition,
 )
 from aioserve.server.chat.tool_use import Choice, Names, ToolUse, tool_use
+from aioserve.server.images import ImageParts, Part, content_of, joined, text_part
 from aioserve.server.protocol import FunctionDefinition
 from aioserve.server.validation import refuse_all_but
 
 # By who speaks: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
+_SHOWN: Mapping[str, Sequence[str]] = {**_SYSTEM, "image": ("source",)}
 _BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "user": {**_SYSTEM, "tool_result": ("tool_use_id", "content", "is_error")},
+    "user": {**_SHOWN, "tool_result": ("tool_use_id", "content", "is_error")},
     "assistant": {
         **_SYSTEM,
         "tool_use": ("id", "name", "input"),
@@ -30,10 +32,12 @@ _BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _REQUIRED = {
     "text": ("text",),
+    "image": ("source",),
     "tool_result": ("tool_use_id",),
     "tool_use": ("id", "name", "input"),
     "thinking": ("thinking",),
 }
+_SOURCES: Mapping[str, Sequence[str]] = {"base64": ("media_type", "data"), "url": ("url",)}
 _HINTS = ("cache_control", "eager_input_streaming")
 _CHOICES: Mapping[str, Choice] = {
     "auto": "auto",
@@ -43,8 +47,9 @@ _CHOICES: Mapping[str, Choice] = {
 }
 
 
-def template_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """What the chat template gets to see; messages of one role in a row become one.
+def template_messages(body: CountTokensRequest, images: ImageParts) -> list[dict[str, Any]]:
+    """What the chat template gets to see; messages of one role in a row become one. Of images,
+    `images` takes note.
 
     Raises `RequestError`.
     """
@@ -56,7 +61,7 @@ def template_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": _text(system)})
     names: dict[str, str] = {}  # of the tools that were called, by the ids of the calls
     for i, message in enumerate(body.messages):
-        for told in _tell(message, f"messages[{i}].content", names):
+        for told in _tell(message, f"messages[{i}].content", names, images):
             if messages[-1:] and messages[-1]["role"] == told["role"] != "tool":
                 _join(messages[-1], told)
             else:
@@ -69,26 +74,55 @@ def template_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _tell(message: InputMessage, path: str, names: dict[str, str]) -> list[dict[str, Any]]:
+def _tell(
+    message: InputMessage, path: str, names: dict[str, str], images: ImageParts
+) -> list[dict[str, Any]]:
     blocks = _blocks(message.content, _BLOCKS[message.role], path)
     if message.role == "assistant":
         return [_assistants(blocks, names)]
-    told = []
+    results, shown = [], []
     for i, block in enumerate(blocks):
-        if block.type == "tool_result":
-            text = _text(_blocks(block.content or "", _SYSTEM, f"{path}[{i}].content"))
-            result = {
-                "role": "tool",
-                "content": f"Error: {text}" if block.is_error else text,
-                "tool_call_id": block.tool_use_id,
-            }
-            if block.tool_use_id in names:
-                result["name"] = names[block.tool_use_id]  # some templates say it
-            told.append(result)
-    texts = [block for block in blocks if block.type == "text"]
-    if texts or not told:
-        told.append({"role": "user", "content": _text(texts)})
-    return told
+        place = f"{path}[{i}]"
+        if block.type != "tool_result":
+            shown.append(_shown(block, place, images))
+            continue
+        place = f"{place}.content"
+        inner = _blocks(block.content or "", _SHOWN, place)
+        parts = [_shown(one, f"{place}[{j}]", images) for j, one in enumerate(inner)]
+        if block.is_error:
+            parts.insert(0, text_part("Error: "))
+        result = {
+            "role": "tool",
+            "content": content_of(parts),
+            "tool_call_id": block.tool_use_id,
+        }
+        if block.tool_use_id in names:
+            result["name"] = names[block.tool_use_id]  # some templates say it
+        results.append(result)
+    if shown or not results:
+        results.append({"role": "user", "content": content_of(shown)})
+    return results
+
+
+def _shown(block: Block, path: str, images: ImageParts) -> Part:
+    """A text or an image, as templates know it."""
+    if block.source is None:
+        return text_part(block.text or "")
+    source, path = block.source, f"{path}.source"
+    if source.type not in _SOURCES:
+        known = " and ".join(map(repr, _SOURCES))
+        raise RequestError(
+            f"{path}: sources of type {source.type[:64]!r} are not supported by this server, only "
+            f"{known}",
+            param=path,
+        )
+    refuse_all_but(("type", *_SOURCES[source.type]), source, path)
+    for name in _SOURCES[source.type]:
+        if getattr(source, name) is None:
+            raise RequestError(f"{path}.{name} is missing", param=f"{path}.{name}")
+    if source.type == "url":
+        return images.add(f"{path}.url", source.url or "")
+    return images.add_base64(path, source.media_type or "", source.data or "")
 
 
 def _assistants(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
@@ -111,10 +145,12 @@ def _assistants(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """One message of two: texts a line each, calls one after the other."""
+    """One message of two: texts a line each, images and calls one after the other."""
     for name, value in second.items():
         if name == "tool_calls":
             first[name] = first.get(name, []) + value
+        elif name == "content":
+            first[name] = joined(first[name], value)
         elif name != "role":
             first[name] = "\n".join(filter(None, (first.get(name), value)))
 

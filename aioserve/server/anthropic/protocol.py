@@ -14,6 +14,20 @@ from aioserve.structured_outputs import StructuredOutputs
 # Requests
 
 
+class Source(RequestPart, kw_only=True, omit_defaults=True):
+    """Where an image is, or all of it; its type says which."""
+
+    type: str
+    # Of base64.
+    media_type: str | None = None
+    data: str | None = None
+    # Of url.
+    url: str | None = None
+    # Of others; not served.
+    content: Empty = None
+    file_id: Empty = None
+
+
 class Block(RequestPart, kw_only=True, omit_defaults=True):
     """One block of a message, of the system prompt or of a tool's result; its type says which
     fields it has.
@@ -33,12 +47,13 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     # Of thinking.
     thinking: str | None = None
     signature: str | None = None  # by whom it was thought is not checked
+    # Of image.
+    source: Source | None = None
     # Of blocks that are not understood, or what these may hold besides; not served.
     caller: Empty = None
     citations: Empty = None
     context: Empty = None
     data: Empty = None
-    source: Empty = None
     title: Empty = None
     toolset_name: Empty = None
 

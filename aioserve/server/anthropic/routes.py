@@ -24,7 +24,8 @@ from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind, blame
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
-from aioserve.server.keys import CHAT_FORMAT, ENGINE
+from aioserve.server.images import ImageParts
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
 from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
 
@@ -49,23 +50,27 @@ _NAMES = {
 async def create_message(request: web.Request) -> web.StreamResponse:
     """The handler of /v1/messages. Raises what `add_request` raises, before anything is sent."""
     body = await decode_body(request, create_decoder)
-    with _own_names(body):
-        conversation, use = _conversation(request, body)
+    images = ImageParts.of(request.app[ENGINE])
+    with _own_names(body), images.named():
+        conversation, use = _conversation(request, body, images)
         params = msgspec.structs.replace(
             body.sampling_params(),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
         params = bind(params, use, request.app[CHAT_FORMAT], conversation)
         answer = MessageAnswer(request, body, use)
-        return await respond(request, body, [conversation], params, answer)
+        prompt = await request.app[IMAGES].show(conversation, images)
+        return await respond(request, body, [prompt], params, answer)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """The handler of /v1/messages/count_tokens. There may be more than the model takes."""
     body = await decode_body(request, count_decoder)
-    with _own_names(body):
-        conversation, _ = _conversation(request, body)
-        token_ids = await request.app[ENGINE].tokenize(conversation)
+    images = ImageParts.of(request.app[ENGINE])
+    with _own_names(body), images.named():
+        conversation, _ = _conversation(request, body, images)
+        prompt = await request.app[IMAGES].show(conversation, images)
+        token_ids = await request.app[ENGINE].tokenize(prompt)
     return web.Response(
         body=_encoder.encode(InputTokens(input_tokens=len(token_ids))),
         content_type="application/json",
@@ -73,9 +78,9 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 def _conversation(
-    request: web.Request, body: CountTokensRequest
+    request: web.Request, body: CountTokensRequest, images: ImageParts
 ) -> tuple[Conversation, ToolUse | None]:
-    messages, use = template_messages(body), tools_of(body)
+    messages, use = template_messages(body, images), tools_of(body)
     if body.thinking is not None and body.thinking.type == "enabled":
         raise RequestError(
             "thinking of type enabled is not supported by this server, which can hold no budget: "

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from aioserve.errors import RequestError
+from aioserve.server.images import Content, ImageParts, content_of, text_part
 from aioserve.server.protocol import ChatMessage
 from aioserve.server.validation import refuse_all_but
 
@@ -25,22 +26,28 @@ _SERVED = {
 }
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """What the chat template gets to see. Raises `RequestError`."""
+# Whose content may hold images.
+_SHOW_IMAGES = ("user", "tool")
+
+
+def template_messages(messages: Sequence[ChatMessage], images: ImageParts) -> list[dict[str, Any]]:
+    """What the chat template gets to see; of images, `images` takes note. Raises `RequestError`."""
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     names: dict[str, str] = {}  # of the functions that were called, by the ids of the calls
     rendered = []
     for i, message in enumerate(messages):
-        rendered.append(_template_message(f"messages[{i}]", message, names))
+        rendered.append(_template_message(f"messages[{i}]", message, names, images))
         names.update((call.id, call.function.name) for call in message.tool_calls or ())
     return rendered
 
 
-def _template_message(path: str, message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
+def _template_message(
+    path: str, message: ChatMessage, names: dict[str, str], images: ImageParts
+) -> dict[str, Any]:
     refuse_all_but(("role", "content", *_SERVED[message.role]), message, path)
     role = "system" if message.role == "developer" else message.role
-    rendered: dict[str, Any] = {"role": role, "content": _content(message, path)}
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, path, images)}
     if message.name is not None:
         rendered["name"] = message.name
     if message.role == "assistant":
@@ -89,7 +96,7 @@ def template_call(call_id: str, name: str, arguments: str, path: str) -> dict[st
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _content(message: ChatMessage, path: str) -> str | None:
+def _content(message: ChatMessage, path: str, images: ImageParts) -> Content | None:
     path = f"{path}.content"
     if message.content is None:
         if message.tool_calls:
@@ -99,15 +106,23 @@ def _content(message: ChatMessage, path: str) -> str | None:
         raise RequestError(f"{path} is missing", param=path)
     if isinstance(message.content, str):
         return message.content
-    texts = []
+    types = ("text", "image_url") if message.role in _SHOW_IMAGES else ("text",)
+    parts = []
     for j, part in enumerate(message.content):
-        if part.type != "text":
+        place = f"{path}[{j}]"
+        if part.type not in types:
             raise RequestError(
-                f"content parts of type {part.type!r} are not supported, only 'text'",
-                param=f"{path}[{j}]",
+                f"content parts of type {part.type[:64]!r} are not supported in messages of role "
+                f"{message.role}, only {' and '.join(map(repr, types))}",
+                param=place,
             )
-        refuse_all_but(("type", "text"), part, f"{path}[{j}]")
-        if part.text is None:
-            raise RequestError(f"{path}[{j}].text is missing", param=f"{path}[{j}].text")
-        texts.append(part.text)
-    return "".join(texts)
+        refuse_all_but(("type", part.type), part, place)
+        if part.type == "text":
+            if part.text is None:
+                raise RequestError(f"{place}.text is missing", param=f"{place}.text")
+            parts.append(text_part(part.text))
+        elif part.image_url is None:
+            raise RequestError(f"{place}.image_url is missing", param=f"{place}.image_url")
+        else:
+            parts.append(images.add(f"{place}.image_url.url", part.image_url.url))
+    return content_of(parts)

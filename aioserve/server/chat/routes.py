@@ -15,7 +15,8 @@ from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
-from aioserve.server.keys import CHAT_FORMAT
+from aioserve.server.images import ImageParts
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
 from aioserve.server.protocol import ChatCompletionRequest
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
@@ -32,8 +33,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     params = msgspec.structs.replace(
         sampling_params(body), kept_special_tokens=chat_format.kept_special_tokens
     )
+    images = ImageParts.of(request.app[ENGINE])
     conversation = Conversation(
-        template_messages(body.messages),
+        template_messages(body.messages, images),
         use.tools if use else (),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -44,7 +46,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     params = bind(params, use, chat_format, conversation)
     reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
-        return await respond(request, body, [conversation], params, reply)
+        with images.named():
+            prompt = await request.app[IMAGES].show(conversation, images)
+            return await respond(request, body, [prompt], params, reply)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages
             error.param = "messages"

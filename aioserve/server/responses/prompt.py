@@ -9,6 +9,7 @@ from typing import Any
 from aioserve.errors import RequestError
 from aioserve.server.chat.messages import template_call
 from aioserve.server.chat.tool_use import Names, ToolUse, tool_use
+from aioserve.server.images import ImageParts, Part, content_of, text_part
 from aioserve.server.responses.protocol import InputItem, InputPart, ResponsesRequest
 from aioserve.server.validation import refuse_all_but
 
@@ -27,15 +28,19 @@ _OPTIONAL: Mapping[str, Sequence[str]] = {
 }
 _LABELS = ("type", "id", "status", "phase")
 _SAID = ("input_text", "output_text")
+_SHOWN = (*_SAID, "input_image")  # by users and by functions
 
 
-def template_turns(items: Sequence[InputItem], num_before: int = 0) -> list[Turn]:
+def template_turns(
+    items: Sequence[InputItem], images: ImageParts, num_before: int = 0
+) -> list[Turn]:
     """What the chat template gets to see of `items`, of which the first `num_before` are those of
-    an earlier response and its input. What an assistant thinks, says and calls is one message.
+    an earlier response and its input. What an assistant thinks, says and calls is one message. Of
+    images, `images` takes note.
 
     Raises `RequestError`.
     """
-    told = _Told()
+    told = _Told(images)
     for i, item in enumerate(items):
         told.add(item, f"input[{i - num_before}]" if i >= num_before else "previous_response_id")
         if i + 1 == num_before:
@@ -47,7 +52,8 @@ def template_turns(items: Sequence[InputItem], num_before: int = 0) -> list[Turn
 class _Told:
     """The messages so far, and which calls wait for their outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImageParts) -> None:
+        self._images = images
         self.turns: list[Turn] = []
         self._own: Turn | None = None  # the assistant's, which may go on
         self._names: dict[str, str] = {}  # of all functions called, by the ids of the calls
@@ -81,9 +87,8 @@ class _Told:
                 self._answer(item, path)
 
     def _say(self, item: InputItem, path: str) -> None:
-        text = _text(item.content, f"{path}.content", _SAID)
         if item.role == "assistant":
-            turn = self._own
+            text, turn = _text(item.content, f"{path}.content", _SAID), self._own
             # Without a call between them, two messages are two.
             if turn is None or (turn["content"] and "tool_calls" not in turn):
                 turn = self._begin_turn()
@@ -91,7 +96,9 @@ class _Told:
             return
         self.end_turn()
         role = "system" if item.role == "developer" else item.role
-        self.turns.append({"role": role, "content": text})
+        types = _SHOWN if role == "user" else _SAID
+        content = content_of(_parts(item.content, f"{path}.content", types, self._images))
+        self.turns.append({"role": role, "content": content})
 
     def _think(self, item: InputItem, path: str) -> None:
         text = _text(item.content, f"{path}.content", ("reasoning_text",))
@@ -127,7 +134,7 @@ class _Told:
             )
         self._waiting.remove(call_id)
         self.end_turn()
-        content = _text(item.output, f"{path}.output", _SAID)
+        content = content_of(_parts(item.output, f"{path}.output", _SHOWN, self._images))
         turn = {"role": "tool", "content": content, "tool_call_id": call_id}
         self.turns.append({**turn, "name": self._names[call_id]})  # some templates say it
 
@@ -147,9 +154,19 @@ class _Told:
 
 
 def _text(content: str | list[InputPart] | None, path: str, types: Sequence[str]) -> str:
+    return "".join(part["text"] for part in _parts(content, path, types, None))
+
+
+def _parts(
+    content: str | list[InputPart] | None,
+    path: str,
+    types: Sequence[str],
+    images: ImageParts | None,
+) -> list[Part]:
+    """As templates know them. Without `images`, there is none among `types`."""
     if isinstance(content, str):
-        return content
-    texts = []
+        return [text_part(content)]
+    parts = []
     for i, part in enumerate(content or ()):
         place = f"{path}[{i}]"
         if part.type not in types:
@@ -158,11 +175,16 @@ def _text(content: str | list[InputPart] | None, path: str, types: Sequence[str]
                 f"{' and '.join(map(repr, types))}",
                 param=place,
             )
-        refuse_all_but(("type", "text"), part, place)
-        if part.text is None:
-            raise RequestError(f"{place}.text is missing", param=f"{place}.text")
-        texts.append(part.text)
-    return "".join(texts)
+        is_image = part.type == "input_image"
+        refuse_all_but(("type", *(("image_url", "detail") if is_image else ("text",))), part, place)
+        name, value = ("image_url", part.image_url) if is_image else ("text", part.text)
+        if value is None:
+            raise RequestError(f"{place}.{name} is missing", param=f"{place}.{name}")
+        if is_image and images is not None:
+            parts.append(images.add(f"{place}.{name}", value))
+        else:
+            parts.append(text_part(value))
+    return parts
 
 
 def tools_of(body: ResponsesRequest) -> ToolUse | None:

@@ -24,18 +24,19 @@ from aioserve.structured_outputs import StructuredOutputs
 
 
 class InputPart(RequestPart, kw_only=True, omit_defaults=True):
-    """One part of a message, of a call's output or of reasoning; only text is understood."""
+    """One part of a message, of a call's output or of reasoning: a text or an image."""
 
     type: str
     text: str | None = None
+    # Of images.
+    image_url: str | None = None
+    detail: Literal["auto"] | None = None  # the model's own processor has the say
     # Of parts that replies have, or of other types; not served.
     annotations: Empty = None
-    detail: Empty = None
     file_data: Empty = None
     file_id: Empty = None
     file_url: Empty = None
     filename: Empty = None
-    image_url: Empty = None
     input_audio: Empty = None
     logprobs: Empty = None
     refusal: Empty = None

@@ -17,7 +17,8 @@ from aioserve.server.chat.binding import bind, blame
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
-from aioserve.server.keys import CHAT_FORMAT, RESPONSES
+from aioserve.server.images import ImageParts
+from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
 from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.prompt import template_turns, tools_of
@@ -61,13 +62,14 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     use = tools_of(body)
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
-    with _own_names(use):
+    images = ImageParts.of(request.app[ENGINE])
+    with _own_names(use), images.named():
         params = msgspec.structs.replace(
             body.sampling_params(), kept_special_tokens=chat_format.kept_special_tokens
         )
         before = await _before(request, body)
         items = [*before, *_input(body)]
-        turns = template_turns(items, len(before))
+        turns = template_turns(items, images, len(before))
         if body.instructions:
             turns.insert(0, {"role": "system", "content": body.instructions})
         conversation = Conversation(
@@ -77,7 +79,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         )
         params = bind(params, use, chat_format, conversation)
         answer = ResponseAnswer(request, body, use, params, items)
-        return await respond(request, body, [conversation], params, answer)
+        prompt = await request.app[IMAGES].show(conversation, images)
+        return await respond(request, body, [prompt], params, answer)
 
 
 async def _before(request: web.Request, body: ResponsesRequest) -> list[InputItem]:

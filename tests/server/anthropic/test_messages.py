@@ -8,9 +8,10 @@ import msgspec
 import pydantic
 import pytest
 
-from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
+from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.server.anthropic.prompt import template_messages, tools_of
 from aioserve.server.anthropic.protocol import CountTokensRequest
+from aioserve.server.images import ImageParts
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check, mutations
 from tests.server.raw_client import fail_what_runs
@@ -27,6 +28,7 @@ ASKED = {k: v for k, v in BODY.items() if k != "temperature"} | {"extra_body": {
 BLOCKS = {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}
 
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://pictures.example/a"}}
 TOOLS = [
     {
         "name": name,
@@ -210,6 +212,44 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
         ({"messages": [TURN]}, [TURN]),
         ({"messages": [TURN], "system": ""}, [TURN]),
         ({"messages": [TURN], "system": "S"}, [{"role": "system", "content": "S"}, TURN]),
+        (  # images and texts keep their order, in results and where two messages become one
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "user", "content": [IMAGE, {"type": "text", "text": "b"}, IMAGE]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "is_error": True,
+                                "content": [IMAGE],
+                            },
+                            {"type": "text", "text": "c"},
+                        ],
+                    },
+                    {"role": "user", "content": "d"},
+                ]
+            },
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image"},
+                        {"type": "text", "text": "b"},
+                        {"type": "image"},
+                    ],
+                },
+                {
+                    "role": "tool",
+                    "content": [{"type": "text", "text": "Error: "}, {"type": "image"}],
+                    "tool_call_id": "t",
+                },
+                {"role": "user", "content": "c\nd"},
+            ],
+        ),
         (
             {
                 "messages": [
@@ -228,7 +268,8 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
     ],
 )
 async def test_what_the_template_gets_to_see(body, expected):
-    assert template_messages(msgspec.convert(body, CountTokensRequest)) == expected
+    images = ImageParts(ImageConfig(image_urls=True), "")
+    assert template_messages(msgspec.convert(body, CountTokensRequest), images) == expected
 
 
 @pytest.mark.parametrize(
@@ -236,8 +277,8 @@ async def test_what_the_template_gets_to_see(body, expected):
     [
         ([], "messages must not be empty"),
         (
-            [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
-            "messages[0].content[0]: blocks of type 'image'",
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "messages[0].content[0].source is missing",
         ),
         (
             [{"role": "user", "content": [{"type": "tool_use", "id": "t"}]}],

@@ -9,8 +9,9 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
-from aioserve.config import EngineConfig, RunnerConfig, ServerConfig
+from aioserve.config import EngineConfig, ImageConfig, RunnerConfig, ServerConfig
 from aioserve.errors import RequestError
+from aioserve.server.images import ImageParts
 from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import InputItem, ResponsesRequest
 from aioserve.server.responses.store import Kept, ResponseStore
@@ -23,6 +24,8 @@ from tests.server.serving import SIMULATED, running
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 ASKED = {"model": "embedded", "input": "Who's there?", "max_output_tokens": 12, "temperature": 0}
+
+NO_IMAGES = ImageParts(ImageConfig(), "none here")
 
 
 @pytest.fixture(params=["simulated", "model"])
@@ -131,7 +134,7 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"input": [{"content": "x"}]}, "input[0].role"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].image_url",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_text", "file_id": "x"}]}]},
@@ -398,9 +401,9 @@ async def test_what_one_response_thought_said_and_called_is_one_message():
         ),
         ([{"role": "developer", "content": "Be"}], [{"role": "system", "content": "Be"}]),
     ):
-        assert template_turns(items(*given)) == expected
+        assert template_turns(items(*given), NO_IMAGES) == expected
     # An earlier response has ended, whatever follows.
-    assert template_turns(items(USER, SAID, CALL, OUTPUT), 2)[1:3] == [
+    assert template_turns(items(USER, SAID, CALL, OUTPUT), NO_IMAGES, 2)[1:3] == [
         own("Ay."),
         own("", tool_calls=calls[:1]),
     ]
@@ -422,7 +425,7 @@ async def test_what_one_response_thought_said_and_called_is_one_message():
 )
 async def test_calls_and_outputs_that_do_not_fit_are_refused_with_their_place(given, param):
     with pytest.raises(RequestError) as caught:
-        template_turns(items(*given))
+        template_turns(items(*given), NO_IMAGES)
     assert caught.value.param == param
 
 

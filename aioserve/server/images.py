@@ -1,0 +1,223 @@
+"""Images in bodies: which parts bring them, and how they come to the engine.
+
+Knows limits, URLs, and the place of each part, which is what an error names. Knows no protocol's
+own shapes, nor what a model makes of an image.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from aioserve.config import ImageConfig
+from aioserve.engine import Conversation, EngineClient, Prompt
+from aioserve.errors import RequestError
+from aioserve.images import Illustrated
+from aioserve.images.decoding import (
+    MEDIA_TYPES,
+    EncodedImage,
+    Header,
+    decode_base64,
+)
+from aioserve.images.fetching import ImageFetcher
+
+Part = dict[str, Any]  # of a message, as chat templates know it
+Content = str | list[Part]
+
+T = TypeVar("T")
+
+_BY_ENGINE = re.compile(r"images\[(\d+)\]")
+
+
+def text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def content_of(parts: Sequence[Part]) -> Content:
+    """Text where there is no image: all templates know that."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
+
+
+def joined(first: Content, second: Content) -> Content:
+    """Of two messages: a line each where a text meets a text."""
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n".join(filter(None, (first, second)))
+    before, after = (
+        [text_part(content)] * bool(content) if isinstance(content, str) else content
+        for content in (first, second)
+    )
+    is_text = bool(before) and bool(after) and before[-1]["type"] == after[0]["type"] == "text"
+    return [*before, *([text_part("\n")] * is_text), *after]
+
+
+class _Source(NamedTuple):
+    path: str  # in the body
+    url: str | None  # of http
+    base64: str = ""
+
+
+class ImageParts:
+    """Those of one body, in the order in which its prompt shows them."""
+
+    def __init__(self, config: ImageConfig, refusal: str) -> None:
+        """`refusal`: why there can be none; empty if there can be."""
+        self.sources: list[_Source] = []
+        self._config = config
+        self._refusal = refusal
+
+    @classmethod
+    def of(cls, engine: EngineClient) -> "ImageParts":
+        """Those that this engine reads."""
+        return cls(engine.config.images, engine.refuses_images)
+
+    def add(self, path: str, url: str) -> Part:
+        """The image that is at `url`, or in it. Raises `RequestError` that names `path`."""
+        scheme, _, rest = url[:4096].partition(":")
+        if scheme.lower() != "data":
+            if scheme.lower() not in ("http", "https"):
+                raise RequestError(f"{path} must be a data: URL or one of http or https", path)
+            if not self._config.image_urls:
+                raise RequestError(
+                    f"{path}: this server fetches no images (see --image-urls): send a data: URL",
+                    path,
+                )
+            return self._add(_Source(path, url))
+        kind, comma, _ = rest.partition(",")
+        media_type, *parameters = kind.lower().split(";")
+        if not comma or "base64" not in parameters:
+            raise RequestError(
+                f"{path} must be a data: URL of base64: data:image/png;base64,...", path
+            )
+        self._check_type(path, media_type)
+        return self._add(_Source(path, None, url[len(scheme) + len(kind) + 2 :]))
+
+    def add_base64(self, path: str, media_type: str, data: str) -> Part:
+        """As `add`, for what is in the fields `media_type` and `data` of `path`."""
+        self._check_type(f"{path}.media_type", media_type.lower())
+        return self._add(_Source(f"{path}.data", None, data))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What the engine says of an image inside the block, the part's own name says."""
+        try:
+            yield
+        except RequestError as error:
+            found = _BY_ENGINE.fullmatch(error.param or "")
+            if found is not None and int(found[1]) < len(self.sources):
+                path = self.sources[int(found[1])].path
+                message = str(error).replace(found[0], path)
+                error.args = (message if path in message else f"{path}: {message}",)
+                error.param = path
+            raise
+
+    def _check_type(self, path: str, media_type: str) -> None:
+        if media_type not in MEDIA_TYPES:
+            known = ", ".join(sorted(MEDIA_TYPES))
+            raise RequestError(
+                f"{path}: images of type {media_type[:64]!r} are not supported, only {known}", path
+            )
+
+    def _add(self, source: _Source) -> Part:
+        if self._refusal:
+            raise RequestError(f"{source.path}: {self._refusal}", source.path)
+        if len(self.sources) == self._config.max_images:
+            raise RequestError(
+                f"{source.path} is one image too many: a request may have "
+                f"{self._config.max_images}, by --max-images",
+                source.path,
+            )
+        self.sources.append(source)
+        return {"type": "image"}
+
+
+class ImageLoader:
+    """Brings them. Of one event loop, to be closed at its end."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        self._config = config
+        self._fetcher = ImageFetcher(config.image_domain)
+        # One thread: what takes long is done where images are processed.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-images")
+
+    async def show(self, conversation: Conversation, images: ImageParts) -> Prompt:
+        """The conversation with its images, whose headers are known to be good and within limits.
+        Raises `RequestError` that names the part.
+        """
+        sources = images.sources
+        if not sources:
+            return conversation
+        allowance = _Allowance(self._config)
+        brought: dict[int, EncodedImage] = {}
+
+        async def bring(i: int, source: _Source) -> None:
+            with _blamed(source):
+                brought[i] = await self._bring(i, source, allowance)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, source in enumerate(sources):
+                    group.create_task(bring(i, source))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return Illustrated(conversation, [brought[i] for i in range(len(sources))])
+
+    async def close(self) -> None:
+        """Bring nothing any more."""
+        await self._fetcher.close()
+        self._executor.shutdown(wait=False)
+
+    async def _bring(self, i: int, source: _Source, allowance: "_Allowance") -> EncodedImage:
+        if source.url is not None:
+            data = await self._fetcher.fetch(
+                source.url, allowance.take_bytes, self._config.image_timeout
+            )
+        else:
+            allowance.take_bytes(len(source.base64) * 3 // 4)
+            data = await self._in_thread(decode_base64, source.base64)
+        image = await self._in_thread(EncodedImage, data, f"images[{i}]")
+        allowance.take_pixels(image.header)
+        return image
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+
+class _Allowance:
+    """What the images of one request may still be together."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        self._config = config
+        self._bytes = config.max_image_mib * 2**20
+        self._pixels = config.max_image_megapixels * 1_000_000
+
+    def take_bytes(self, count: int) -> None:
+        """Raises `RequestError` if there are not so many left."""
+        self._bytes -= count
+        if self._bytes < 0:
+            raise RequestError(
+                f"the images of this request are more than {self._config.max_image_mib} MiB "
+                "together, by --max-image-mib"
+            )
+
+    def take_pixels(self, header: Header) -> None:
+        """Likewise."""
+        self._pixels -= header.num_pixels
+        if self._pixels < 0:
+            raise RequestError(
+                f"with {header.width} x {header.height} pixels of this one, the images of this "
+                f"request are more than {self._config.max_image_megapixels} megapixels together, "
+                "by --max-image-megapixels"
+            )
+
+
+@contextmanager
+def _blamed(source: _Source) -> Iterator[None]:
+    """What is wrong inside the block is wrong with that part."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{source.path}: {error}", source.path) from error

@@ -1,0 +1,294 @@
+"""Images at the doors: which parts bring them, and what is refused before a model sees any."""
+
+import numpy as np
+import pytest
+
+from aioserve.config import ImageConfig
+from aioserve.engine import Conversation
+from aioserve.errors import RequestError
+from aioserve.images import Illustrated, fetching
+from aioserve.server.images import ImageLoader, ImageParts, joined
+from tests.images.pictures import bomb, data_url, encoded, picture
+from tests.server.bad_bodies import check
+
+pytest.importorskip("PIL")
+
+TALK = Conversation([{"role": "user", "content": "?"}])
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+def chat_part(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def block(url):
+    return {"type": "image", "source": {"type": "url", "url": url}}
+
+
+def input_part(url):
+    return {"type": "input_image", "image_url": url, "detail": "auto"}
+
+
+#: Of a route with images: its path, a body of these parts, what its parts are, and what of one is
+#: named. On Anthropic's the message says it.
+DOORS = {
+    "chat": (
+        "/v1/chat/completions",
+        lambda parts: {"messages": [{"role": "user", "content": [TEXT, *parts]}], "max_tokens": 4},
+        chat_part,
+        "messages[0].content[{}].image_url.url",
+    ),
+    "tokenize": (
+        "/tokenize",
+        lambda parts: {"messages": [{"role": "user", "content": [TEXT, *parts]}]},
+        chat_part,
+        "messages[0].content[{}].image_url.url",
+    ),
+    "messages": (
+        "/v1/messages",
+        lambda parts: {"messages": [{"role": "user", "content": [TEXT, *parts]}], "max_tokens": 4},
+        block,
+        "messages[0].content[{}].source.url",
+    ),
+    "count_tokens": (
+        "/v1/messages/count_tokens",
+        lambda parts: {"messages": [{"role": "user", "content": [TEXT, *parts]}]},
+        block,
+        "messages[0].content[{}].source.url",
+    ),
+    "results": (
+        "/v1/messages",
+        lambda parts: {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "t", "content": [TEXT, *parts]}
+                    ],
+                },
+            ],
+            "max_tokens": 4,
+        },
+        block,
+        "messages[2].content[0].content[{}].source.url",
+    ),
+    "responses": (
+        "/v1/responses",
+        lambda parts: {
+            "input": [{"role": "user", "content": [{**TEXT, "type": "input_text"}, *parts]}],
+            "max_output_tokens": 16,
+        },
+        input_part,
+        "input[0].content[{}].image_url",
+    ),
+}
+
+
+async def ask(server, door, *urls):
+    """Sends texts and images of `urls` to that door."""
+    path, body, part, _ = DOORS[door]
+    return await server.request("POST", path, json=body([part(url) for url in urls]))
+
+
+def names(answer, door, i):
+    """The error's message, which names the `i`-th image of what `ask` sent."""
+    error, where = check(answer), DOORS[door][3].format(i + 1)
+    assert error.get("param", where) == where
+    assert where in error["message"]
+    return error["message"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+async def test_an_image_for_a_text_model_is_refused_and_nothing_is_fetched(
+    start_server, door, monkeypatch
+):
+    monkeypatch.setattr(fetching, "is_public", None)  # whoever asks fails
+    async with start_server(images={"image_urls": True}) as server:
+        answer = await ask(server, door, "http://127.0.0.1/image", data_url())
+        assert "this model reads no images" in names(answer, door, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [chat_part("x") | {"text": "y"}]}]},
+            "messages[0].content[0].text",
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": role, "content": [chat_part(data_url())]}]},
+                "messages[0].content[0]",
+            )
+            for role in ("system", "developer", "assistant")
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [
+                                {"type": "image_url", "image_url": {"url": "x", "detail": detail}}
+                            ],
+                        }
+                    ]
+                },
+                "messages[0].content[0].image_url.detail",
+            )
+            for detail in ("low", "high", 5)
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "system", "content": [input_part(data_url())]}]},
+            "input[0].content[0]",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [input_part("x") | {"detail": "high"}]}]},
+            "input[0].content[0].detail",
+        ),
+        *(
+            (
+                "/v1/messages",
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image", "source": source}]}
+                    ],
+                    "max_tokens": 4,
+                },
+                f"messages[0].content[0].source{where}",
+            )
+            for source, where in (
+                ({"type": "file", "file_id": "f"}, ""),
+                ({"type": "url"}, ".url"),
+                ({"type": "url", "url": "x", "data": "y"}, ".data"),
+                ({"type": "base64", "data": "y"}, ".media_type"),
+                ({"type": "base64", "data": "y", "media_type": "text/html"}, ".media_type"),
+                ({"type": "base64", "data": "y", "media_type": "image/png"}, ".data"),
+            )
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "system": [block("https://pictures.example/a")],
+                "max_tokens": 4,
+            },
+            "system[0]",
+        ),
+    ],
+)
+async def test_a_part_that_no_model_could_be_shown_is_named(server, path, body, where):
+    error = check(await server.request("POST", path, json=body))
+    assert error.get("param", where) == where
+    assert where in f"{error.get('param')} {error['message']}"
+
+
+@pytest.fixture
+def make_loader():
+    """`ImageParts` and a loader of those settings, and what they make of such URLs."""
+
+    async def bring(*urls, **settings):
+        config = ImageConfig(**settings)
+        images, loader = ImageParts(config, ""), ImageLoader(config)
+        try:
+            for i, url in enumerate(urls):
+                assert images.add(f"part {i}", url) == {"type": "image"}
+            return await loader.show(TALK, images)
+        finally:
+            await loader.close()
+
+    return bring
+
+
+async def test_images_come_in_order_whatever_brings_them(make_loader):
+    sizes = [(8, 9), (10, 11), (12, 13)]
+    shown = await make_loader(*(data_url(encoded(picture(*size))) for size in sizes))
+    assert isinstance(shown, Illustrated)
+    assert shown.prompt is TALK
+    assert [image.shape for image in shown.images] == [(h, w, 3) for w, h in sizes]
+    for image, size in zip(shown.images, sizes, strict=True):
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(picture(*size)))
+    assert await make_loader() is TALK
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///etc/passwd", "part 0 must be a data: URL or one of http or https"),
+        ("pictures/a.png", "part 0 must be a data: URL or one of http"),
+        ("", "part 0 must be a data: URL or one of http"),
+        ("http://pictures.example/a", "part 0: this server fetches no images"),
+        ("data:image/png,abc", "part 0 must be a data: URL of base64"),
+        ("data:image/png;base64", "part 0 must be a data: URL of base64"),
+        ("data:" + "x" * 5000 + ",abc", "part 0 must be a data: URL of base64"),
+        ("data:image/tiff;base64,AAAA", "part 0: images of type 'image/tiff'"),
+        ("data:;base64,AAAA", "part 0: images of type ''"),
+        ("data:image/png;base64,AAA", "part 0: the image is not valid base64"),
+        ("data:image/png;base64,AAAA", "part 0: these bytes are no image"),
+        (data_url(bomb()), "part 0: the image is too large"),
+        (data_url(bomb(8001, 8000)), "part 0: with 8001 x 8000 pixels"),
+        ("data:image/png;base64," + "A" * (23 * 2**20), "part 0: the images of this request are"),
+    ],
+)
+async def test_what_an_image_may_not_be(make_loader, url, message):
+    with pytest.raises(RequestError) as raised:
+        await make_loader(url)
+    assert str(raised.value).startswith(message)
+    assert raised.value.param == "part 0"
+
+
+async def test_limits_hold_for_all_images_of_a_request(make_loader):
+    small = data_url(encoded(picture(100, 100)))
+    for settings, message in (
+        ({"max_images": 3}, "part 3 is one image too many: a request may have 3"),
+        ({"max_image_mib": 1}, "more than 1 MiB together"),
+        ({"max_image_megapixels": 1}, "more than 1 megapixels together"),
+    ):
+        count = 4 if "max_images" in settings else 101
+        with pytest.raises(RequestError, match=message) as raised:
+            await make_loader(*[small] * count, **{"max_images": 1000} | settings)
+        assert raised.value.param.startswith("part ")
+
+
+def test_what_the_engine_says_of_an_image_names_its_part():
+    images = ImageParts(ImageConfig(), "")
+    for i in range(2):
+        images.add(f"messages[{i}].image_url.url", data_url())
+    for error in (RequestError("too wide", "images[1]"), RequestError("no images[1]", "images[1]")):
+        where = r"messages\[1\]\.image_url\.url"
+        with pytest.raises(RequestError, match=where) as raised, images.named():
+            raise error
+        assert raised.value.param == "messages[1].image_url.url"
+        assert "images[1]" not in str(raised.value)
+    with pytest.raises(RequestError, match="other") as raised, images.named():
+        raise RequestError("other", "images")
+    assert raised.value.param == "images"
+
+
+def test_two_messages_are_joined_by_a_line_where_texts_meet():
+    text, image = {"type": "text", "text": "a"}, {"type": "image"}
+    assert joined("a", "b") == "a\nb"
+    assert joined("", "b") == "b"
+    assert joined([image], "") == [image]
+    assert joined([image, text], "b") == [
+        image,
+        text,
+        {"type": "text", "text": "\n"},
+        {"type": "text", "text": "b"},
+    ]
+    assert joined("a", [image]) == [text, image]
