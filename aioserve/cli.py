@@ -36,8 +36,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); bench, compare, search, sweep, calibrate, replay, trace, fetch and
-doctor have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, calibrate, replay, trace, fetch
+and doctor have a --help of their own.
 Settings come from --config, then --set, then flags: of two values the later in this order wins, and
 of two --set the later one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
@@ -123,6 +123,7 @@ TOOLS = {
     "calibrate": "aioserve.lab.calibration.commands:run_calibrate",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",
+    "chat": "aioserve.console.chat:run_chat",
     "doctor": "aioserve.console.doctor:run_doctor",
     "fetch": "aioserve.model_source.downloads:run_fetch",
 }

@@ -47,6 +47,18 @@ _chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
 _models_decoder = msgspec.json.Decoder(ModelList)
 _error_decoder = msgspec.json.Decoder(ErrorResponse)
 
+
+class _Policy(msgspec.Struct):
+    policy: str
+    options: dict[str, Any]
+
+
+class _PolicyChange(msgspec.Struct):
+    before: _Policy
+
+
+_policy_decoder = msgspec.json.Decoder(_PolicyChange)
+
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
 
 
@@ -180,6 +192,17 @@ class AsyncClient:
                 return True
         except EngineDeadError:
             return False
+
+    async def switch_policy(
+        self, policy: str, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Another scheduler policy from the next step on. Returns the name and the options of the
+        one before. Raises `RequestError`, also for a server without admin routes.
+        """
+        body = _encoder.encode({"policy": policy, "options": dict(options or {})})
+        async with self._request("POST", "/admin/policy", body) as response:
+            before = _policy_decoder.decode(await response.read()).before
+        return before.policy, before.options
 
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:

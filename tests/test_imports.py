@@ -250,12 +250,16 @@ ALLOWED = {
     "aioserve.arguments": {"aioserve.nearest", "aioserve.output_file"},
     "aioserve.console": {
         "aioserve.arguments",
+        "aioserve.client",
         "aioserve.errors",
         "aioserve.kernels.cpu",
         "aioserve.kernels.library",
         "aioserve.model_source.downloads",
         "aioserve.runner.cpu",
         "aioserve.runner.devices",
+        "aioserve.nearest",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
         "aioserve.version",
     },
     "aioserve.cli": {

@@ -1,0 +1,170 @@
+"""The command `chat`: a conversation with a running server, in a terminal or through a pipe.
+
+Reads lines, shows replies as they come, and stops them at Ctrl-C. What was said, and what slash
+commands do, is known elsewhere.
+"""
+
+import asyncio
+import io
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+
+from aioserve.arguments import Parser
+from aioserve.client import AsyncClient
+from aioserve.console.conversation import SAMPLING, Conversation
+from aioserve.console.message_lines import (
+    complete_by,
+    read_from_pipe,
+    read_from_terminal,
+    read_message,
+)
+from aioserve.console.slash import COMMANDS, Quit, run_command
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "AIOSERVE_API_KEY"
+
+# A reply may hold what would drive the terminal: shown, as ^[ for escape, instead of done.
+CONTROL = {code: f"^{chr(code ^ 0x40)}" for code in (*range(32), 127) if code not in (9, 10)}
+CONTROL |= {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
+
+
+def run_chat(argv: Sequence[str]) -> int:
+    """`python -m aioserve chat [URL]`; returns 0. Raises `AioserveError` if nobody is there, and
+    of a pipe also for a message that is not answered.
+    """
+    arguments = _parser().parse_args(argv)
+    if "://" not in arguments.url:
+        raise ConfigError(f"expected a URL such as {DEFAULT_URL}, got {arguments.url!r}")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # bytes that are no text, and the other way round
+    with asyncio.Runner() as runner:
+        url = arguments.url.rstrip("/").removesuffix("/v1")  # as other clients want it
+        client = AsyncClient(url, model=arguments.model, api_key=os.environ.get(KEY_VARIABLE))
+        conversation = Conversation(client)
+        conversation.system = arguments.system or ""
+        try:
+            for assignment in arguments.sampling:
+                name, _, value = assignment.partition("=")
+                conversation.set_sampling(name, value)
+        except RequestError as error:
+            raise ConfigError(f"--sampling: {error}") from error
+        try:
+            return _Chat(conversation, runner).run()
+        except EngineDeadError as error:  # of another process: exit code 3 is for one's own
+            raise AioserveError(str(error)) from error
+        finally:
+            runner.run(client.close())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "chat",
+        description="Talk to a running server: replies appear as they come. A line that begins "
+        "with a slash is for this program: /help lists what there is.",
+        epilog="Without a terminal, each message of stdin is answered on stdout, and the first "
+        f"failure ends it. The key of the server is taken from {KEY_VARIABLE}.",
+    )
+    parser.add_argument("url", nargs="?", metavar="URL", default=DEFAULT_URL, help="of the server")
+    parser.add_argument("--model", help="name of a model or adapter there (default: its model)")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "--sampling",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help=f"repeatable; {', '.join(SAMPLING)}",
+    )
+    return parser
+
+
+class _Chat:
+    """The loop between a person, or a pipe, and the server."""
+
+    def __init__(self, conversation: Conversation, runner: asyncio.Runner) -> None:
+        self._conversation, self._runner = conversation, runner
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._read_line = read_from_terminal if self._is_terminal else read_from_pipe
+
+    def run(self) -> int:
+        """Until there is no more to read, or to say. Returns the exit code."""
+        client = self._conversation.client
+        cards = self._runner.run(client.models())
+        if self._is_terminal:
+            model = client.model or cards[0].id
+            _note(f"{model} at {client.base_url}; /help lists commands, Ctrl-D leaves")
+            complete_by(_complete)
+        num_interrupts = 0
+        while True:
+            try:
+                message = self._read()
+                num_interrupts = 0
+                self._answer(message)
+            except (EOFError, Quit):
+                if self._is_terminal:
+                    print()
+                return 0
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                if not self._is_terminal:
+                    raise
+                if num_interrupts == 2:
+                    return 0
+                _note("Ctrl-C again leaves")
+            except AioserveError as error:
+                if not self._is_terminal:
+                    raise
+                _note(str(error))
+
+    def _read(self) -> str:
+        try:
+            return read_message(self._read_line)
+        except KeyboardInterrupt:
+            print()  # after what was half typed
+            raise
+
+    def _answer(self, message: str) -> None:
+        """To a command here, to anything else by the model."""
+        if message.startswith("/") and not message.startswith("//"):
+            told = self._runner.run(run_command(self._conversation, message))
+            _note(told)
+        elif message.strip():
+            had_template = self._conversation.has_template
+            try:
+                self._runner.run(self._show_reply(message.removeprefix("/")))
+            finally:
+                print(flush=True)
+            reply = self._conversation.replies[-1]
+            if reply.finish_reason not in (None, "stop"):
+                _note(f"ended by: {reply.finish_reason}")
+            if had_template and not self._conversation.has_template:
+                _note("the model has no chat template: it goes on with the text so far")
+
+    async def _show_reply(self, message: str) -> None:
+        async with aclosing(self._conversation.ask(message)) as texts:
+            async for text in texts:
+                print(text.translate(CONTROL) if self._is_terminal else text, end="", flush=True)
+
+
+def _complete(before: str, word: str) -> Iterable[str]:
+    """What may follow at a terminal: commands, then their words."""
+    match before.split():
+        case []:
+            return [f"/{name}" for name in COMMANDS]
+        case ["/set", *_]:
+            return [f"{name}=" for name in SAMPLING]
+        case ["/policy"]:
+            from aioserve.scheduler import available_policies
+
+            return available_policies()
+    return ()
+
+
+def _note(text: str) -> None:
+    """Beside the conversation: what a pipe reads are replies alone."""
+    sys.stdout.flush()
+    for line in text.splitlines():
+        print(f"[{line.translate(CONTROL)}]", file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+"""A conversation in a real terminal, and through a pipe, with a real server."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import main
+from aioserve.console.chat import CONTROL
+from tests import processes
+from tests.processes import PATIENCE, serving, started, until
+
+SIMULATED = ("--runner", "simulated", "--step-base-ms", "1", "--enable-admin")
+EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(*SIMULATED) as (_, url):
+        yield url
+
+
+def talk(url: str, text: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """What a pipe gets for `text`."""
+    return processes.run(sys.executable, "-m", "aioserve", "chat", url, *argv, input=text)
+
+
+class Terminal:
+    """One end of a pseudo-terminal, with a chat at the other."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def wait(self, pattern: str) -> str:
+        """Until it matches what was shown since the last time; what was shown up to there."""
+        give_up = time.monotonic() + PATIENCE
+        while not (match := re.search(pattern, self.shown)):
+            assert time.monotonic() < give_up, f"{pattern!r} not in {self.shown!r}"
+            if select.select([self._file], [], [], 1)[0]:
+                try:
+                    self.shown += os.read(self._file, 65536).decode(errors="replace")
+                except OSError:  # nobody is at the other end any more
+                    raise AssertionError(f"{pattern!r} not in {self.shown!r}") from None
+        before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
+        return before
+
+
+@contextmanager
+def chatting(*argv: str) -> Iterator[tuple[Terminal, "subprocess.Popen[str]"]]:
+    outer, inner = pty.openpty()
+    termios.tcsetwinsize(inner, (25, 80))
+    command = [sys.executable, "-m", "aioserve", "chat", *argv]
+    environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
+    options = {"stdin": inner, "stdout": inner, "stderr": inner, "env": environment}
+    try:
+        # Ctrl-C is a signal to whoever has the terminal: setsid alone does not take it.
+        code = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        code += "os.execv(sys.argv[1], sys.argv[1:])"
+        with started(sys.executable, "-c", code, *command, **options) as process:
+            os.close(inner)
+            yield Terminal(outer), process
+    finally:
+        os.close(outer)
+
+
+def num_running(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
+        text = response.read().decode()
+    return float(re.search(r"^aioserve_num_requests_running(?:{.*})? (.*)$", text, re.M)[1])
+
+
+def test_a_conversation_in_a_terminal(url: str) -> None:
+    with chatting(url) as (terminal, process):
+        terminal.wait(r"embedded at http.*Ctrl-D leaves\]\r\n> ")
+        terminal.type("/set max_tokens=7 ignore_eos=true\n")
+        terminal.wait(r"\[max_tokens=7 ignore_eos=True\]\r\n> ")
+        terminal.type("Hello\n")
+        reply = terminal.wait(r"\[ended by: length\]\r\n> ")
+        assert len(reply) > len("Hello\r\n[ended by: length]\r\n> ") + 7
+        terminal.type("/stats\n")
+        assert "7 output; TTFT " in terminal.wait(r"last reply: .* s\]\r\n> ")
+        terminal.type("/policy hrrn\n")
+        terminal.wait(r"\[policy hrrn from the next step on; before: chunked_prefill\]\r\n> ")
+        terminal.type("/policy fcsf\n")
+        terminal.wait(r"unknown policy 'fcsf'.*\]\r\n> ")
+        terminal.type("/quit\n")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_ctrl_c_stops_a_reply_and_the_second_one_leaves(url: str) -> None:
+    with chatting(url, "--sampling", "max_tokens=4000", "--sampling", "ignore_eos=1") as (
+        terminal,
+        process,
+    ):
+        terminal.wait("> ")
+        terminal.type("Hello\n")
+        until(lambda: num_running(url) == 1, "the reply has begun")
+        terminal.wait(r"Hello\r\n[^\r]+")
+        terminal.type("\x03")
+        terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
+        until(lambda: num_running(url) == 0, "the server has stopped it as well")
+        terminal.type("/stats\n")  # what was said stays, and the count begins anew
+        terminal.wait(r"last reply: .*\]\r\n> ")
+        terminal.type("half a word\x03")
+        terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
+        terminal.type("\x03")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_tab_completes_commands_and_their_words(url: str) -> None:
+    with chatting(url) as (terminal, process):
+        terminal.wait("> ")
+        terminal.type("/he\t\n")
+        terminal.wait(r"Two slashes")
+        terminal.type("/policy pre\t\n")
+        terminal.wait(r"policy prefix_aged from the next step on")
+        terminal.type("/set temp\t0.25\n")
+        terminal.wait(r"temperature=0\.25\]")
+        terminal.type("\x04")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_a_pipe_gets_replies_alone_and_the_rest_is_on_stderr(url: str) -> None:
+    result = talk(url, "Hello\n/stats\nAgain\n", "--sampling", "max_tokens=3")
+    assert result.returncode == 0, result.stderr
+    assert "/stats" not in result.stdout
+    assert "> " not in result.stdout
+    assert result.stdout.count("\n") >= 2
+    assert "last reply: " in result.stderr
+
+
+def test_the_first_failure_ends_a_pipe_with_exit_code_1(url: str) -> None:
+    result = talk(url, "/polcy fcfs\nHello\n")
+    assert (result.returncode, result.stdout) == (1, "")
+    message = "aioserve: error: unknown command /polcy (did you mean policy?); /help lists all\n"
+    assert result.stderr == message
+
+
+def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "http://127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("aioserve: error: no answer from http://127.0.0.1:1: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["localhost:8000"], "expected a URL such as http://"),
+        (["--sampling", "temprature=1"], "did you mean 'temperature'?"),
+        (["--sampling", "temperature=hot"], "--sampling: temperature: "),
+        (["--sampling", "temperature=-1"], "temperature must be"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_was_said_goes_with_the_next_message(url: str) -> None:
+    """Seen in the tokens of the prompt, as the server counts them."""
+    told = ["Hello", "/stats", "Hello", "/stats", "/reset", "Hello", "/stats"]
+    told += ["/system Be brief.", "/reset", "Hello", "/stats", ""]
+    result = talk(url, "\n".join(told), "--sampling", "max_tokens=3")
+    counts = [int(n) for n in re.findall(r"last reply: (\d+) prompt tokens", result.stderr)]
+    first, second, anew, with_system = counts
+    assert first == anew
+    assert second > first + 3
+    assert with_system > first
+
+
+def test_a_model_without_a_chat_template_goes_on_with_the_text(tmp_path: Path) -> None:
+    model = tmp_path / "plain"
+    shutil.copytree(EMBEDDED, model, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    with serving("--model", str(model)) as (_, url):
+        text = "Hello\n/stats\nHello\n/stats\n"
+        result = talk(url, text, "--sampling", "max_tokens=3", "--sampling", "temperature=0")
+        assert result.returncode == 0, result.stderr
+    assert result.stderr.count("[the model has no chat template: ") == 1
+    first, second = re.findall(r"last reply: (\d+) prompt tokens", result.stderr)
+    assert int(second) > int(first) + 3
+
+
+def test_a_reply_cannot_drive_the_terminal() -> None:
+    text = "red \x1b[31m bell \x07 \x9b2J delete \x7f, lines\n\tand all else \u00e9 stay"
+    shown = text.translate(CONTROL)
+    assert shown == "red ^[[31m bell ^G \\x9b2J delete ^?, lines\n\tand all else \u00e9 stay"
