@@ -82,7 +82,7 @@ class AsyncClient:
         model: str | None = None,  # None: whatever the server has
         timeout: float | None = None,  # seconds without a byte, waiting in its queue included
         connect_timeout: float = 10.0,
-        api_key: str | None = None,  # for whatever stands before the server: it checks none
+        api_key: str | None = None,  # one of the server's, or of what stands before it
         headers: Mapping[str, str] | None = None,  # of every request
     ) -> None:
         self._headers = dict(headers or {})

@@ -534,6 +534,21 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = "info"
 
 
+class AccessConfig(Section, frozen=True, kw_only=True):
+    """Who may ask the server, and over which connections."""
+
+    api_keys_file: Annotated[
+        str | None,
+        Meta(
+            description="keys that clients must show, besides those of AIOSERVE_API_KEYS: YAML "
+            "with a name and limits of each, or a text of one a line (default: nobody is asked)"
+        ),
+    ] = None
+    protect_metrics: Annotated[
+        bool, Meta(description="GET /metrics needs a key as well, where there are keys")
+    ] = False
+
+
 class EngineConfig(Section, frozen=True, kw_only=True):
     """All settings of one engine and its server."""
 
@@ -546,6 +561,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     runner: RunnerConfig = RunnerConfig()
     images: ImageConfig = ImageConfig()
     server: ServerConfig = ServerConfig()
+    access: AccessConfig = AccessConfig()
 
     @classmethod
     def load(

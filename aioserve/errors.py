@@ -3,8 +3,11 @@
     AioserveError
     ├── RequestError            the request is wrong: HTTP 400
     │   ├── RequestIdInUseError a request of that id is not over: HTTP 409
-    │   └── UnknownModelError   neither the model nor an adapter has that name: HTTP 404
+    │   ├── UnknownModelError   neither the model nor an adapter has that name: HTTP 404
+    │   ├── UnknownKeyError     no key, or one that the server does not know: HTTP 401
+    │   └── ForbiddenError      more than its key allows: HTTP 403
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
+    │   └── KeyLimitError       its key has as much as it may have for now: HTTP 429
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
     ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
@@ -52,12 +55,24 @@ class UnknownModelError(RequestError):
         return cls(f"model {name!r} does not exist; this server has {known}", param="model")
 
 
+class UnknownKeyError(RequestError):
+    """The server wants a key, and there is none, or one that it does not know."""
+
+
+class ForbiddenError(RequestError):
+    """The key is known, and is not for what was asked with it."""
+
+
 class EngineOverloadedError(AioserveError):
     """The waiting queue is full. `retry_after` is a guess in seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class KeyLimitError(EngineOverloadedError):
+    """There is room, but not for the key that the request came with: others are served."""
 
 
 class EngineStartError(AioserveError):

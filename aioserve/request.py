@@ -111,6 +111,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     deadline: float | None = None  # it ends with a timeout if it has not finished by then
     client_index: int = 0  # which front end hears of it
     pooling_params: PoolingParams | None = None  # given: it ends with its prompt, in a vector
+    key_name: str = ""  # of the API key that it came with; empty: none is asked for
 
     def __post_init__(self) -> None:
         for name in ("request_id", "user", "cache_salt", "adapter_id"):

@@ -82,6 +82,7 @@ class Arrivals:
             request = Request(own)
             self._core.add_request(request)
             register(request, index)
+        self._metrics.on_accepted(spec)
 
     def _estimate_wait(self) -> float:
         """Seconds until today's queue is served, if prompts go on being served as of late."""

@@ -48,6 +48,7 @@ class EngineFront(EngineClient, Generic[Parts]):
         timeout: float | None = None,  # noqa: ASYNC109 - of the request, not of this call
         cache_salt: str = "",
         adapter: str = "",
+        key_name: str = "",
     ) -> RequestStream:
         """See `EngineClient.add_request`."""
         if timeout is not None and not timeout > 0:
@@ -79,6 +80,7 @@ class EngineFront(EngineClient, Generic[Parts]):
                     cache_salt=cache_salt,
                     deadline=None if timeout is None else arrival_time + timeout,
                     pooling_params=pooling,
+                    key_name=key_name,
                 )
                 await self._submit(spec, samples, stream, adapter, timeout, parts)
         return stream

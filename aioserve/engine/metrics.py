@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from aioserve.engine.adapter_metrics import AdapterMetrics
 from aioserve.engine.kv_connector import KVConnectorMetrics
 from aioserve.outputs import FinishReason, SchedulerStats
-from aioserve.request import Request, WaitReason
+from aioserve.request import Request, RequestSpec, WaitReason
 from aioserve.watch.shadow import Shadow
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,10 @@ class EngineMetrics(Collector):
         self.kv_connector = KVConnectorMetrics(self._registry)
         #: By process, in seconds: how late its event loop was of late. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
+        #: What the server has to tell besides; set by it.
+        self.of_server: Collector | None = None
+        #: Called with the name of the key that a request came with, and tokens that it has more.
+        self.on_tokens: Callable[[str, int], None] | None = None
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -126,6 +130,11 @@ class EngineMetrics(Collector):
         self.inter_token_latency = Histogram()
         self.request_latency = Histogram()
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
+
+    def on_accepted(self, spec: RequestSpec) -> None:
+        """A request is in the queue, with all its samples."""
+        if spec.key_name and self.on_tokens is not None:
+            self.on_tokens(spec.key_name, len(spec.prompt_token_ids))
 
     def on_prompt_computed(self, request: Request, now: float) -> None:
         self.prompt_token_rate.add(request.num_prompt_tokens, now)
@@ -143,6 +152,8 @@ class EngineMetrics(Collector):
         seconds = now - request.arrival_time
         self.finished[reason] += 1
         self.request_latency.observe(seconds)
+        if request.spec.key_name and self.on_tokens is not None:
+            self.on_tokens(request.spec.key_name, num_output_tokens)
         logger.info(
             "%s finished: %s, %d prompt tokens (%d cached), %d output tokens, %.3f s, "
             "%d preemptions",
@@ -201,6 +212,8 @@ class EngineMetrics(Collector):
             yield GaugeMetricFamily(
                 "aioserve_compute_threads", "Threads that compute steps now", num_threads
             )
+        if self.of_server is not None:
+            yield from self.of_server.collect()
         stats = self._get_stats()
         if stats is not None:
             yield from _scheduler_metrics(stats)

@@ -1,6 +1,7 @@
 """Puts an application of Ray Serve together from its settings. Knows no request."""
 
 import logging
+import os
 import re
 from typing import Any
 
@@ -9,11 +10,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from aioserve.config import EngineConfig, ServerConfig
+from aioserve.config import AccessConfig, EngineConfig, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
 from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings
+from aioserve.server.access.keyring import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +122,15 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             "skip_tokenizer_init is for Python callers: the ingress needs a tokenizer"
         )
-    defaults = ServerConfig()
-    for name in ServerConfig.__struct_fields__:
-        if name not in SERVED and getattr(config.server, name) != getattr(defaults, name):
-            raise ConfigError(
-                f"server.{name} has no effect on Ray Serve, which has proxies, routes and a life "
-                "of its own: set it there"
-            )
+    for section, defaults in (("server", ServerConfig()), ("access", AccessConfig())):
+        given = getattr(config, section)
+        for name in type(given).__struct_fields__:
+            if name not in SERVED and getattr(given, name) != getattr(defaults, name):
+                raise ConfigError(
+                    f"{section}.{name} has no effect on Ray Serve, which has proxies, routes and a "
+                    "life of its own: set it there"
+                )
+    if ENVIRONMENT in os.environ:
+        raise ConfigError(
+            f"{ENVIRONMENT} has no effect on Ray Serve: put what asks for keys in front of it"
+        )

@@ -20,6 +20,9 @@ from starlette.responses import Response, StreamingResponse
 
 from aioserve.config import EngineConfig
 from aioserve.ray.front import RayFront
+from aioserve.server.access.access import Access
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.keyring import Rights
 from aioserve.server.app import build_app, max_body_mib
 from aioserve.server.responses.store import ResponseStore
 
@@ -37,7 +40,7 @@ class _Model:
         self.max_bytes = max_body_mib(front) * 2**20
         self._path = path
         self._runner = web.AppRunner(
-            build_app(front, responses),
+            build_app(front, responses, access=_anybody(front.config)),
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
@@ -67,6 +70,11 @@ class _Model:
         if self._session is not None:
             await self._session.close()
         await self._runner.cleanup()
+
+
+def _anybody(config: EngineConfig) -> Access:
+    """Keys are the business of what stands in front of Ray: `check` has refused them."""
+    return Access(config.access, (), Accounts(lambda name: Rights()))
 
 
 class _Named(msgspec.Struct):

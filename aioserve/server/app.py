@@ -19,9 +19,20 @@ from aiohttp import web
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.errors import ConfigError
+from aioserve.server.access.access import Access, MainAccess
+from aioserve.server.access.gate import check_key
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.images import ImageLoader
-from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES, RUNNING, TOKEN_TEXTS
+from aioserve.server.keys import (
+    ACCESS,
+    CHAT_FORMAT,
+    ENGINE,
+    IMAGES,
+    NEEDS,
+    RESPONSES,
+    RUNNING,
+    TOKEN_TEXTS,
+)
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import add_request_id, answer_errors, log_requests
@@ -51,15 +62,18 @@ def build_app(
     engine: EngineClient,
     responses: Responses | None = None,
     running: RunningResponses | None = None,
+    access: Access | None = None,
 ) -> web.Application:
     """The routes in front of a started engine, which stays its caller's. `responses` are those that
-    can be asked for again, `running` those that are being made; by default, of this application.
+    can be asked for again, `running` those that are being made, `access` who is let in; by default,
+    of this application.
     """
     app = web.Application(
-        middlewares=[log_requests, answer_errors],
+        middlewares=[log_requests, answer_errors, check_key],
         client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
+    app[ACCESS] = access or open_access(engine)
     app[RESPONSES] = responses or ResponseStore()
     app[RUNNING] = running or RunningResponses(engine)
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
@@ -71,10 +85,15 @@ def build_app(
     )
     app.on_response_prepare.append(add_request_id)
     routes = (*ROUTES, *ADMIN_ROUTES) if server.enable_admin else ROUTES
+    needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
+    if engine.config.access.protect_metrics:
+        needs["/metrics"] = "key"
+    app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
         routes,
         lambda: (engine.config.model.served_name, *engine.adapters.paths),
         ignores_unknown=server.ignore_unknown_fields,
+        needs=needs if app[ACCESS].keyring else {},
     )
     for route in routes:
         if route.method == "GET":
@@ -82,6 +101,16 @@ def build_app(
         else:
             app.router.add_route(route.method, route.path, route.handler)
     return app
+
+
+def open_access(engine: EngineClient) -> MainAccess:
+    """Who is let in, as the settings say, counted and told by an engine of this process. Raises
+    `ConfigError`.
+    """
+    access = MainAccess(engine.config)
+    if isinstance(engine, AsyncEngine):
+        access.count_for(engine)
+    return access
 
 
 def max_body_mib(engine: EngineClient) -> int:
@@ -102,13 +131,14 @@ async def listening(
     sockets: list[socket],
     responses: Responses | None = None,
     running: RunningResponses | None = None,
+    access: Access | None = None,
 ) -> AsyncIterator[str]:
     """Serve `engine` on `sockets` inside the block; yields the URL. For the rest see `build_app`.
 
     Raises `ConfigError` if another process took the port in the meantime.
     """
     runner = web.AppRunner(
-        build_app(engine, responses, running),
+        build_app(engine, responses, running, access),
         handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
         auto_decompress=False,  # refused by name; aiohttp drops the connection over a bad one
         access_log=None,
@@ -133,18 +163,19 @@ def url_of(sockets: list[socket]) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-#: Serves an engine on sockets inside its block, and yields the URL; calls what it is given if that
-#: cannot go on, and raises why at the end of the block.
+#: Serves an engine on sockets inside its block, for whom access lets in, and yields the URL; calls
+#: what it is given if that cannot go on, and raises why at the end of the block.
 Site = Callable[
-    [AsyncEngine, list[socket], Callable[[], None]], contextlib.AbstractAsyncContextManager[str]
+    [AsyncEngine, list[socket], MainAccess, Callable[[], None]],
+    contextlib.AbstractAsyncContextManager[str],
 ]
 
 
 def site_here(
-    engine: AsyncEngine, sockets: list[socket], stop: Callable[[], None]
+    engine: AsyncEngine, sockets: list[socket], access: MainAccess, stop: Callable[[], None]
 ) -> contextlib.AbstractAsyncContextManager[str]:
     """In this process, on the engine's loop."""
-    return listening(engine, sockets)
+    return listening(engine, sockets, access=access)
 
 
 async def serve(config: EngineConfig, site: Site = site_here) -> None:
@@ -155,6 +186,7 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
     """
     if config.model.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
+    access = MainAccess(config)
     signals = _Signals()
     sockets = bind(config.server.host, config.server.port)
     try:
@@ -173,8 +205,10 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
             return
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
-        async with site(engine, sockets, signals.first.set) as url:
+        access.count_for(engine)
+        async with site(engine, sockets, access, signals.first.set) as url:
             await loading.aclose()
+            signals.on_hangup.append(access.reload)
             logger.info(
                 "listening on %s (model %s, policy %s)",
                 url,
@@ -212,14 +246,24 @@ def exempt_from_garbage_collection() -> None:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as events. Replaces the handlers for the rest of the process."""
+    """SIGINT and SIGTERM as events, SIGHUP as calls; the handlers stay until the process ends."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        #: What SIGHUP calls, once it serves. What raises `ConfigError` has changed nothing.
+        self.on_hangup: list[Callable[[], None]] = []
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+
+    def _on_hangup(self) -> None:
+        for reload in self.on_hangup:
+            try:
+                reload()
+            except ConfigError as error:
+                logger.error("SIGHUP: %s; what was set before goes on", error)
 
     def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()

@@ -14,6 +14,7 @@ from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.outputs import Vector
 from aioserve.pooling_params import Pooling, PoolingParams
+from aioserve.server.access.gate import allowed_fields, entered
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
@@ -110,7 +111,7 @@ async def create_embedding(request: web.Request) -> web.Response:
     """
     body = await decode_body(request, decoder)
     prompts, params = body.prompts(), body.pooling_params()
-    fields = body.request_fields() | {"adapter": body.model or ""}
+    fields = allowed_fields(request, body.request_fields()) | {"adapter": body.model or ""}
     own_id = f"embd-{uuid.uuid4().hex}" if body.request_id is None else body.request_id
     check_id(own_id)
     request[RESPONSE_ID] = own_id
@@ -136,9 +137,10 @@ async def create_embedding(request: web.Request) -> web.Response:
             found[index] = Embedding(index=index, embedding=written)
             num_tokens += output.num_prompt_tokens
 
-    with request.app[RUNNING].enter(own_id, ids) as is_aborted:
-        num_workers = min(len(prompts), engine.config.scheduler.max_num_seqs)
-        await run_all([work() for _ in range(num_workers)])
+    async with entered(request):
+        with request.app[RUNNING].enter(own_id, ids) as is_aborted:
+            num_workers = min(len(prompts), engine.config.scheduler.max_num_seqs)
+            await run_all([work() for _ in range(num_workers)])
     answer = EmbeddingList(
         data=[found[index] for index in range(len(prompts))],
         model=body.model or engine.config.model.served_name,

@@ -9,15 +9,21 @@ from aioserve.errors import (
     AioserveError,
     EngineDeadError,
     EngineOverloadedError,
+    ForbiddenError,
+    KeyLimitError,
     RequestAbortedError,
     RequestError,
     RequestFailedError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownKeyError,
     UnknownModelError,
 )
 from aioserve.server.anthropic.protocol import ErrorDetail, MessagesError
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
+
+#: Seconds, as the field `timeout`.
+TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 class UnknownAdapterError(RequestError):
@@ -51,8 +57,11 @@ _KINDS = (
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
+    _Kind(UnknownKeyError, 401, "invalid_request_error", "invalid_api_key"),
+    _Kind(ForbiddenError, 403, "permission_error", "not_allowed"),
     _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestError, 400, "invalid_request_error", None),
+    _Kind(KeyLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),
     _Kind(RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
     _Kind(RequestFailedError, 500, "server_error", "request_failed"),
@@ -73,8 +82,8 @@ def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
 
 def status_of(error: type[AioserveError], path: str) -> int:
     """Of all errors of that class, on that path."""
-    status = next(kind.status for kind in _KINDS if issubclass(error, kind.error))
-    return _ANTHROPIC_STATUSES.get(status, status) if is_for_anthropic(path) else status
+    kind = next(kind for kind in _KINDS if issubclass(error, kind.error))
+    return _anthropic_status(kind.status, kind.code) if is_for_anthropic(path) else kind.status
 
 
 def is_for_anthropic(path: str) -> bool:
@@ -82,23 +91,28 @@ def is_for_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages")
 
 
-_ANTHROPIC_STATUSES = {429: 529}
+_OVERLOADED = 529  # Anthropic's, where the limit is the server's and not the client's
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
-    529: "overloaded_error",
+    429: "rate_limit_error",
+    _OVERLOADED: "overloaded_error",
 }
 
 
 def to_messages_error(status: int, info: ErrorInfo) -> tuple[int, MessagesError]:
     """The same in Anthropic's words: a full queue is its 529, and the message names the field."""
-    status = _ANTHROPIC_STATUSES.get(status, status)
+    status = _anthropic_status(status, info.code)
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     names_field = info.param is None or info.param in info.message
     message = info.message if names_field else f"{info.param}: {info.message}"
     return status, MessagesError(error=ErrorDetail(type=kind, message=message))
+
+
+def _anthropic_status(status: int, code: str | None) -> int:
+    return _OVERLOADED if (status, code) == (429, "engine_overloaded") else status
 
 
 def from_wire(status: int, info: ErrorInfo, retry_after: float = 1.0) -> AioserveError:

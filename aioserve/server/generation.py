@@ -19,6 +19,7 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.access.gate import allowed_fields, entered
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
@@ -209,7 +210,9 @@ async def respond(
     if best_of is not None and best_of > params.n:
         # What is best, log probabilities tell.
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
+    fields = allowed_fields(request, body.request_fields())
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(entered(request))
         is_aborted = stack.enter_context(request.app[RUNNING].enter(reply.id, ids))
         streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
@@ -218,7 +221,7 @@ async def respond(
                 params,
                 request_id=request_id,
                 adapter=reply.model,
-                **body.request_fields(),
+                **fields,
             )
             streams.append(await stack.enter_async_context(stream))
             if is_aborted.is_set():  # while another prompt was being tokenized

@@ -6,6 +6,8 @@ from aiohttp import web
 
 from aioserve.engine import EngineClient
 from aioserve.errors import RequestError
+from aioserve.server.access.access import Access
+from aioserve.server.access.keyring import Key
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.images import ImageLoader
 from aioserve.server.logprobs import TokenTexts
@@ -18,6 +20,9 @@ RESPONSES = web.AppKey("RESPONSES", Responses)
 RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
+ACCESS = web.AppKey("ACCESS", Access)
+NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
+KEY = web.RequestKey("KEY", Key)  # on a request: whose it is, where keys are asked for
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
 MAX_ID_LENGTH = 128

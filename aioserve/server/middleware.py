@@ -12,9 +12,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import hdrs, web
 
-from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
+from aioserve.errors import (
+    AioserveError,
+    EngineOverloadedError,
+    RequestError,
+    UnknownKeyError,
+)
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
-from aioserve.server.keys import RESPONSE_ID, is_sane_id
+from aioserve.server.keys import ACCESS, KEY, RESPONSE_ID, is_sane_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -44,10 +49,11 @@ async def log_requests(request: web.Request, handler: Handler) -> web.StreamResp
 def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
     logger.log(
         level,
-        "%s %s (%s): %s after %.0f ms",
+        "%s %s (%s)%s: %s after %.0f ms",
         request.method,
         request.path,
         " is ".join(filter(None, (_given_request_id(request), request.get(RESPONSE_ID)))),
+        f" of key {request[KEY].name}" if KEY in request else "",
         outcome,
         (time.perf_counter() - start) * 1e3,
     )
@@ -91,6 +97,8 @@ def _error(request: web.Request, error: Exception) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, EngineOverloadedError):
         headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after)))
+    if isinstance(error, UnknownKeyError):
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return _json(request, status, body.error, headers)
 
 
@@ -114,6 +122,9 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 def _json(
     request: web.Request, status: int, info: ErrorInfo, headers: dict[str, str]
 ) -> web.Response:
+    if (access := request.app.get(ACCESS)) is not None:  # there is none before the model is loaded
+        key = request.get(KEY)
+        access.refusals[info.code or f"http_{status}", "" if key is None else key.name] += 1
     body: msgspec.Struct = ErrorResponse(error=info)
     if is_for_anthropic(request.path):
         status, body = to_messages_error(status, info)

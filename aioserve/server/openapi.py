@@ -8,12 +8,20 @@ import http
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from inspect import cleandoc
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
 
-from aioserve.errors import AioserveError, EngineOverloadedError, UnknownModelError
+from aioserve.errors import (
+    AioserveError,
+    EngineOverloadedError,
+    ForbiddenError,
+    KeyLimitError,
+    UnknownKeyError,
+    UnknownModelError,
+)
 from aioserve.pooling_params import POOLING_RANGES
 from aioserve.sampling_params import (
     BIAS_RANGE,
@@ -23,7 +31,7 @@ from aioserve.sampling_params import (
     Range,
 )
 from aioserve.server.anthropic.protocol import MessagesError
-from aioserve.server.errors import is_for_anthropic, status_of
+from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic, status_of
 from aioserve.server.protocol import ErrorResponse, ModelRequest, RequestPart
 from aioserve.server.unserved import FOREIGN, Unserved
 from aioserve.server.validation import BodyDecoder
@@ -50,6 +58,7 @@ class Route(NamedTuple):
     events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
+    needs: Literal["nothing", "key", "admin_key"] = "key"  # where the server has keys
 
     @property
     def documented_path(self) -> str:
@@ -61,11 +70,17 @@ class OpenAPIDocument:
     """The document of one application, made when it is first asked for, and when models change."""
 
     def __init__(
-        self, routes: Sequence[Route], models: Callable[[], Sequence[str]], *, ignores_unknown: bool
+        self,
+        routes: Sequence[Route],
+        models: Callable[[], Sequence[str]],
+        *,
+        ignores_unknown: bool,
+        needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`ignores_unknown`: whether the setting of that name is on. `models`: the names that are
-        served, asked each time.
+        served, asked each time. `needs`: which key a path needs, where the server has keys.
         """
+        self._needs = needs
         self._routes = routes
         self._models = models
         self._ignores_unknown = ignores_unknown
@@ -87,13 +102,18 @@ class OpenAPIDocument:
         paths: dict[str, Schema] = {}
         for route in self._routes:
             operation = _operation(route, schema_of)
+            if self._needs.get(route.documented_path, "nothing") != "nothing":
+                operation["security"] = [{name: []} for name in _schemes(route.path)]
             paths.setdefault(route.documented_path, {})[route.method.lower()] = operation
-        return {
+        document: Schema = {
             "openapi": "3.1.0",
             "info": {"title": "aioserve", "version": __version__},
             "paths": paths,
             "components": {"schemas": components},
         }
+        if self._needs:
+            document["components"]["securitySchemes"] = _SECURITY_SCHEMES
+        return document
 
     def _finish(self, components: dict[str, Schema], schema_of: Mapping[Any, Schema]) -> None:
         """Say what the structs do not: what is refused, what is always there, and limits."""
@@ -136,6 +156,17 @@ async def serve_document(request: web.Request) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
+_SECURITY_SCHEMES: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def _schemes(path: str) -> Sequence[str]:
+    """How a key may be shown there."""
+    return tuple(_SECURITY_SCHEMES) if is_for_anthropic(path) else ("bearer",)
+
+
 def _types(routes: Sequence[Route]) -> Iterator[Any]:
     yield from (ErrorResponse, MessagesError)
     for route in routes:
@@ -153,7 +184,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     for status in _error_statuses(route):
         content = {"application/json": {"schema": schema_of[error]}}
         responses.setdefault(str(status), _response(status, content))
-        if status == status_of(EngineOverloadedError, route.path):
+        if status in {status_of(e, route.path) for e in (EngineOverloadedError, KeyLimitError)}:
             seconds = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
             responses[str(status)]["headers"] = {"Retry-After": seconds}
     operation: Schema = {
@@ -172,6 +203,14 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     return operation
 
 
+_TIMEOUT_PARAMETER: Schema = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "description": "Seconds, as the field timeout: of the two the smaller counts.",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
+
+
 def _parameters(route: Route) -> list[Schema]:
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -180,11 +219,19 @@ def _parameters(route: Route) -> list[Schema]:
     if route.query is not None:
         properties = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
         parameters += ({"name": n, "in": "query", "schema": s} for n, s in properties.items())
+    if EngineOverloadedError in route.raises:
+        parameters.append(_TIMEOUT_PARAMETER)
     return parameters
 
 
 def _error_statuses(route: Route) -> list[int]:
     statuses = {*_ANY_ROUTE, *(status_of(error, route.path) for error in route.raises)}
+    if route.needs != "nothing":
+        statuses.add(status_of(UnknownKeyError, route.path))
+    if route.needs == "admin_key" or EngineOverloadedError in route.raises:  # or a priority
+        statuses.add(status_of(ForbiddenError, route.path))
+    if EngineOverloadedError in route.raises:
+        statuses.add(status_of(KeyLimitError, route.path))
     if route.body is not None:
         statuses.update(_ANY_BODY)
         if issubclass(route.body.served, ModelRequest):

@@ -11,6 +11,7 @@ from aioserve.errors import (
     RequestError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownKeyError,
     UnknownModelError,
 )
 from aioserve.server import adapters, admin, completions, embeddings, tokenization
@@ -185,6 +186,7 @@ ROUTES = (
         "Whether the server lives.",
         admin.Alive,
         statuses=(200, 503),
+        needs="nothing",
     ),
     Route(
         "GET",
@@ -193,8 +195,17 @@ ROUTES = (
         "Whether a new request would be served now.",
         admin.Ready,
         statuses=(200, 503),
+        needs="nothing",
     ),
-    Route("GET", "/metrics", admin.metrics, "Counters in Prometheus' format.", str),
+    Route(
+        "GET",
+        "/metrics",
+        admin.metrics,
+        "Counters in Prometheus' format.",
+        str,
+        raises=(UnknownKeyError,),
+        needs="nothing",  # unless the settings say otherwise
+    ),
     Route("GET", "/version", admin.version, "The version of the server.", admin.Version),
     Route("GET", "/openapi.json", serve_document, "This document.", dict[str, Any]),
 )
@@ -209,6 +220,7 @@ ADMIN_ROUTES = (
         admin.PolicyChange,
         body=admin.policy_decoder,
         raises=_ENDED,
+        needs="admin_key",
     ),
     Route(
         "POST",
@@ -218,6 +230,7 @@ ADMIN_ROUTES = (
         str,
         body=adapters.load_decoder,
         raises=(*_ENDED, UnknownAdapterError),
+        needs="admin_key",
     ),
     Route(
         "POST",
@@ -227,6 +240,7 @@ ADMIN_ROUTES = (
         str,
         body=adapters.unload_decoder,
         raises=(*_ENDED, UnknownModelError),
+        needs="admin_key",
     ),
     Route(
         "POST",
@@ -235,5 +249,6 @@ ADMIN_ROUTES = (
         "Forget cached prefixes.",
         admin.CacheReset,
         raises=_ENDED,
+        needs="admin_key",
     ),
 )

@@ -6,7 +6,8 @@ text; which processes the workers are, `pool` knows.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from aioserve.engine.samples import Samples, SampleState, wants_only_end
 from aioserve.errors import AioserveError, EngineDeadError
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
+from aioserve.server.access.access import MainAccess, Refusals
+from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore
 from aioserve.version import __version__
 from aioserve.workers.line import Calls, Line
@@ -36,6 +39,7 @@ from aioserve.workers.messages import (
     Ask,
     Drop,
     EngineQuestion,
+    EnterAccount,
     Failed,
     Failure,
     FindResponse,
@@ -44,6 +48,8 @@ from aioserve.workers.messages import (
     Hello,
     KeepResponse,
     KnowAdapters,
+    KnowKeys,
+    LeaveAccount,
     Listening,
     MakeReport,
     MessageToEngine,
@@ -72,10 +78,14 @@ _question = decoder(EngineQuestion)
 class Host:
     """All workers of one engine, which has been started."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, access: MainAccess) -> None:
         self.engine = engine
+        self.access = access
+        access.on_reload = self._tell_keys
         self.responses = ResponseStore()
         self.workers: list[WorkerClient] = []
+        self._refused_by_gone: Refusals = Counter()
+        self._telling: asyncio.Future[list[Any]] | None = None  # held, or it may be collected
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def open(self, name: str, address: str, on_listening: Callable[[], None]) -> "WorkerClient":
@@ -89,6 +99,7 @@ class Host:
     def close(self, worker: "WorkerClient") -> int:
         """Its process has ended: so do its requests. Returns how many there were."""
         self.workers.remove(worker)
+        self._refused_by_gone += worker.refusals
         return worker.close()
 
     def shutdown(self) -> None:
@@ -101,7 +112,7 @@ class Host:
         """What a worker asks. Raises what the engine does."""
         match question:
             case ShowMetrics():
-                self.engine.metrics.loop_lags = await self._loop_lags()
+                await self._hear_reports()
             case AbortElsewhere(request_id):
                 others = [worker for worker in self.workers if worker is not asking]
                 return any(await _ask_all(others, AbortHere(request_id)))
@@ -111,6 +122,10 @@ class Host:
                 return await self.responses.get(response_id)
             case ForgetResponse(response_id):
                 return await self.responses.forget(response_id)
+            case EnterAccount(lease, key_name):
+                return asking.enter(lease, key_name)
+            case LeaveAccount(lease):
+                return asking.leave(lease)
         answer = await self.engine.ask(question)
         if isinstance(question, LoadAdapter | UnloadAdapter):
             # Before the client hears of it, who may ask any worker next.
@@ -118,14 +133,19 @@ class Host:
             await _ask_all(self.workers, KnowAdapters(paths))
         return answer
 
-    async def _loop_lags(self) -> dict[str, float]:
+    async def _hear_reports(self) -> None:
         asked = [worker for worker in self.workers if worker.is_listening]
         reports = await _ask_all(asked, MakeReport())
-        return {
-            worker.name: report.loop_lag
-            for worker, report in zip(asked, reports, strict=True)
-            if report is not None
-        }
+        told = [pair for pair in zip(asked, reports, strict=True) if pair[1] is not None]
+        self.engine.metrics.loop_lags = {worker.name: report.loop_lag for worker, report in told}
+        for worker, report in told:
+            worker.refusals = Counter({(why, key): n for why, key, n in report.refusals})
+        self.access.metrics.elsewhere = sum(
+            (worker.refusals for worker in self.workers), self._refused_by_gone
+        )
+
+    def _tell_keys(self, keys: Sequence[Key]) -> None:
+        self._telling = asyncio.ensure_future(_ask_all(self.workers, KnowKeys(list(keys))))
 
 
 class _Outbox:
@@ -227,6 +247,7 @@ class WorkerClient:
         self.name = name
         self.is_listening = False
         self.outbox = _Outbox()
+        self.refusals: Refusals = Counter()  # as it told last
         self._host = host
         self._engine = host.engine
         self._on_listening = on_listening
@@ -236,6 +257,7 @@ class WorkerClient:
         self._calls = Calls()
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
+        self._leases: dict[int, str] = {}  # names of keys, of requests that were let in
         self._answering: set[asyncio.Task[None]] = set()
         try:
             self._line = Line(
@@ -260,7 +282,19 @@ class WorkerClient:
         for samples in self._samples.values():
             self._engine.drop(samples)
         self._samples.clear()
+        for lease in list(self._leases):
+            self.leave(lease)
         return num_requests
+
+    def enter(self, lease: int, key_name: str) -> None:
+        """A request of it with that key begins. Raises `KeyLimitError`."""
+        self._host.access.accounts.enter(key_name)
+        self._leases[lease] = key_name
+
+    def leave(self, lease: int) -> None:
+        """It has ended, if it ever began."""
+        if (key_name := self._leases.pop(lease, None)) is not None:
+            self._host.access.accounts.leave(key_name)
 
     async def ask(self, question: Question[Any], seconds: float = ANSWER_SECONDS) -> Any:
         """Its answer; None if it is not there yet, does not answer in time, or is gone."""
@@ -325,6 +359,7 @@ class WorkerClient:
             engine.can_pool,
             engine.tells_prompts,
             dict(engine.adapters.paths),
+            list(self._host.access.keyring.keys),
         )
         self._line.send(encoder.encode(Greeting("", msgspec.Raw(encoder.encode(welcome)))))
         self._send_soon()

@@ -25,6 +25,7 @@ from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
+from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import Kept
 
 
@@ -44,6 +45,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     can_pool: bool
     tells_prompts: bool
     adapters: dict[str, Path]
+    keys: list[Key]
 
 
 class Greeting(msgspec.Struct, array_like=True, frozen=True):
@@ -79,6 +81,22 @@ class ForgetResponse(Question[bool], frozen=True):
     answer_type = bool
 
 
+# What requests of a key may have is counted for all workers together.
+
+
+class EnterAccount(Question[None], frozen=True):
+    """As `Accounts.enter`, until it is left, or the worker has ended."""
+
+    lease: int  # a number that the worker uses once
+    key_name: str
+
+
+class LeaveAccount(Question[None], frozen=True):
+    """The request has ended; nothing happens if it has not entered."""
+
+    lease: int
+
+
 # Asked of workers.
 
 
@@ -94,6 +112,13 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     """How a worker is."""
 
     loop_lag: float  # seconds, the worst of late
+    refusals: list[tuple[str, str, int]]  # by reason and key, since it lives
+
+
+class KnowKeys(Question[None], frozen=True):
+    """They have changed."""
+
+    keys: list[Key]
 
 
 class MakeReport(Question[Report], frozen=True):
@@ -248,8 +273,10 @@ EngineQuestion = (
     | KeepResponse
     | FindResponse
     | ForgetResponse
+    | EnterAccount
+    | LeaveAccount
 )
-WorkerQuestion = AbortHere | MakeReport | KnowAdapters
+WorkerQuestion = AbortHere | MakeReport | KnowAdapters | KnowKeys
 
 
 def _encode_other(value: Any) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
+from aioserve.server.access.access import MainAccess
 from aioserve.server.app import HANDLER_TIMEOUT, url_of
 from aioserve.server.sockets import bind_beside
 from aioserve.workers.host import Host, WorkerClient
@@ -49,7 +50,10 @@ def check_platform() -> None:
 
 @contextlib.asynccontextmanager
 async def workers_listening(
-    engine: AsyncEngine, sockets: list[socket.socket], stop: Callable[[], None]
+    engine: AsyncEngine,
+    sockets: list[socket.socket],
+    access: MainAccess,
+    stop: Callable[[], None],
 ) -> AsyncIterator[str]:
     """Serve a started `engine` on the addresses of `sockets` inside the block, by workers; yields
     the URL. `stop` is called when they cannot go on.
@@ -57,7 +61,7 @@ async def workers_listening(
     Raises `WorkerError` if that is so.
     """
     with tempfile.TemporaryDirectory(prefix="aioserve-") as folder:  # for this user alone
-        pool = WorkerPool(engine, sockets, Path(folder), stop)
+        pool = WorkerPool(engine, sockets, access, Path(folder), stop)
         try:
             await pool.start()
             yield url_of(sockets)
@@ -74,6 +78,7 @@ class WorkerPool:
         self,
         engine: AsyncEngine,
         sockets: list[socket.socket],
+        access: MainAccess,
         folder: Path,
         stop: Callable[[], None],
     ) -> None:
@@ -83,7 +88,7 @@ class WorkerPool:
         self._sockets = sockets
         self._folder = folder
         self._stop = stop
-        self._host = Host(engine)
+        self._host = Host(engine, access)
         self._lives = 0
         self._closing = asyncio.Event()
         self._lifeline = os.pipe()  # its other end closes with this process, however that ends

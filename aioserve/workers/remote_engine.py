@@ -5,7 +5,8 @@ Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Kn
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -25,6 +26,8 @@ from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
+from aioserve.server.access.access import Access
+from aioserve.server.access.keyring import Keyring
 from aioserve.server.responses.store import Kept
 from aioserve.version import __version__
 from aioserve.workers.line import Calls, Line
@@ -35,6 +38,7 @@ from aioserve.workers.messages import (
     Add,
     Ask,
     Drop,
+    EnterAccount,
     Failure,
     FindResponse,
     ForgetResponse,
@@ -42,6 +46,8 @@ from aioserve.workers.messages import (
     Hello,
     KeepResponse,
     KnowAdapters,
+    KnowKeys,
+    LeaveAccount,
     Listening,
     MakeReport,
     MessageToEngine,
@@ -109,6 +115,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
         """Nothing is known yet: `start` learns it."""
         #: What ends one request, or a response of several, of this worker.
         self.abort_here: Callable[[str], bool] = self.abort
+        #: Who is let in; known after start.
+        self.access: Access
         #: Set when we have to end: our exit code.
         self.is_over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._adapters: KnownAdapters | None = None
@@ -151,6 +159,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self.started_at = welcome.started_at
         self.max_model_len = welcome.max_model_len
         self._adapters = KnownAdapters(config.model.served_name, welcome.adapters)
+        self.access = Access(config.access, welcome.keys, RemoteAccounts(self))
         self._parts = RemoteParts(
             InputProcessor(
                 info,
@@ -165,6 +174,12 @@ class RemoteEngine(EngineFront[RemoteParts]):
         )
         for message in self._early:
             self._on_message(message)
+
+    def tell(self, question: Question[None]) -> None:
+        """As `ask`, of what needs no answer: nothing happens if the engine has died."""
+        if self._error is None:
+            number, _ = self._calls.begin()
+            self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
 
     def begin(self) -> None:
         """We take connections from now on."""
@@ -321,9 +336,12 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case AbortHere(request_id):
                     answer = self.abort_here(request_id)
                 case MakeReport():
-                    answer = Report(self._loop_lag())
+                    refused = [(*by, count) for by, count in self.access.refusals.items()]
+                    answer = Report(self._loop_lag(), refused)
                 case KnowAdapters(adapters):
                     self.adapters.paths = adapters.paths
+                case KnowKeys(keys):
+                    self.access.keyring = Keyring(keys)
         except Exception as error:
             logger.exception("a question of the engine could not be answered")
             failure = Failure.of(error)
@@ -350,6 +368,24 @@ def _with_vector(output: EngineCoreOutput, vectors: Mapping[str, bytes]) -> Engi
         return output
     vector = np.frombuffer(vectors[output.request_id], dtype="<f4").astype(np.float32)
     return msgspec.structs.replace(output, embedding=vector)
+
+
+class RemoteAccounts:
+    """`Accounts`, kept by the engine's process for all workers."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        self._last_lease = 0
+
+    @asynccontextmanager
+    async def entered(self, name: str) -> AsyncIterator[None]:
+        """See `Entrance`."""
+        self._last_lease = lease = self._last_lease + 1
+        try:
+            await self._engine.ask(EnterAccount(lease, name))
+            yield
+        finally:
+            self._engine.tell(LeaveAccount(lease))
 
 
 class RemoteResponses:

@@ -64,7 +64,8 @@ async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> i
         logging.getLogger().setLevel(engine.config.server.log_level.upper())
         running = RunningResponses(engine)
         engine.abort_here = running.abort
-        async with listening(engine, sockets, RemoteResponses(engine), running):
+        responses = RemoteResponses(engine)
+        async with listening(engine, sockets, responses, running, engine.access):
             exempt_from_garbage_collection()
             engine.begin()
             ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}

@@ -116,7 +116,8 @@ async def in_front(
     async with connected(engine, 1) as (_, [remote], _):
         running = RunningResponses(remote)
         remote.abort_here = running.abort
-        async with listening(remote, sockets, RemoteResponses(remote), running) as url:
+        responses = RemoteResponses(remote)
+        async with listening(remote, sockets, responses, running, remote.access) as url:
             yield url, remote
 
 

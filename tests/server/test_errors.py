@@ -6,10 +6,13 @@ from aioserve.errors import (
     AioserveError,
     EngineDeadError,
     EngineOverloadedError,
+    ForbiddenError,
+    KeyLimitError,
     PolicyError,
     RequestError,
     RequestFailedError,
     RequestIdInUseError,
+    UnknownKeyError,
     UnknownModelError,
 )
 from aioserve.server.errors import UnknownFieldError, from_wire, to_wire
@@ -23,6 +26,9 @@ from aioserve.server.protocol import ErrorInfo
         (UnknownModelError("what?", param="model"), 404),
         (UnknownFieldError("what?", param="tempratur"), 400),
         (RequestIdInUseError("taken"), 409),
+        (UnknownKeyError("who?"), 401),
+        (ForbiddenError("too urgent", param="priority"), 403),
+        (KeyLimitError("enough"), 429),
         (EngineOverloadedError("full"), 429),
         (RequestFailedError("step"), 500),
         (EngineDeadError("dead"), 503),
@@ -49,7 +55,14 @@ def test_other_errors_are_500_and_only_ours_are_described(error):
 
 @pytest.mark.parametrize(
     ("status", "cls"),
-    [(401, RequestError), (413, RequestError), (502, RequestFailedError), (503, EngineDeadError)],
+    [
+        (401, UnknownKeyError),
+        (402, RequestError),
+        (429, EngineOverloadedError),
+        (413, RequestError),
+        (502, RequestFailedError),
+        (503, EngineDeadError),
+    ],
 )
 def test_an_answer_that_is_not_ours_is_told_by_its_status(status, cls):
     assert type(from_wire(status, ErrorInfo(message="proxy", type="http_error"))) is cls

@@ -65,6 +65,7 @@ def of_one_field(document: dict[str, Any], path: str, field: str) -> Iterator[Ca
     """What the edges of this field's schema suggest; the other fields stay as they are."""
     narrow = copy.deepcopy(document)
     narrow["paths"] = {path: narrow["paths"][path]}
+    narrow["paths"][path]["post"].pop("parameters", None)  # headers would vary with every field
     schema = body_schema(narrow, path)
     held = {name: {"enum": [value]} for name, value in GOOD[path].items()}
     schema["properties"] = {**held, field: schema["properties"][field]}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.outputs import RequestOutput
+from aioserve.server.access.access import MainAccess
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.remote_engine import RemoteEngine
 
@@ -36,7 +37,9 @@ async def connected(
     """The same of an engine that has started."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        host = Host(engine)
+        access = MainAccess(engine.config)
+        access.count_for(engine)
+        host = Host(engine, access)
         stack.callback(host.shutdown)
         clients, remotes = [], []
         for number in range(num_workers):

@@ -4,6 +4,7 @@ import pytest
 
 from aioserve.engine import AsyncEngine
 from aioserve.errors import WorkerError
+from aioserve.server.access.access import MainAccess
 from aioserve.workers import pool
 from aioserve.workers.pool import WorkerPool
 from tests.server.serving import SIMULATED
@@ -25,7 +26,10 @@ async def test_workers_that_cannot_be_started_again_end_the_server_with_a_line(
     monkeypatch.setattr("asyncio.create_subprocess_exec", refuse)
     has_stopped = []
     async with AsyncEngine(SIMULATED) as engine:
-        workers = WorkerPool(engine, [], tmp_path / folder, lambda: has_stopped.append(True))
+        workers = WorkerPool(
+            *(engine, [], MainAccess(SIMULATED), tmp_path / folder),
+            lambda: has_stopped.append(True),
+        )
         (tmp_path / folder).mkdir(exist_ok=True)
         await workers._keep("worker-0", lambda: None)
         await workers.close()

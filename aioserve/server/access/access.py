@@ -1,0 +1,111 @@
+"""What one process lets in: its settings, the keys that are known now, and what was refused.
+
+Knows no request; which of its own a key may ask for, `gate` knows.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from aioserve.config import AccessConfig, EngineConfig
+from aioserve.engine import AsyncEngine
+from aioserve.errors import ConfigError
+from aioserve.server.access.accounts import Accounts, Entrance
+from aioserve.server.access.keyring import Key, Keyring, Rights, read_keys
+
+logger = logging.getLogger(__name__)
+
+Refusals = Counter[tuple[str, str]]  # by reason, and the name of a key or ""
+
+
+class Access:
+    """In front of an engine, here or elsewhere."""
+
+    def __init__(self, settings: AccessConfig, keys: Sequence[Key], entrance: Entrance) -> None:
+        self.settings = settings
+        self.keyring = Keyring(keys)
+        self.entrance = entrance
+        self.refusals: Refusals = Counter()
+
+
+class MainAccess(Access):
+    """Of the engine's process: reads the keys, and counts for all workers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises `ConfigError` for keys that cannot be read, or that leave nobody to operate."""
+        keys = _read(config)
+        self.accounts = Accounts(self._rights_of)
+        super().__init__(config.access, keys, self.accounts)
+        self._config = config
+        #: Called with the keys after they were read again.
+        self.on_reload: Callable[[Sequence[Key]], None] = lambda keys: None
+        self.metrics = AccessMetrics(self)
+
+    def count_for(self, engine: AsyncEngine) -> None:
+        """Charge keys with the tokens that it computes for them, and be among its metrics."""
+        engine.metrics.of_server = self.metrics
+        engine.metrics.on_tokens = self.accounts.charge
+
+    def reload(self) -> None:
+        """Read the keys again, for requests from now on. Raises `ConfigError`: then those from
+        before stay.
+        """
+        keys = _read(self._config)
+        if bool(keys) != bool(self.keyring):
+            raise ConfigError("keys: whether there are any cannot change while the server runs")
+        self.keyring = Keyring(keys)
+        logger.info("there are %d keys now", len(keys))
+        self.on_reload(keys)
+
+    def _rights_of(self, name: str) -> Rights:
+        return self.keyring.named.get(name) or Rights()  # it is gone since
+
+
+class AccessMetrics(Collector):
+    """What keys had, and what was refused, of the whole server."""
+
+    def __init__(self, access: MainAccess) -> None:
+        self._access = access
+        #: What workers have refused. Set before a scrape.
+        self.elsewhere: Refusals = Counter()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called for every scrape."""
+        refused = CounterMetricFamily(
+            "aioserve_requests_refused",
+            "Requests answered with an error, by reason and key",
+            labels=["reason", "key"],
+        )
+        for (reason, name), count in (self._access.refusals + self.elsewhere).items():
+            refused.add_metric([reason, name], count)
+        yield refused
+        if not self._access.keyring:
+            return
+        tokens = CounterMetricFamily(
+            "aioserve_key_tokens", "Tokens of prompts and outputs, by key", labels=["key"]
+        )
+        running = GaugeMetricFamily(
+            "aioserve_key_requests_running",
+            "Requests that run, of keys that have limits",
+            labels=["key"],
+        )
+        for key in self._access.keyring.keys:
+            tokens.add_metric([key.name], self._access.accounts.num_tokens[key.name])
+            if key.is_counted:
+                running.add_metric([key.name], self._access.accounts.num_running(key.name))
+        yield tokens
+        yield running
+
+
+def _read(config: EngineConfig) -> list[Key]:
+    keys = read_keys(config.access.api_keys_file)
+    if keys and config.server.enable_admin and not any(key.admin for key in keys):
+        raise ConfigError(
+            "server.enable_admin is on, and no key may use it: give one of access.api_keys_file "
+            "'admin: true'"
+        )
+    return keys

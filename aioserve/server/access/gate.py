@@ -1,0 +1,110 @@
+"""In front of every handler: whose key it is, and what its requests may say of themselves.
+
+Knows requests and keys; what is counted where, `access` knows.
+"""
+
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import hdrs, web
+
+from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
+from aioserve.server.access.keyring import Key
+from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic
+from aioserve.server.keys import ACCESS, KEY, NEEDS
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """No handler runs, and no body is read, for a client without the key that its route needs.
+
+    Raises `UnknownKeyError` or `ForbiddenError`.
+    """
+    access = request.app[ACCESS]
+    if not access.keyring:
+        return await handler(request)
+    needed = request.app[NEEDS].get(_route(request), "key")  # of no route, too: nothing is told
+    if needed == "nothing":
+        return await handler(request)
+    shown = _shown(request)
+    if shown is None:
+        way = "'Authorization: Bearer KEY'"
+        if is_for_anthropic(request.path):
+            way = f"'x-api-key: KEY' or {way}"
+        raise UnknownKeyError(f"{request.path} needs an API key: send {way}")
+    key = access.keyring.find(shown)
+    if key is None:
+        raise UnknownKeyError("this API key is not known here")
+    request[KEY] = key
+    if needed == "admin_key" and not key.admin:
+        raise ForbiddenError(f"key {key.name!r} is not an operator's: {request.path} needs one")
+    return await handler(request)
+
+
+def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngine.add_request` for what a body says, with what headers and
+    the key add. Raises `ForbiddenError` for a priority beyond the key's, `RequestError` for a
+    header that makes no sense.
+    """
+    fields = dict(given)
+    if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
+        fields["timeout"] = min(_seconds(text), fields.get("timeout", math.inf))
+    key = request.get(KEY)
+    if key is not None:
+        fields["key_name"] = key.name
+        fields.setdefault("user", key.name)
+        _check_priority(key, fields)
+    return fields
+
+
+def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[None]:
+    """Inside the block what is asked for counts for its key, whatever it is. Raises
+    `KeyLimitError`.
+    """
+    key = request.get(KEY)
+    if key is None or not key.is_counted:
+        return contextlib.nullcontext()
+    return request.app[ACCESS].entrance.entered(key.name)
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
+
+
+def _shown(request: web.Request) -> str | None:
+    if is_for_anthropic(request.path) and "x-api-key" in request.headers:
+        return request.headers["x-api-key"]
+    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _check_priority(key: Key, fields: dict[str, Any]) -> None:
+    limit = key.most_urgent_priority
+    if limit is None:
+        return
+    given = fields.get("priority")
+    if given is None:
+        fields["priority"] = max(0, limit)
+    elif given < limit:
+        raise ForbiddenError(
+            f"priority {given} is more urgent than key {key.name!r} may ask for: {limit} or larger",
+            param="priority",
+        )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RequestError(
+            f"the header {TIMEOUT_HEADER} must be a number of seconds above 0, got {text[:32]!r}",
+            param=TIMEOUT_HEADER,
+        )
+    return seconds

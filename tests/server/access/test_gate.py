@@ -1,0 +1,235 @@
+"""No key, no answer; with one, as much as it may: over HTTP, of every route."""
+
+import asyncio
+import logging
+
+import pytest
+from msgspec.structs import replace
+
+from aioserve.errors import ConfigError
+from aioserve.server.access.access import MainAccess
+from aioserve.server.routes import ADMIN_ROUTES, ROUTES
+from tests.server.access.conftest import ADMIN, ANN, BEN, CARL
+from tests.server.raw_client import IDLE, until
+from tests.server.serving import SIMULATED
+
+OPEN = {"/health", "/ready", "/metrics"}
+
+
+@pytest.fixture
+async def locked(start_server, keys_file):
+    settings = {"api_keys_file": str(keys_file)}
+    async with start_server(access=settings, server={"enable_admin": True}) as server:
+        yield server
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def ask(server, key, path="/v1/completions", headers=None, **body):
+    if path == "/v1/completions":
+        body = {"prompt": "Hello", "max_tokens": 2, **body}
+    headers = bearer(key) | (headers or {})
+    return await server.request("POST", path, json=body, headers=headers)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, *ADMIN_ROUTES], ids=lambda r: f"{r.method} {r.path}")
+async def test_every_route_but_those_of_probes_needs_a_key(locked, route):
+    path = route.documented_path.replace("{id}", "x")
+    needs_key = path not in OPEN
+    assert (route.needs != "nothing") == needs_key
+    for headers in ({}, bearer("sk-wrong"), {"Authorization": "Basic x"}, {"x-api-key": "wrong"}):
+        answer = await locked.request(route.method, path, headers=headers)
+        assert (answer.status == 401) == needs_key, answer
+        if needs_key:
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            error = answer.json()["error"]
+            if path.startswith("/v1/messages"):
+                assert error["type"] == "authentication_error"
+            else:
+                assert error["code"] == "invalid_api_key"
+    answer = await locked.request(route.method, path, headers=bearer(ANN))
+    assert (answer.status == 403) == (route in ADMIN_ROUTES), answer
+    answer = await locked.request(route.method, path, headers=bearer(ADMIN))
+    assert answer.status not in (401, 403)
+
+
+async def test_a_path_that_is_not_there_tells_nothing_without_a_key(locked):
+    assert (await locked.get("/admin/secret")).status == 401
+    assert (await locked.request("GET", "/x", headers=bearer(ANN))).status == 404
+
+
+async def test_anthropics_clients_show_their_key_in_a_header_of_their_own(locked):
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+    for headers in ({"x-api-key": ANN}, bearer(ANN), {"x-api-key": ANN} | bearer("sk-wrong")):
+        answer = await locked.request("POST", "/v1/messages", json=body, headers=headers)
+        assert answer.status == 200, answer
+    chat = {"messages": body["messages"], "max_tokens": 2}
+    answer = await locked.request(
+        "POST", "/v1/chat/completions", json=chat, headers={"x-api-key": ANN}
+    )
+    assert answer.status == 401
+
+
+async def test_without_keys_nobody_is_asked_for_one(server):
+    assert (await server.complete(max_tokens=1)).status == 200
+    answer = await server.request("GET", "/v1/models", headers=bearer("sk-any"))
+    assert answer.status == 200
+
+
+async def test_metrics_can_be_kept_to_those_with_a_key(start_server, keys_file):
+    settings = {"api_keys_file": str(keys_file), "protect_metrics": True}
+    async with start_server(access=settings) as server:
+        assert (await server.get("/metrics")).status == 401
+        assert (await server.get("/health")).status == 200
+        answer = await server.request("GET", "/metrics", headers=bearer(ANN))
+        assert answer.status == 200
+
+
+async def test_the_user_is_the_keys_name_unless_the_client_names_one(locked, monkeypatch):
+    seen = []
+    scheduler = locked.engine._parts.core.scheduler
+    add_request = scheduler.add_request
+
+    def note(request):
+        seen.append((request.user, request.spec.key_name, request.priority))
+        return add_request(request)
+
+    monkeypatch.setattr(scheduler, "add_request", note)
+    await ask(locked, ANN)
+    await ask(locked, ANN, user="will", priority=-9)
+    await ask(locked, CARL)
+    await ask(locked, CARL, priority=7)
+    assert seen == [
+        ("ann", "ann", 0),
+        ("will", "ann", -9),
+        ("carl", "carl", 3),
+        ("carl", "carl", 7),
+    ]
+
+
+async def test_a_priority_beyond_the_keys_is_refused_in_words(locked):
+    answer = await ask(locked, CARL, priority=2)
+    assert answer.status == 403
+    error = answer.json()["error"]
+    assert error["param"] == "priority"
+    assert "priority 2 is more urgent than key 'carl' may ask for: 3 or larger" in error["message"]
+    answer = await locked.request(
+        "POST", "/v1/embeddings", json={"input": "x", "priority": 2}, headers=bearer(CARL)
+    )
+    assert answer.status == 403
+
+
+async def test_a_key_gets_no_more_requests_at_once_than_it_may_and_others_do(locked):
+    slow = asyncio.ensure_future(ask(locked, BEN, max_tokens=150, ignore_eos=True))
+    await until(locked, lambda gauges: gauges["num_requests_running"] == 1)
+    answer = await ask(locked, BEN)
+    assert answer.status == 429
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert "key 'ben' has 1 requests running" in answer.json()["error"]["message"]
+    assert int(answer.headers["Retry-After"]) >= 1
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+    answer = await locked.request("POST", "/v1/messages", json=body, headers=bearer(BEN))
+    assert (answer.status, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (await ask(locked, ANN)).status == 200
+    assert (await slow).status == 200
+    assert (await ask(locked, BEN)).status == 200
+
+
+async def test_tokens_of_a_minute_are_counted_of_those_whose_client_leaves_as_well(locked):
+    had = locked.engine.metrics.of_server._access.accounts.num_tokens
+    asked = asyncio.ensure_future(ask(locked, BEN, max_tokens=4000, ignore_eos=True))
+    await until(locked, lambda gauges: gauges["kv_cache_used_blocks"] > 2)  # of 16 tokens each
+    asked.cancel()
+    await until(locked, lambda gauges: gauges == IDLE)
+    assert had["ben"] > 32
+    while had["ben"] < 200:
+        assert (await ask(locked, BEN, max_tokens=100, ignore_eos=True)).status == 200
+    answer = await ask(locked, BEN)
+    assert answer.status == 429
+    assert "key 'ben' has had its 200 tokens a minute" in answer.json()["error"]["message"]
+    assert 1 <= int(answer.headers["Retry-After"]) <= (had["ben"] - 200) * 60 / 200 + 1
+
+
+async def test_refusals_and_tokens_are_told_by_key_and_no_key_is_in_log_or_metrics(locked, caplog):
+    with caplog.at_level(logging.DEBUG):
+        await ask(locked, "sk-never-seen-0123456789")
+        await ask(locked, ANN, max_tokens=0)
+        await ask(locked, CARL, priority=-1)
+        await ask(locked, ANN, max_tokens=3, ignore_eos=True)
+        text = (await locked.get("/metrics")).body.decode()
+    for line in (
+        'aioserve_requests_refused_total{key="",reason="invalid_api_key"} 1.0',
+        'aioserve_requests_refused_total{key="ann",reason="http_400"} 1.0',
+        'aioserve_requests_refused_total{key="carl",reason="not_allowed"} 1.0',
+        'aioserve_key_tokens_total{key="ben"} 0.0',
+        'aioserve_key_requests_running{key="ben"} 0.0',
+    ):
+        assert line in text, text
+    [count] = [
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith('aioserve_key_tokens_total{key="ann"}')
+    ]
+    assert count > 3  # the prompt and the output
+    assert "of key carl: HTTP 403" in caplog.text
+    for told in (caplog.text, text):
+        assert "sk-" not in told
+
+
+async def test_the_timeout_of_a_header_counts_if_it_is_the_smaller(server):
+    async def asked(header, **fields):
+        body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, **fields}
+        answer = await server.request(
+            "POST", "/v1/completions", json=body, headers={"X-Request-Timeout": header}
+        )
+        assert answer.status == 200, answer
+        return answer.json()["choices"][0]["finish_reason"]
+
+    assert await asked("0.05") == "timeout"
+    assert await asked("600", timeout=0.05) == "timeout"
+    assert await asked("0.05", timeout=600) == "timeout"
+    assert await asked("600", max_tokens=2) == "length"
+    for header in ("0", "-1", "soon", "nan", "inf", ""):
+        answer = await server.request(
+            *("POST", "/v1/embeddings"),
+            json={"input": "x"},
+            headers={"X-Request-Timeout": header},
+        )
+        assert answer.status == 400
+        assert answer.json()["error"]["param"] == "X-Request-Timeout"
+
+
+async def test_keys_are_read_again_and_a_bad_file_changes_nothing(locked, keys_file):
+    access = locked.engine.metrics.of_server._access
+    text = keys_file.read_text()
+    keys_file.write_text(text.replace(ANN, "sk-ann-rotated-0123"))
+    access.reload()
+    assert (await ask(locked, ANN)).status == 401
+    assert (await ask(locked, "sk-ann-rotated-0123")).status == 200
+    keys_file.write_text("keys: []")
+    with pytest.raises(ConfigError, match="has no key"):
+        access.reload()
+    assert (await ask(locked, "sk-ann-rotated-0123")).status == 200
+
+
+def test_operators_routes_without_an_operators_key_are_refused_at_the_start(tmp_path):
+    (tmp_path / "keys").write_text(ANN)
+    config = replace(
+        SIMULATED,
+        access=replace(SIMULATED.access, api_keys_file=str(tmp_path / "keys")),
+        server=replace(SIMULATED.server, enable_admin=True),
+    )
+    with pytest.raises(ConfigError, match=r"no key may use it: give one .* 'admin: true'"):
+        MainAccess(config)
+
+
+async def test_the_document_says_which_routes_need_a_key(locked, server):
+    answer = await locked.request("GET", "/openapi.json", headers=bearer(ANN))
+    paths = answer.json()["paths"]
+    assert paths["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert {"x-api-key": []} in paths["/v1/messages"]["post"]["security"]
+    assert "security" not in paths["/health"]["get"]
+    document = (await server.get("/openapi.json")).json()
+    assert "securitySchemes" not in document["components"]

@@ -1,0 +1,81 @@
+"""Keys before several workers: their limits are of all together, and a reload reaches all."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from aioserve.engine.questions import ShowMetrics
+from aioserve.errors import KeyLimitError
+from aioserve.sampling_params import SamplingParams
+from tests.server.serving import SIMULATED
+from tests.workers.joined import joined, read
+
+BEN = "sk-ben-0123456789"
+
+
+def write(path, entry):
+    path.write_text(f"keys: [{entry}]")
+    path.chmod(0o600)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "keys.yaml"
+    write(path, f"{{name: ben, key: {BEN}, max_requests: 2, tokens_per_minute: 99}}")
+    return replace(SIMULATED, access=replace(SIMULATED.access, api_keys_file=str(path)))
+
+
+async def test_what_a_key_may_have_is_counted_for_all_workers_together(config):
+    async with joined(config, num_workers=2) as (_, host, remotes, clients):
+        here, there = (remote.access.entrance for remote in remotes)
+        accounts = host.access.accounts
+        async with here.entered("ben"):
+            async with there.entered("ben"):
+                with pytest.raises(KeyLimitError, match="2 requests running") as caught:
+                    async with here.entered("ben"):
+                        pass
+                assert caught.value.retry_after >= 1
+                assert accounts.num_running("ben") == 2
+            async with there.entered("ben"):
+                assert accounts.num_running("ben") == 2
+        lost = there.entered("ben")
+        await lost.__aenter__()
+        host.close(clients[1])  # its process has died
+        async with here.entered("ben"), asyncio.timeout(60):
+            while accounts.num_running("ben") != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def test_tokens_that_a_worker_asked_for_are_charged_to_its_key(config):
+    async with joined(config, num_workers=2) as (_, host, remotes, _):
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        for remote in remotes:
+            await read(remote, "Hello", params, key_name="ben")
+        assert host.access.accounts.num_tokens["ben"] > 120
+        async with remotes[0].access.entrance.entered("ben"):
+            pass  # its first: before, there was nothing to limit
+        host.access.accounts.charge("ben", 120)
+        with pytest.raises(KeyLimitError, match="99 tokens a minute"):
+            async with remotes[1].access.entrance.entered("ben"):
+                pass
+
+
+async def test_a_reload_reaches_every_worker_and_their_refusals_are_one_metric(config):
+    path = Path(config.access.api_keys_file)
+    async with joined(config, num_workers=2) as (_, host, remotes, clients):
+        assert all(remote.access.keyring.find(BEN) is not None for remote in remotes)
+        write(path, "{name: ann, key: sk-ann-0123456789}")
+        host.access.reload()
+        async with asyncio.timeout(60):
+            for remote in remotes:
+                while remote.access.keyring.find(BEN) is not None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                assert remote.access.keyring.find("sk-ann-0123456789").name == "ann"
+        for remote in remotes:
+            remote.access.refusals["invalid_api_key", ""] += 2
+        line = b'aioserve_requests_refused_total{key="",reason="invalid_api_key"} 4.0'
+        assert line in await remotes[0].ask(ShowMetrics())
+        host.close(clients[1])  # what it refused has happened
+        assert line in await remotes[0].ask(ShowMetrics())
