@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 2_800,
+    "aioserve": 2_880,
     "aioserve/console": 1_500,
     "aioserve/engine": 4_900,
     "aioserve/grammars": 650,
@@ -21,17 +21,17 @@ LIMITS = {
     "aioserve/kv_connector": 830,
     "aioserve/lab": 6_950,
     "aioserve/model_source": 2_180,
-    "aioserve/ray": 1_420,
+    "aioserve/ray": 1_460,
     "aioserve/routing": 400,
     "aioserve/runner": 14_290,
     "aioserve/scheduler": 2_560,
-    "aioserve/server": 8_450,
+    "aioserve/server": 9_950,
     "aioserve/testing": 3_580,
     "aioserve/watch": 1_700,
-    "aioserve/workers": 1_600,
-    "benchmarks": 4_780,
+    "aioserve/workers": 1_850,
+    "benchmarks": 5_080,
     "policies": 650,
-    "tests": 40_500,
+    "tests": 42_000,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
