@@ -41,7 +41,7 @@ async def hop(batch: int, num_steps: int = 400, repeat: int = 7) -> float:
     received = 0
     step = asyncio.Event()
 
-    def take(message: bytes) -> None:
+    def take(message: bytes, _: object) -> None:
         nonlocal received
         received += len(decode(message).outputs)
         step.set()

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from aioserve.server.access.access import MainAccess, Refusals
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import ResponseStore
 from aioserve.version import __version__
-from aioserve.workers.line import Calls, Line
+from aioserve.workers.line import Attachments, Calls, Line
 from aioserve.workers.messages import (
     NO_ANSWER,
     Abort,
@@ -314,20 +315,22 @@ class WorkerClient:
             self._samples.pop(samples.request_id, None)
         self._send_soon()
 
-    def _on_message(self, message: bytes) -> None:
+    def _on_message(self, message: bytes, attached: Attachments) -> None:
         if not self._is_welcome:
             self._greet(_hello.decode(message))
             return
+        arrays = iter(attached)
         for said in _to_engine.decode(message).messages:
+            own = list(islice(arrays, len(said.arrays))) if isinstance(said, Add) else ()
             try:
-                self._take(said)
+                self._take(said, own)
             except Exception:  # what comes after it is for others
                 logger.exception("a message of %s failed", self.name)
 
-    def _take(self, said: MessageToEngine) -> None:
+    def _take(self, said: MessageToEngine, attached: Attachments) -> None:
         match said:
             case Add():
-                self._add(said)
+                self._add(said, attached)
             case Drop(request_id):
                 self._drop(request_id)
             case Stopped(num_tokens):
@@ -364,9 +367,9 @@ class WorkerClient:
         self._line.send(encoder.encode(Greeting("", msgspec.Raw(encoder.encode(welcome)))))
         self._send_soon()
 
-    def _add(self, add: Add) -> None:
+    def _add(self, add: Add, attached: Attachments) -> None:
         try:
-            spec = decode_spec(add)
+            spec = decode_spec(add, attached)
         except Exception as error:
             self._say(Reply(add.call_id, NO_ANSWER, Failure.of(error)))
             return

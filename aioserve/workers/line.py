@@ -4,9 +4,13 @@ Whole messages, in order, and nothing ever waits. Knows bytes; what they say is 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
+
+#: Memory that goes along with a message, uncopied: nobody changes it any more.
+Attachments = Sequence[Any]
 
 # Messages that are on their way at most, on each side of the connection, before a sender is told
 # that there is no room; the system's own buffer holds some more. A guess: steps for a blink.
@@ -25,10 +29,11 @@ class Line:
         address: str,
         *,
         listens: bool,
-        on_message: Callable[[bytes], None],
+        on_message: Callable[[bytes, Attachments], None],
         on_room: Callable[[], None],
     ) -> None:
-        """`listens`: it is the end that is there first. `on_message` gets what the other end sent;
+        """`listens`: it is the end that is there first. `on_message` gets what the other end sent,
+        a message and what is attached to it as memoryviews;
         `on_room` is called when there is room again after a `send` that found none. Raises
         `OSError`.
         """
@@ -50,12 +55,15 @@ class Line:
         """Whether the last `send` found no room, and there has been none since."""
         return self._is_full
 
-    def send(self, message: bytes) -> bool:
+    def send(self, message: bytes, attachments: Attachments = ()) -> bool:
         """False if there is no room, or it is closed: the message is still the caller's."""
         if self._is_full or self._socket.closed:
             return False
         try:
-            self._socket.send(message, zmq.NOBLOCK)
+            if attachments:
+                self._socket.send_multipart([message, *attachments], zmq.NOBLOCK, copy=False)
+            else:
+                self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             self._is_full = True
         self._look_again()  # sending may have swallowed the news that something has come
@@ -89,7 +97,10 @@ class Line:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(message)
+            attached: list[Any] = []
+            while self._socket.get(zmq.RCVMORE):  # all parts of a message are there, or none
+                attached.append(self._socket.recv(zmq.NOBLOCK, copy=False).buffer)
+            self._on_message(message, attached)
 
     def _look_again(self) -> None:
         if self._is_due or self._socket.closed:

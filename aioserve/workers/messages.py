@@ -27,6 +27,7 @@ from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import Kept
+from aioserve.workers.line import Attachments
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -136,14 +137,24 @@ class KnowAdapters(Question[None], frozen=True):
 # From worker to engine.
 
 
+class ArrayForm(msgspec.Struct, array_like=True, frozen=True):
+    """An array of an encoder input, whose memory is attached to the message."""
+
+    input_index: int  # among the request's
+    name: str
+    dtype: str  # as numpy spells it
+    shape: tuple[int, ...]
+
+
 class Add(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A request, to be answered with a `Reply`."""
 
     call_id: int
-    spec: bytes  # a `RequestSpec`, of all its samples
+    spec: bytes  # a `RequestSpec`, of all its samples, without arrays
     is_json: bool  # else MessagePack, which knows no integers of more than 64 bits
     adapter: str
     timeout: float | None
+    arrays: list[ArrayForm] = []  # as many as are attached
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -310,8 +321,32 @@ def encode_spec(spec: RequestSpec) -> tuple[bytes, bool]:
         return msgspec.json.encode(spec), True
 
 
-def decode_spec(add: Add) -> RequestSpec:
-    """What was asked for."""
+def arrays_of(spec: RequestSpec) -> tuple[list[ArrayForm], list[Any]]:
+    """What its encoder inputs hold: forms, and the memory for a `Line`."""
+    forms, memory = [], []
+    for i, item in enumerate(spec.encoder_inputs):
+        for name, array in (item.arrays or {}).items():
+            forms.append(ArrayForm(i, name, array.dtype.str, array.shape))
+            memory.append(array.data if array.flags.c_contiguous else array.tobytes())
+    return forms, memory
+
+
+def decode_spec(add: Add, attached: Attachments = ()) -> RequestSpec:
+    """What was asked for. Arrays are `attached`, and stay in that memory."""
     if add.is_json:
-        return msgspec.json.decode(add.spec, type=RequestSpec)
-    return _spec_decoder.decode(add.spec)
+        spec = msgspec.json.decode(add.spec, type=RequestSpec)
+    else:
+        spec = _spec_decoder.decode(add.spec)
+    if not add.arrays:
+        return spec
+    import numpy as np
+
+    arrays: list[dict[str, Any]] = [{} for _ in spec.encoder_inputs]
+    for form, memory in zip(add.arrays, attached, strict=True):
+        array = np.frombuffer(memory, form.dtype).reshape(form.shape)
+        arrays[form.input_index][form.name] = array
+    items = [
+        msgspec.structs.replace(item, arrays=own or None)
+        for item, own in zip(spec.encoder_inputs, arrays, strict=True)
+    ]
+    return msgspec.structs.replace(spec, encoder_inputs=items)

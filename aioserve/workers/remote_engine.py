@@ -30,7 +30,7 @@ from aioserve.server.access.access import Access
 from aioserve.server.access.keyring import Keyring
 from aioserve.server.responses.store import Kept
 from aioserve.version import __version__
-from aioserve.workers.line import Calls, Line
+from aioserve.workers.line import Attachments, Calls, Line
 from aioserve.workers.messages import (
     NO_ANSWER,
     Abort,
@@ -59,6 +59,7 @@ from aioserve.workers.messages import (
     ToWorker,
     Welcome,
     WorkerQuestion,
+    arrays_of,
     decoder,
     encode_spec,
     encoder,
@@ -129,6 +130,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._calls = Calls()
         self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
         self._unsent: list[MessageToEngine] = []
+        self._unsent_arrays: list[Any] = []  # theirs, in their order
         self._is_sending_soon = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._line = Line(
@@ -249,6 +251,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
         parts: RemoteParts,
     ) -> None:
         self._alive()
+        forms, arrays = arrays_of(spec)
+        spec = spec.without_arrays()  # here nobody looks at them
         requests = [Request(own) for own in samples.specs(spec)]
 
         def accept() -> None:
@@ -260,7 +264,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._accepting[number] = accept
         samples.let_go = lambda: self._say(Abort(samples.request_id))
         try:
-            self._say(Add(number, *encode_spec(spec), adapter, seconds))
+            self._say(Add(number, *encode_spec(spec), adapter, seconds, forms), arrays)
             await future
         finally:
             samples.let_go = None
@@ -278,7 +282,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._say(Abort(samples.request_id))
         return True
 
-    def _on_message(self, message: bytes) -> None:
+    def _on_message(self, message: bytes, _: Attachments = ()) -> None:
         if not self._greeting.done():
             self._greeting.set_result(message)
             return
@@ -348,17 +352,19 @@ class RemoteEngine(EngineFront[RemoteParts]):
         told = NO_ANSWER if failure else msgspec.Raw(encoder.encode(answer))
         self._say(Reply(call_id, told, failure))
 
-    def _say(self, message: MessageToEngine) -> None:
+    def _say(self, message: MessageToEngine, arrays: Attachments = ()) -> None:
         """What comes in one turn of the loop goes in one message."""
         self._unsent.append(message)
+        self._unsent_arrays += arrays
         if not self._is_sending_soon:
             self._is_sending_soon = True
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
         self._is_sending_soon = False
-        if self._unsent and self._line.send(encoder.encode(ToEngine(self._unsent))):
-            self._unsent = []
+        message = encoder.encode(ToEngine(self._unsent)) if self._unsent else b""
+        if message and self._line.send(message, self._unsent_arrays):
+            self._unsent, self._unsent_arrays = [], []
 
 
 def _with_vector(output: EngineCoreOutput, vectors: Mapping[str, bytes]) -> EngineCoreOutput:
