@@ -19,9 +19,10 @@ from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.client import Answer
-from aioserve.engine.clock import LoopLag
+from aioserve.engine.clock import LoopLag, is_real
 from aioserve.engine.front import EngineFront
 from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.pulse import Pulse, StateLog
 from aioserve.engine.questions import (
     AbortElsewhere,
     Health,
@@ -42,8 +43,20 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler import BaseScheduler, SchedulerInterface
+from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
+
+
+def options_as_labels(
+    name: str, policy: type[SchedulerInterface], options: dict[str, Any]
+) -> dict[str, str]:
+    """A policy and all its options, those too that were not given."""
+    if issubclass(policy, BaseScheduler):
+        options = msgspec.to_builtins(policy.parse_options(options))
+    return {"policy": name, **{key: str(value) for key, value in options.items()}}
+
 
 # A policy whose last step failed may work again for the next request, but only a request can show
 # it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
@@ -78,8 +91,14 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._get_wait_reasons,
             lambda: 0 if self._parts is None else self._parts.core.num_policy_failures,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
+            self._get_info,
         )
         self._loop_lag = LoopLag()
+        self._pulse = Pulse(
+            lambda: self._parts is not None and len(self._parts.output_processor) > 0,
+            self.metrics.loop_delays["engine"].observe,
+            StateLog(self.get_stats, self.metrics).write,
+        )
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._adapters: Adapters | None = None
@@ -167,8 +186,10 @@ class AsyncEngine(EngineFront[EngineParts]):
         match asked:
             case HowAreYou():
                 answer = self._health()
-            case ShowMetrics():
+            case ShowMetrics(counted):
                 self.metrics.loop_lags["engine"] = self._loop_lag()
+                if counted:
+                    self.metrics.counted["engine"] = counted
                 answer = self.metrics.render()
             case SwitchPolicy(policy, options):
                 before = self.config.scheduler
@@ -254,6 +275,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()
             await asyncio.wait([self._task])
+        self._pulse.stop()
         async with self._ending:
             if self._parts is not None:
                 parts, self._parts = self._parts, None
@@ -294,6 +316,26 @@ class AsyncEngine(EngineFront[EngineParts]):
         if self._parts is None:
             raise EngineDeadError("the engine has not been started")
         return self._parts
+
+    def _get_info(self) -> dict[str, dict[str, str]]:
+        """What is set, as labels; of a policy all its options."""
+        model, parts = self.config.model, self._parts
+        info = {
+            "model": {
+                "model": model.served_name,
+                "max_model_len": str(self.max_model_len),
+                "version": __version__,
+            }
+        }
+        if parts is not None:
+            settings, policy = self.config.scheduler, parts.core.scheduler.policy
+            info["policy"] = options_as_labels(settings.policy, policy, settings.options)
+            if (shadow := self.metrics.shadow.shadow) is not None:
+                name, given = self.config.shadow.shadow_policy, self.config.shadow.shadow_options
+                info["shadow_policy"] = options_as_labels(
+                    name or "", shadow.scheduler.policy, given
+                )
+        return info
 
     def _get_wait_reasons(self) -> Counter[WaitReason]:
         parts = self._parts
@@ -387,6 +429,8 @@ class AsyncEngine(EngineFront[EngineParts]):
         spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
         self._alive()
         parts.arrivals.enter(spec, samples, register)
+        if is_real(parts.clock):
+            self._pulse.start()
 
     def _abort(self, samples: Samples, parts: EngineParts) -> bool:
         return self._end(samples.ids, parts)

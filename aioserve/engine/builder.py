@@ -170,6 +170,7 @@ class EngineBuilder:
             deliver=deliver,
             expire=delivery.expire,
             fail=delivery.fail,
+            note_scheduled=output_processor.note_scheduled,
             after_step=(lambda: None) if relay is None else relay.deliver,
         )
         return EngineParts(

@@ -53,12 +53,13 @@ class EngineCore:
         deliver: Deliver,
         expire: Expire,
         fail: Fail,
+        note_scheduled: Callable[[Iterable[str], float], None] = lambda request_ids, now: None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         """`deliver` gets a client's outputs of each step and returns the ids that a stop string has
         ended, `expire` gets those whose deadline has passed, `fail` those that lost their step and
-        why; `after_step` is called when all that is done. `stall_timeout` is in seconds, `clock` is
-        the scheduler's.
+        why, `note_scheduled` who enters the batch and when; `after_step` is called when all that
+        is done. `stall_timeout` is in seconds, `clock` is the scheduler's.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -68,6 +69,7 @@ class EngineCore:
         self._deliver = deliver
         self._expire = expire
         self._fail = fail
+        self._note_scheduled = note_scheduled
         self._after_step = after_step
         #: What the policy did wrong in its last step, and when; None: it works.
         self.policy_failure: tuple[Exception, float] | None = None
@@ -160,6 +162,9 @@ class EngineCore:
             return False  # the runner hears who left; asking again now would change nothing
         self._stalled_since = None
         self._hand_over(output)
+        if output.scheduled_new_reqs:
+            ids = (new.request_id for new in output.scheduled_new_reqs)
+            self._note_scheduled(ids, self._clock())
         return True
 
     def _hand_over(self, output: SchedulerOutput) -> None:

@@ -5,77 +5,26 @@ increments. Knows nothing about HTTP.
 """
 
 import logging
-import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.engine.adapter_metrics import AdapterMetrics
+from aioserve.engine.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
 from aioserve.engine.kv_connector import KVConnectorMetrics
+from aioserve.engine.questions import Counted
+from aioserve.engine.samples import SampleState
+from aioserve.engine.vllm_names import aliases
 from aioserve.outputs import FinishReason, SchedulerStats
-from aioserve.request import Request, RequestSpec, WaitReason
+from aioserve.request import RequestSpec, WaitReason
 from aioserve.watch.shadow import Shadow
 
 logger = logging.getLogger(__name__)
-
-# Long enough to see more than one long prompt, short enough to notice a change. A guess.
-RATE_SECONDS = 10.0
-
-LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-
-
-class Histogram:
-    """Cumulative counts over fixed upper bounds, in seconds."""
-
-    def __init__(self, bounds: Sequence[float] = LATENCY_BUCKETS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, seconds: float, count: int = 1) -> None:
-        """Count one value, or `count` equal ones."""
-        self.counts[bisect_left(self.bounds, seconds)] += count
-        self.total += count * seconds
-
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """As Prometheus wants it: cumulative, last bucket +Inf."""
-        cumulative, buckets = 0, []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            cumulative += count
-            buckets.append((bound, float(cumulative)))
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self.total)
-
-
-class RecentRate:
-    """What comes per second, of late: an average that forgets with `RATE_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._since = self._last = math.nan
-
-    def add(self, amount: float, now: float) -> None:
-        """So much came now, in seconds of any clock."""
-        if math.isnan(self._since):
-            self._since = self._last = now
-        self._sum = self._faded(now) + amount
-        self._last = now
-
-    def per_second(self, now: float) -> float:
-        """0 if nothing ever came."""
-        if math.isnan(self._since):
-            return 0.0
-        # What came before the beginning is not known to be nothing.
-        age = max(now - self._since, 1.0)
-        return self._faded(now) / (RATE_SECONDS * -math.expm1(-age / RATE_SECONDS))
-
-    def _faded(self, now: float) -> float:
-        return self._sum * math.exp((self._last - now) / RATE_SECONDS)
 
 
 class RequestCounts(Protocol):
@@ -83,7 +32,7 @@ class RequestCounts(Protocol):
 
     num_generation_tokens: int
 
-    def on_prompt_computed(self, request: Request, now: float) -> None:
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
         """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
         clock.
         """
@@ -92,7 +41,7 @@ class RequestCounts(Protocol):
         """So many requests have new tokens, `seconds` after their last ones."""
 
     def on_finished(
-        self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
         """A request has ended."""
 
@@ -106,12 +55,16 @@ class EngineMetrics(Collector):
         get_wait_reasons: Callable[[], Counter[WaitReason]],
         get_num_policy_failures: Callable[[], int],
         get_num_compute_threads: Callable[[], int | None],
+        get_info: Callable[[], Mapping[str, Mapping[str, str]]],
     ) -> None:
-        """All are asked for the state of scheduler and runner when somebody scrapes."""
+        """All are asked for the state of scheduler and runner when somebody scrapes; `get_info` for
+        what is set, as labels by name.
+        """
         self._get_stats = get_stats
         self._get_wait_reasons = get_wait_reasons
         self._get_num_policy_failures = get_num_policy_failures
         self._get_num_compute_threads = get_num_compute_threads
+        self._get_info = get_info
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
@@ -123,12 +76,23 @@ class EngineMetrics(Collector):
         self.of_server: Collector | None = None
         #: Called with the name of the key that a request came with, and tokens that it has more.
         self.on_tokens: Callable[[str, int], None] | None = None
+        #: By process: how late it was while the process was busy.
+        self.loop_delays: dict[str, Histogram] = {"engine": Histogram()}
+        #: By process: what whoever serves there has counted. Set before a scrape.
+        self.counted: dict[str, list[Counted]] = {}
+        self._has_process = False
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
         self.request_latency = Histogram()
+        self.queue_time = Histogram()
+        self.prefill_time = Histogram()
+        self.decode_time = Histogram()
+        self.inference_time = Histogram()
+        self.prompt_lengths = Histogram(LENGTH_BUCKETS)
+        self.output_lengths = Histogram(LENGTH_BUCKETS)
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
 
     def on_accepted(self, spec: RequestSpec) -> None:
@@ -136,7 +100,8 @@ class EngineMetrics(Collector):
         if spec.key_name and self.on_tokens is not None:
             self.on_tokens(spec.key_name, len(spec.prompt_token_ids))
 
-    def on_prompt_computed(self, request: Request, now: float) -> None:
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
+        request = state.request
         self.prompt_token_rate.add(request.num_prompt_tokens, now)
         self.num_prompt_tokens += request.num_prompt_tokens
         if request.pooling_params is None:  # it has a first token
@@ -146,14 +111,18 @@ class EngineMetrics(Collector):
         self.inter_token_latency.observe(seconds, num_requests)
 
     def on_finished(
-        self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
         """One line in the log says how."""
+        request = state.request
         seconds = now - request.arrival_time
         self.finished[reason] += 1
         self.request_latency.observe(seconds)
         if request.spec.key_name and self.on_tokens is not None:
             self.on_tokens(request.spec.key_name, num_output_tokens)
+        self.prompt_lengths.observe(request.num_prompt_tokens)
+        self.output_lengths.observe(num_output_tokens)
+        self._observe_phases(state, now)
         logger.info(
             "%s finished: %s, %d prompt tokens (%d cached), %d output tokens, %.3f s, "
             "%d preemptions",
@@ -166,12 +135,38 @@ class EngineMetrics(Collector):
             request.num_preemptions,
         )
 
+    def _observe_phases(self, state: SampleState, now: float) -> None:
+        """Of a request that was never served, all is queue; of one without a token, none is decode.
+        It may have been preempted in either phase.
+        """
+        served = now if state.scheduled_time is None else state.scheduled_time
+        self.queue_time.observe(served - state.request.arrival_time)
+        if state.scheduled_time is not None:
+            first = now if state.first_token_time is None else state.first_token_time
+            self.prefill_time.observe(first - served)
+            self.inference_time.observe(now - served)
+            if state.first_token_time is not None:
+                self.decode_time.observe(now - first)
+
     def render(self) -> bytes:
         """Prometheus text format."""
+        if not self._has_process:  # nobody has asked before
+            self._has_process = True
+            ProcessCollector(registry=self._registry)
         return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for every scrape."""
+        """Called by the registry for every scrape: all of ours, then those that have a name of
+        vLLM's as well.
+        """
+        info = self._get_info()
+        own = list(self._own(info))
+        yield from own
+        yield from aliases(own, info.get("model", {}).get("model", ""))
+
+    def _own(self, info: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
+        for name, labels in info.items():
+            yield InfoMetricFamily(f"aioserve_{name}", f"The {name}, as it is set", dict(labels))
         yield CounterMetricFamily(
             "aioserve_prompt_tokens", "Prompt tokens of served requests", self.num_prompt_tokens
         )
@@ -198,15 +193,20 @@ class EngineMetrics(Collector):
         yield self.request_latency.family(
             "aioserve_request_latency_seconds", "From arrival to the end"
         )
-        if self.loop_lags:
-            lags = GaugeMetricFamily(
-                "aioserve_event_loop_lag_seconds",
-                "By how much a timer was late since the last scrape",
-                labels=["process"],
-            )
-            for process, seconds in self.loop_lags.items():
-                lags.add_metric([process], seconds)
-            yield lags
+        for histogram, name, documentation in (
+            (self.queue_time, "request_queue_time", "From arrival to the first step"),
+            (self.prefill_time, "request_prefill_time", "From the first step to the first token"),
+            (self.decode_time, "request_decode_time", "From the first token to the end"),
+            (self.inference_time, "request_inference_time", "From the first step to the end"),
+        ):
+            yield histogram.family(f"aioserve_{name}_seconds", documentation)
+        yield self.prompt_lengths.family(
+            "aioserve_request_prompt_tokens", "Prompt tokens of requests that ended"
+        )
+        yield self.output_lengths.family(
+            "aioserve_request_generation_tokens", "Tokens generated for requests that ended"
+        )
+        yield from self._of_processes()
         num_threads = self._get_num_compute_threads()
         if num_threads is not None:
             yield GaugeMetricFamily(
@@ -218,6 +218,34 @@ class EngineMetrics(Collector):
         if stats is not None:
             yield from _scheduler_metrics(stats)
             yield self._waiting_by_reason()
+
+    def _of_processes(self) -> Iterator[Metric]:
+        """The engine's, and those in front of it."""
+        yield family_by(
+            "process",
+            "aioserve_event_loop_delay_seconds",
+            "By how much a timer was late, ten times a second while there were requests",
+            self.loop_delays.items(),
+        )
+        if self.loop_lags:
+            lags = GaugeMetricFamily(
+                "aioserve_event_loop_lag_seconds",
+                "By how much a timer was late since the last scrape",
+                labels=["process"],
+            )
+            for process, seconds in self.loop_lags.items():
+                lags.add_metric([process], seconds)
+            yield lags
+        families: dict[str, CounterMetricFamily] = {}
+        for process, counted in self.counted.items():
+            for one in counted:
+                if one.name not in families:
+                    families[one.name] = CounterMetricFamily(
+                        f"aioserve_{one.name}", one.documentation, labels=[*one.labels, "process"]
+                    )
+                for values, count in one.counts:
+                    families[one.name].add_metric([*values, process], count)
+        yield from families.values()
 
     def _waiting_by_reason(self) -> GaugeMetricFamily:
         counts = self._get_wait_reasons()

@@ -179,6 +179,15 @@ class OutputProcessor:
         if (state := self._states.get(request_id)) is not None:
             state.request.num_cached_tokens = num_tokens
 
+    def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
+        """A step with these was planned, which have no blocks before it: for the first time, or
+        again.
+        """
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is not None and state.scheduled_time is None:
+                state.scheduled_time = now
+
     def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Deliver one step's outputs; return the ids that a stop string has ended."""
         stopped = []
@@ -190,7 +199,8 @@ class OutputProcessor:
                 continue  # its reader has left, or a stop string ended it in the step before
             last_time, state.last_token_time = state.last_token_time, now
             if last_time is None:
-                self._metrics.on_prompt_computed(state.request, now)
+                state.first_token_time = now
+                self._metrics.on_prompt_computed(state, now)
             else:
                 if last_time != last and count:
                     self._metrics.on_next_tokens(now - last, count)
@@ -255,6 +265,6 @@ class OutputProcessor:
         num_tokens = state.num_output_tokens
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens
-        self._metrics.on_finished(state.request, num_tokens, reason, now)
+        self._metrics.on_finished(state, num_tokens, reason, now)
         if self._request_log is not None:
             self._request_log.write(state.request, num_tokens)

@@ -50,8 +50,21 @@ class HowAreYou(Question[Health], frozen=True):
     answer_type = Health
 
 
+class Counted(msgspec.Struct, array_like=True):
+    """What somebody has counted since its process began, by values of labels."""
+
+    name: str  # of the metric, without prefix and `_total`
+    documentation: str
+    labels: tuple[str, ...]
+    counts: list[tuple[tuple[str, ...], int]]
+
+
 class ShowMetrics(Question[bytes], frozen=True):
-    """Prometheus' text, of the whole."""
+    """Prometheus' text, of the whole. `counted` is what whoever asks in the engine's process has to
+    tell besides; of other processes, it is asked for.
+    """
+
+    counted: list[Counted] = []
 
     answer_type = bytes
 

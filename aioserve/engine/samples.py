@@ -110,7 +110,15 @@ def wants_only_end(params: SamplingParams) -> bool:
 class SampleState(ABC):
     """What delivery needs to know of one sample between two of its outputs, whoever reads them."""
 
-    __slots__ = ("last_token_time", "num_output_tokens", "request", "samples", "waits_for_end")
+    __slots__ = (
+        "first_token_time",
+        "last_token_time",
+        "num_output_tokens",
+        "request",
+        "samples",
+        "scheduled_time",
+        "waits_for_end",
+    )
 
     def __init__(self, request: Request, samples: Samples, *, waits_for_end: bool) -> None:
         """`waits_for_end`: of what comes before the end it is told nothing."""
@@ -118,6 +126,9 @@ class SampleState(ABC):
         self.samples = samples
         self.waits_for_end = waits_for_end
         self.num_output_tokens = 0
+        # In seconds of the engine's clock; None: not yet.
+        self.scheduled_time: float | None = None  # when the first step that has it was planned
+        self.first_token_time: float | None = None  # or that of the vector of a prompt
         self.last_token_time: float | None = None
 
     @abstractmethod

@@ -20,7 +20,7 @@ from aioserve.engine.questions import (
 )
 from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
-from aioserve.server.keys import ENGINE
+from aioserve.server.keys import ENGINE, HTTP_COUNTS
 from aioserve.server.protocol import ModelCard, ModelList, RequestPart
 from aioserve.server.validation import BodyDecoder
 from aioserve.version import __version__
@@ -88,7 +88,7 @@ def tell_ready(health: Health) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
-    text = await request.app[ENGINE].ask(ShowMetrics())
+    text = await request.app[ENGINE].ask(ShowMetrics(request.app[HTTP_COUNTS].tell()))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

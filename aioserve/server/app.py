@@ -22,11 +22,13 @@ from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
 from aioserve.server.access.gate import check_key
 from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.http_counts import HttpCounts
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
     ACCESS,
     CHAT_FORMAT,
     ENGINE,
+    HTTP_COUNTS,
     IMAGES,
     NEEDS,
     RESPONSES,
@@ -35,7 +37,12 @@ from aioserve.server.keys import (
 )
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.logprobs import TokenTexts
-from aioserve.server.middleware import add_request_id, answer_errors, log_requests
+from aioserve.server.middleware import (
+    add_request_id,
+    answer_errors,
+    count_answers,
+    log_requests,
+)
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
 from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, ROUTES
@@ -63,19 +70,21 @@ def build_app(
     responses: Responses | None = None,
     running: RunningResponses | None = None,
     access: Access | None = None,
+    counts: HttpCounts | None = None,
 ) -> web.Application:
     """The routes in front of a started engine, which stays its caller's. `responses` are those that
-    can be asked for again, `running` those that are being made, `access` who is let in; by default,
-    of this application.
+    can be asked for again, `running` those that are being made, `access` who is let in, `counts`
+    how requests were answered; by default, of this application.
     """
     app = web.Application(
-        middlewares=[log_requests, answer_errors, check_key],
+        middlewares=[count_answers, log_requests, answer_errors, check_key],
         client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
     app[ACCESS] = access or open_access(engine)
     app[RESPONSES] = responses or ResponseStore()
     app[RUNNING] = running or RunningResponses(engine)
+    app[HTTP_COUNTS] = counts or HttpCounts()
     app[TOKEN_TEXTS] = TokenTexts(engine.model_info.tokenizer)
     app[IMAGES] = ImageLoader(engine.config.images)
     app.on_cleanup.append(lambda _: app[IMAGES].close())
@@ -132,13 +141,14 @@ async def listening(
     responses: Responses | None = None,
     running: RunningResponses | None = None,
     access: Access | None = None,
+    counts: HttpCounts | None = None,
 ) -> AsyncIterator[str]:
     """Serve `engine` on `sockets` inside the block; yields the URL. For the rest see `build_app`.
 
     Raises `ConfigError` if another process took the port in the meantime.
     """
     runner = web.AppRunner(
-        build_app(engine, responses, running, access),
+        build_app(engine, responses, running, access, counts),
         handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
         auto_decompress=False,  # refused by name; aiohttp drops the connection over a bad one
         access_log=None,

@@ -9,6 +9,7 @@ from aioserve.errors import RequestError
 from aioserve.server.access.access import Access
 from aioserve.server.access.keyring import Key
 from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.http_counts import HttpCounts
 from aioserve.server.images import ImageLoader
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.responses.store import Responses
@@ -23,6 +24,7 @@ CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 ACCESS = web.AppKey("ACCESS", Access)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
 KEY = web.RequestKey("KEY", Key)  # on a request: whose it is, where keys are asked for
+HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
 MAX_ID_LENGTH = 128

@@ -1,4 +1,4 @@
-"""Around every handler: errors in the shape of its routes, one log line, X-Request-Id.
+"""Around every handler: errors in the shape of its routes, one log line, counts, X-Request-Id.
 
 Knows nothing about what the handlers do.
 """
@@ -19,7 +19,8 @@ from aioserve.errors import (
     UnknownKeyError,
 )
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
-from aioserve.server.keys import ACCESS, KEY, RESPONSE_ID, is_sane_id
+from aioserve.server.http_counts import LEFT
+from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, RESPONSE_ID, is_sane_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID_HEADER = "X-Request-Id"
 
 _encoder = msgspec.json.Encoder()
+
+
+@web.middleware
+async def count_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A stream counts when it ends, with the status that it began with."""
+    counts = request.app[HTTP_COUNTS]
+    try:
+        response = await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        counts.add(request, LEFT)
+        raise
+    counts.add(request, str(response.status))
+    return response
 
 
 @web.middleware

@@ -135,10 +135,16 @@ class Host:
         return answer
 
     async def _hear_reports(self) -> None:
+        """What workers tell of themselves, for the metrics."""
         asked = [worker for worker in self.workers if worker.is_listening]
         reports = await _ask_all(asked, MakeReport())
         told = [pair for pair in zip(asked, reports, strict=True) if pair[1] is not None]
-        self.engine.metrics.loop_lags = {worker.name: report.loop_lag for worker, report in told}
+        metrics = self.engine.metrics
+        metrics.loop_lags = {worker.name: report.loop_lag for worker, report in told}
+        metrics.loop_delays = {"engine": metrics.loop_delays["engine"]} | {
+            worker.name: report.loop_delay for worker, report in told
+        }
+        metrics.counted = {worker.name: report.counted for worker, report in told}
         for worker, report in told:
             worker.refusals = Counter({(why, key): n for why, key, n in report.refusals})
         self.access.metrics.elsewhere = sum(

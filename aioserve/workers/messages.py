@@ -10,9 +10,11 @@ import msgspec
 
 from aioserve import errors
 from aioserve.config import EngineConfig
+from aioserve.engine.histogram import Histogram
 from aioserve.engine.questions import (
     AbortElsewhere,
     AdapterPaths,
+    Counted,
     HowAreYou,
     LoadAdapter,
     Question,
@@ -114,6 +116,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
     loop_lag: float  # seconds, the worst of late
     refusals: list[tuple[str, str, int]]  # by reason and key, since it lives
+    loop_delay: Histogram  # seconds, while it was busy
+    counted: list[Counted]
 
 
 class KnowKeys(Question[None], frozen=True):

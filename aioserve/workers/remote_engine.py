@@ -17,11 +17,13 @@ from aioserve.engine import RequestStream
 from aioserve.engine.client import Answer, KnownAdapters
 from aioserve.engine.clock import Clock, LoopLag, clock_of
 from aioserve.engine.front import EngineFront
+from aioserve.engine.histogram import Histogram
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
-from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
-from aioserve.engine.samples import Claims, Samples
+from aioserve.engine.pulse import Pulse
+from aioserve.engine.questions import AbortElsewhere, Counted, Health, HowAreYou, Question
+from aioserve.engine.samples import Claims, Samples, SampleState
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
@@ -96,17 +98,17 @@ class _StopCounts:
         self.num_generation_tokens = 0
         self.num_tokens: dict[str, int] = {}
 
-    def on_prompt_computed(self, request: Request, now: float) -> None:
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
         pass
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
         pass
 
     def on_finished(
-        self, request: Request, num_output_tokens: int, reason: FinishReason, now: float
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
         if reason is FinishReason.STOP:
-            self.num_tokens[request.request_id] = num_output_tokens
+            self.num_tokens[state.request.request_id] = num_output_tokens
 
 
 class RemoteEngine(EngineFront[RemoteParts]):
@@ -124,7 +126,14 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._parts: RemoteParts | None = None
         self._error: EngineDeadError | None = None
         self._counts = _StopCounts()
+        #: What was counted by whoever serves in this process.
+        self.tell_counted: Callable[[], list[Counted]] = list
         self._loop_lag = LoopLag()
+        self._loop_delay = Histogram()
+        self._pulse = Pulse(
+            lambda: self._parts is not None and len(self._parts.output_processor) > 0,
+            self._loop_delay.observe,
+        )
         self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._early: list[bytes] = []  # what came right after the greeting
         self._calls = Calls()
@@ -196,6 +205,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
 
     def close(self) -> None:
         """Nothing is sent or received any more."""
+        self._pulse.stop()
         self._line.close()
         self._context.term()
         if self._parts is not None:
@@ -258,6 +268,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         def accept() -> None:
             for index, request in enumerate(requests):
                 parts.output_processor.add_request(request, samples, index, stream)
+            self._pulse.start()
 
         number, future = self._calls.begin()
         # Not before: until then there may be outputs of one that had its id, and was dropped.
@@ -341,7 +352,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
                     answer = self.abort_here(request_id)
                 case MakeReport():
                     refused = [(*by, count) for by, count in self.access.refusals.items()]
-                    answer = Report(self._loop_lag(), refused)
+                    answer = Report(
+                        self._loop_lag(), refused, self._loop_delay, self.tell_counted()
+                    )
                 case KnowAdapters(adapters):
                     self.adapters.paths = adapters.paths
                 case KnowKeys(keys):

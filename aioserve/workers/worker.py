@@ -19,6 +19,7 @@ from typing import Any
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
+from aioserve.server.http_counts import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 
@@ -64,8 +65,9 @@ async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> i
         logging.getLogger().setLevel(engine.config.server.log_level.upper())
         running = RunningResponses(engine)
         engine.abort_here = running.abort
-        responses = RemoteResponses(engine)
-        async with listening(engine, sockets, responses, running, engine.access):
+        responses, counts = RemoteResponses(engine), HttpCounts()
+        engine.tell_counted = counts.tell
+        async with listening(engine, sockets, responses, running, engine.access, counts):
             exempt_from_garbage_collection()
             engine.begin()
             ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}

@@ -14,8 +14,8 @@ import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.histogram import RATE_SECONDS, RecentRate
 from aioserve.engine.input_processor import INLINE_CHARACTERS, INLINE_MESSAGES
-from aioserve.engine.metrics import RATE_SECONDS, RecentRate
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 

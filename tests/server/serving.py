@@ -13,6 +13,7 @@ from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.runner.interface import RunnerInterface
 from aioserve.server.app import listening
+from aioserve.server.http_counts import HttpCounts
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
 from aioserve.workers.remote_engine import RemoteResponses
@@ -116,8 +117,9 @@ async def in_front(
     async with connected(engine, 1) as (_, [remote], _):
         running = RunningResponses(remote)
         remote.abort_here = running.abort
-        responses = RemoteResponses(remote)
-        async with listening(remote, sockets, responses, running, remote.access) as url:
+        responses, counts = RemoteResponses(remote), HttpCounts()
+        remote.tell_counted = counts.tell
+        async with listening(remote, sockets, responses, running, remote.access, counts) as url:
             yield url, remote
 
 

@@ -12,7 +12,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine.metrics import Histogram
+from aioserve.engine.histogram import Histogram
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import SchedulerOutput

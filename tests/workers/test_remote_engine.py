@@ -275,7 +275,7 @@ async def test_an_engine_that_dies_tells_the_readers_of_its_workers(monkeypatch)
     async with joined(SLOW) as (_, _, [remote], _):
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await read(remote, [1], ENDLESS)
-        assert "the device is gone" in (await remote.ask(HowAreYou())).cause_of_death
+        assert "the device is gone" in (await remote.ask(HowAreYou())).reason
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await remote.add_request([1])
 
@@ -304,7 +304,7 @@ async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
             await anext(stream)
             draining = asyncio.create_task(engine.shutdown(drain_timeout=30))
             await asyncio.sleep(0)
-            assert (await remote.ask(HowAreYou())).is_draining
+            assert (await remote.ask(HowAreYou())).status == "draining"
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await remote.add_request([1])
         await draining  # the last reader has left

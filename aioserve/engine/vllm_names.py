@@ -1,0 +1,53 @@
+"""vLLM's names for what is measured here as well: dashboards that were made for it work.
+
+Only where the meaning is the same; the table is that of docs/operations.md.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+#: By our name of a family, without the prefix; theirs likewise.
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_requests_running": ("num_requests_running",),
+    "num_requests_waiting": ("num_requests_waiting",),
+    "kv_cache_usage_ratio": ("kv_cache_usage_perc",),
+    "prefix_cache_queried_tokens": ("prefix_cache_queries",),
+    "prefix_cache_hit_tokens": ("prefix_cache_hits",),
+    "preemptions": ("num_preemptions",),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens",),
+    "requests_finished": ("request_success",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    # The second is its older name.
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_queue_time_seconds": ("request_queue_time_seconds",),
+    "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+    "request_decode_time_seconds": ("request_decode_time_seconds",),
+    "request_inference_time_seconds": ("request_inference_time_seconds",),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+}
+
+#: Labels that they call otherwise.
+VLLM_LABELS = {"reason": "finished_reason"}
+
+
+def aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """Those that have a name of theirs, under it, with their labels: the model's name as clients
+    know it, and the number of the engine, of which there is one.
+    """
+    for metric in metrics:
+        for name in VLLM_NAMES.get(metric.name.removeprefix("aioserve_"), ()):
+            alias = Metric(f"vllm:{name}", metric.documentation, metric.type)
+            for sample in metric.samples:
+                labels = {VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}
+                alias.add_sample(
+                    alias.name + sample.name.removeprefix(metric.name),
+                    {"model_name": model, "engine": "0", **labels},
+                    sample.value,
+                )
+            yield alias
