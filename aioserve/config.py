@@ -500,6 +500,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="POST /admin/..., and /v1/load_lora_adapter, which reads any path here"),
     ] = False
+    page: Annotated[
+        bool, Meta(description="GET /: a page that shows the scheduler at work, and /watch/...")
+    ] = True
     tool_call_parser: Annotated[
         Literal[
             "auto",

@@ -21,6 +21,7 @@ from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.client import Answer
 from aioserve.engine.clock import LoopLag, is_real
 from aioserve.engine.front import EngineFront
+from aioserve.engine.gallery import Gallery
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.pulse import Pulse, StateLog
 from aioserve.engine.questions import (
@@ -31,7 +32,9 @@ from aioserve.engine.questions import (
     PolicyAndOptions,
     Question,
     ResetPrefixCache,
+    Seen,
     ShowMetrics,
+    ShowSteps,
     SwitchPolicy,
     UnloadAdapter,
 )
@@ -103,6 +106,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._on_kv_event = on_kv_event
         self._adapters: Adapters | None = None
         self._parts: EngineParts | None = None  # between start and shutdown
+        self._gallery: Gallery | None = None  # once somebody has looked
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
@@ -201,11 +205,21 @@ class AsyncEngine(EngineFront[EngineParts]):
                 await self.adapters.load(name, path)
             case UnloadAdapter(name):
                 self.adapters.unload(name)
+            case ShowSteps(after):
+                answer = await self._look(after)
             case AbortElsewhere():
                 answer = False  # nobody else is in front of it
             case _:
                 raise NotImplementedError(question)
         return cast(Answer, answer)
+
+    async def _look(self, after: int) -> Seen:
+        parts = self._alive()
+        if self._gallery is None:
+            self._gallery = Gallery(
+                parts.core, parts.clock, self.metrics, lambda: self.config, self.max_model_len
+            )
+        return await self._gallery.look(after)
 
     def _health(self) -> Health:
         if (error := self._error) is not None:
@@ -269,6 +283,8 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._is_closing = True
         if self._start_is_over is not None:
             await self._start_is_over.wait()
+        if self._gallery is not None:
+            self._gallery.close()
         if self._adapters is not None:
             await self._adapters.close()
         if self._parts is not None and self._task is not None:

@@ -27,6 +27,23 @@ from aioserve.watch.shadow import Shadow
 logger = logging.getLogger(__name__)
 
 
+class Latencies:
+    """Every first token and every gap since somebody looked last."""
+
+    def __init__(self) -> None:
+        self.first_tokens: list[float] = []  # seconds
+        self.gaps: Counter[float] = Counter()  # how many, by seconds
+
+    def take(self) -> tuple[list[float], list[tuple[float, int]]]:
+        """Both in milliseconds; gaps to three digits, with how many there are of each."""
+        first_tokens = [round(1e3 * seconds, 2) for seconds in self.first_tokens]
+        gaps: Counter[float] = Counter()
+        for seconds, count in self.gaps.items():
+            gaps[float(f"{1e3 * seconds:.3g}")] += count
+        self.first_tokens, self.gaps = [], Counter()
+        return first_tokens, list(gaps.items())
+
+
 class RequestCounts(Protocol):
     """What is told of requests as they get their tokens."""
 
@@ -94,6 +111,7 @@ class EngineMetrics(Collector):
         self.prompt_lengths = Histogram(LENGTH_BUCKETS)
         self.output_lengths = Histogram(LENGTH_BUCKETS)
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
+        self.latencies: Latencies | None = None  # while somebody looks
 
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""
@@ -106,9 +124,13 @@ class EngineMetrics(Collector):
         self.num_prompt_tokens += request.num_prompt_tokens
         if request.pooling_params is None:  # it has a first token
             self.time_to_first_token.observe(now - request.arrival_time)
+            if self.latencies is not None:
+                self.latencies.first_tokens.append(now - request.arrival_time)
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
         self.inter_token_latency.observe(seconds, num_requests)
+        if self.latencies is not None:
+            self.latencies.gaps[seconds] += num_requests
 
     def on_finished(
         self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float

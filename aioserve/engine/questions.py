@@ -105,6 +105,21 @@ class AbortElsewhere(Question[bool], frozen=True):
     answer_type = bool
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """What somebody who watches the scheduler gets, as `watch.frames` has it, in JSON."""
+
+    number: int  # of the last frame: to be asked for what comes after it
+    frames: list[bytes]
+
+
+class ShowSteps(Question[Seen], frozen=True):
+    """As `Gallery.look`: answered when there is something to see."""
+
+    after: int
+
+    answer_type = Seen
+
+
 class AdapterPaths(msgspec.Struct, frozen=True):
     """Adapters that can be asked for, by name, in the order in which they were loaded."""
 

@@ -45,7 +45,7 @@ from aioserve.server.middleware import (
 )
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
 from aioserve.server.responses.store import Responses, ResponseStore
-from aioserve.server.routes import ADMIN_ROUTES, ROUTES
+from aioserve.server.routes import ADMIN_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind, cannot_listen
 
@@ -93,7 +93,11 @@ def build_app(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
     app.on_response_prepare.append(add_request_id)
-    routes = (*ROUTES, *ADMIN_ROUTES) if server.enable_admin else ROUTES
+    routes = (
+        *ROUTES,
+        *(PAGE_ROUTES if server.page else ()),
+        *(ADMIN_ROUTES if server.enable_admin else ()),
+    )
     needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
     if engine.config.access.protect_metrics:
         needs["/metrics"] = "key"

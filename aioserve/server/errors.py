@@ -30,6 +30,10 @@ class UnknownAdapterError(RequestError):
     """There is no adapter at that path."""
 
 
+class UnknownFileError(RequestError):
+    """The page has no such file, or none any more."""
+
+
 class UnknownRequestError(RequestError):
     """No request of that id is running."""
 
@@ -53,6 +57,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind(UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     _Kind(UnknownAdapterError, 404, "invalid_request_error", "adapter_not_found"),
+    _Kind(UnknownFileError, 404, "invalid_request_error", "file_not_found"),
     _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),

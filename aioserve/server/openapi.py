@@ -59,6 +59,7 @@ class Route(NamedTuple):
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
     needs: Literal["nothing", "key", "admin_key"] = "key"  # where the server has keys
+    media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
 
     @property
     def documented_path(self) -> str:
@@ -176,7 +177,8 @@ def _types(routes: Sequence[Route]) -> Iterator[Any]:
 
 
 def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
-    content = {_media_type(route.answer): {"schema": schema_of[route.answer]}}
+    media_types = route.media_types or [_media_type(route.answer)]
+    content = {media_type: {"schema": schema_of[route.answer]} for media_type in media_types}
     if route.events:
         content["text/event-stream"] = {"schema": _event(route.events, schema_of)}
     responses = {str(s): _response(s, content) for s in route.statuses}

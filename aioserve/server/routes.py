@@ -23,12 +23,16 @@ from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.errors import (
     UnknownAdapterError,
+    UnknownFileError,
     UnknownRequestError,
     UnknownResponseError,
 )
 from aioserve.server.openapi import Route, serve_document
+from aioserve.server.page.files import get_file, show_page
+from aioserve.server.page.steps import stream_steps
 from aioserve.server.responses import protocol as responses
 from aioserve.server.responses import routes as response
+from aioserve.watch.frames import Frame, Snapshot
 
 _ENDED = (EngineDeadError,)
 _NOT_NOW = (EngineOverloadedError, EngineDeadError)
@@ -208,6 +212,39 @@ ROUTES = (
     ),
     Route("GET", "/version", admin.version, "The version of the server.", admin.Version),
     Route("GET", "/openapi.json", serve_document, "This document.", dict[str, Any]),
+)
+
+#: Unless the settings say that there is no page.
+PAGE_ROUTES = (
+    Route(
+        "GET",
+        "/",
+        show_page,
+        "A page that shows the scheduler at work.",
+        str,
+        media_types=("text/html",),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
+        "/page/{name}",
+        get_file,
+        "What the page is made of.",
+        str,
+        raises=(UnknownFileError,),
+        media_types=("text/html", "text/css", "text/javascript"),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
+        "/watch/steps",
+        stream_steps,
+        "What the scheduler does, as it does it.",
+        str,
+        events=(Snapshot, Frame, openai.ErrorResponse),
+        raises=(RequestError, EngineDeadError),
+        media_types=("text/event-stream",),
+    ),
 )
 
 #: Only where the settings enable them.

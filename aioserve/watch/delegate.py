@@ -83,3 +83,19 @@ class DelegatingScheduler(SchedulerInterface):
 
     def shutdown(self) -> None:
         self.live.shutdown()
+
+
+def innermost(scheduler: SchedulerInterface) -> SchedulerInterface:
+    """Who decides, at the end of a chain of those who watch."""
+    while isinstance(scheduler, DelegatingScheduler):
+        scheduler = scheduler.live
+    return scheduler
+
+
+def without(scheduler: SchedulerInterface, leaver: DelegatingScheduler) -> SchedulerInterface:
+    """The chain, after one of those who watch has left it."""
+    if scheduler is leaver:
+        return leaver.live
+    if isinstance(scheduler, DelegatingScheduler):
+        scheduler.live = without(scheduler.live, leaver)
+    return scheduler

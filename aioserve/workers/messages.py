@@ -20,6 +20,7 @@ from aioserve.engine.questions import (
     Question,
     ResetPrefixCache,
     ShowMetrics,
+    ShowSteps,
     SwitchPolicy,
     UnloadAdapter,
 )
@@ -280,6 +281,7 @@ class ToWorker(msgspec.Struct, array_like=True, frozen=True):
 EngineQuestion = (
     HowAreYou
     | ShowMetrics
+    | ShowSteps
     | SwitchPolicy
     | ResetPrefixCache
     | LoadAdapter

@@ -8,13 +8,13 @@ from typing import Any
 import jsonschema_rs
 
 from aioserve.server.openapi import OpenAPIDocument
-from aioserve.server.routes import ADMIN_ROUTES, ROUTES
+from aioserve.server.routes import ADMIN_ROUTES, PAGE_ROUTES, ROUTES
 
 
 @functools.cache
 def document() -> dict[str, Any]:
     """Its objects are closed: nothing is sent that it does not tell of."""
-    routes = (*ROUTES, *ADMIN_ROUTES)
+    routes = (*ROUTES, *PAGE_ROUTES, *ADMIN_ROUTES)
     made = OpenAPIDocument(routes, lambda: ["embedded"], ignores_unknown=False).build()
     for component in made["components"]["schemas"].values():
         if "properties" in component:
@@ -55,7 +55,7 @@ def check_answer(method: str, path: str, status: int, content_type: str, body: b
     of_answer, *of_texts = validators(method, path, status, media_type)
     if media_type == "application/json":
         of_answer.validate(json.loads(body))
-    elif media_type == "text/plain":
+    elif media_type != "text/event-stream":
         of_answer.validate(body.decode())
     else:
         for event in body.decode().removesuffix("\n\n").split("\n\n"):

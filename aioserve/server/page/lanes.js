@@ -1,0 +1,267 @@
+// Draws: requests as lanes through time, and below them steps and KV blocks on the same axis.
+// Knows the story and a canvas; knows nothing of the stream.
+
+import { short } from "./words.js";
+
+const MIN_LANE = 5, MAX_LANE = 20; // pixels
+const LABELS_FROM = 13; // a lane that is lower has no room for its name
+
+export class Palette {
+  constructor() {
+    this.read();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.read());
+  }
+  read() {
+    const style = getComputedStyle(document.documentElement);
+    for (const name of ["paper", "panel", "ink", "faint", "line", "queued", "prefill", "decode",
+      "preempted", "done", "bad", "held", "cached", "chosen"])
+      this[name] = style.getPropertyValue(`--${name}`).trim();
+    this.font = `11px ${style.getPropertyValue("--font").trim()}`;
+    this.stripes = new Map();
+  }
+  // What waits is striped, so that it is told from what runs without colours.
+  striped(context, color) {
+    if (!this.stripes.has(color)) {
+      const tile = document.createElement("canvas");
+      tile.width = tile.height = 6;
+      const pen = tile.getContext("2d");
+      pen.strokeStyle = color;
+      pen.lineWidth = 1.6;
+      pen.beginPath();
+      for (const x of [-6, 0, 6]) { pen.moveTo(x, 6); pen.lineTo(x + 6, 0); }
+      pen.stroke();
+      this.stripes.set(color, context.createPattern(tile, "repeat"));
+    }
+    return this.stripes.get(color);
+  }
+}
+
+class Plot {
+  constructor(canvas, palette) {
+    this.canvas = canvas;
+    this.palette = palette;
+    this.pen = canvas.getContext("2d");
+    this.width = this.height = 0;
+    new ResizeObserver(() => this.fit()).observe(canvas);
+    this.fit();
+  }
+  fit() {
+    const { width, height } = this.canvas.getBoundingClientRect();
+    const scale = Math.min(devicePixelRatio || 1, 2);
+    this.width = Math.round(width);
+    this.height = Math.round(height);
+    this.canvas.width = Math.max(1, Math.round(width * scale));
+    this.canvas.height = Math.max(1, Math.round(height * scale));
+    this.pen.setTransform(scale, 0, 0, scale, 0, 0);
+  }
+  begin(view) {
+    this.gutter = view.gutter;
+    this.from = view.to - view.window;
+    this.to = view.to;
+    this.right = view.right; // of all plots alike: one of them may have a scroll bar
+    this.perMs = (view.right - view.gutter) / view.window;
+    this.pen.clearRect(0, 0, this.width, this.height);
+    this.pen.font = this.palette.font;
+    this.pen.textBaseline = "middle";
+  }
+  x(time) { return this.gutter + (time - this.from) * this.perMs; }
+  clip(draw) {
+    this.pen.save();
+    this.pen.beginPath();
+    this.pen.rect(this.gutter, 0, this.right - this.gutter, this.height);
+    this.pen.clip();
+    draw();
+    this.pen.restore();
+  }
+  seconds(y0, y1) { // thin lines, one a second or more
+    const { pen } = this;
+    const every = this.perMs * 1e3 > 40 ? 1e3 : this.perMs * 5e3 > 40 ? 5e3 : 1e4;
+    pen.fillStyle = this.palette.line;
+    for (let t = Math.ceil(this.from / every) * every; t <= this.to; t += every)
+      pen.fillRect(Math.round(this.x(t)), y0, 1, y1 - y0);
+  }
+  label(text, y) {
+    this.pen.fillStyle = this.palette.faint;
+    this.pen.textAlign = "right";
+    this.pen.fillText(text, this.gutter - 6, y);
+  }
+}
+
+export class Lanes extends Plot {
+  constructor(canvas, scroller, spacer, palette) {
+    super(canvas, palette);
+    this.scroller = scroller;
+    this.spacer = spacer;
+    this.shown = []; // by lane, those who can be seen
+    this.lane = MAX_LANE;
+    this.numDrawn = 0; // lanes, in all
+  }
+  at(x, y) { // who is there, in pixels of the canvas; left of the axis, who has the lane now
+    const lane = this.shown[Math.floor((y + this.scroller.scrollTop) / this.lane)] ?? [];
+    const time = x < this.gutter ? this.to : this.from + (x - this.gutter) / this.perMs;
+    let found = null, least = Infinity;
+    for (const life of lane) {
+      const distance = Math.max(life.spans[0].from - time, time - (life.end ?? this.to), 0);
+      if (distance < least) [found, least] = [life, distance];
+    }
+    return least * this.perMs < 12 || x < this.gutter ? found : null;
+  }
+  draw(story, view, hovered) {
+    const { pen, palette } = this;
+    this.begin(view);
+    this.shown = [];
+    for (const life of story.between(this.from, this.to)) (this.shown[life.lane] ??= []).push(life);
+    const fitting = Math.floor(this.height / Math.max(this.shown.length, 1));
+    this.lane = Math.max(MIN_LANE, Math.min(MAX_LANE, fitting));
+    const needed = `${this.shown.length * this.lane}px`;
+    if (this.spacer.style.height !== needed) this.spacer.style.height = needed;
+    this.seconds(0, this.height);
+    const top = this.scroller.scrollTop;
+    const first = Math.floor(top / this.lane);
+    const last = Math.min(this.shown.length, Math.ceil((top + this.height) / this.lane));
+    this.clip(() => {
+      for (const { time } of story.switches) {
+        pen.fillStyle = palette.chosen;
+        pen.fillRect(Math.round(this.x(time)), 0, 2, this.height);
+      }
+      for (let i = first; i < last; i++)
+        for (const life of this.shown[i] ?? [])
+          this.drawLife(life, i * this.lane - top, story.chosen, hovered);
+    });
+    if (this.lane >= LABELS_FROM) {
+      const room = Math.floor((this.gutter - 10) / 6.4);
+      for (let i = first; i < last; i++) {
+        const life = this.shown[i]?.at(-1);
+        if (!life) continue;
+        pen.fillStyle = life === story.chosen ? palette.ink : palette.faint;
+        pen.textAlign = "left";
+        pen.fillText(short(life.id, room), 2, (i + 0.5) * this.lane - top);
+      }
+    } else if (this.shown.length) {
+      this.label(`${this.shown.length}`, 8);
+      this.label("lanes", 21);
+    }
+    this.numDrawn += last - first;
+  }
+  drawLife(life, y, chosen, hovered) {
+    const { pen, palette } = this;
+    const inset = this.lane > 8 ? 2 : this.lane > 5 ? 1 : 0.5;
+    const height = this.lane - 2 * inset;
+    if (life === chosen || life === hovered) {
+      pen.fillStyle = life === chosen ? palette.chosen : palette.line;
+      pen.globalAlpha = life === chosen ? 0.35 : 0.7;
+      const x0 = this.x(life.spans[0].from) - 3;
+      pen.fillRect(x0, y, this.x(life.end ?? this.to) + 4 - x0, this.lane);
+      pen.globalAlpha = 1;
+    }
+    for (const { kind, from, to } of life.spans) {
+      const end = to ?? life.end ?? this.to;
+      if (end < this.from) continue;
+      const x0 = Math.max(this.x(from), this.gutter - 2), x1 = this.x(Math.min(end, this.to));
+      const width = Math.max(x1 - x0, 1);
+      if (kind === "queued" || kind === "preempted") {
+        pen.fillStyle = palette.striped(pen, palette[kind]);
+        pen.fillRect(x0, y + inset + height / 4, width, height / 2);
+        if (kind === "preempted") {
+          pen.fillStyle = palette.preempted;
+          pen.fillRect(x0, y + inset, 2, height);
+        }
+      } else if (kind === "decode") {
+        pen.fillStyle = palette.decode;
+        pen.fillRect(x0, y + inset, width, height);
+      } else if (kind === "prefill") {
+        pen.fillStyle = palette.prefill; // thin, where it holds its place and waits for a chunk
+        pen.fillRect(x0, y + inset + height / 2 - 0.5, width, 1);
+      }
+    }
+    pen.fillStyle = palette.prefill;
+    for (let i = life.chunks.length - 1; i >= 0; i--) {
+      const { from, to } = life.chunks[i];
+      const end = to ?? this.to;
+      if (end < this.from) break;
+      const x0 = this.x(from);
+      pen.fillRect(x0, y + inset, Math.max(this.x(end) - x0 - 0.5, 1), height);
+    }
+    if (life.end !== null && life.end >= this.from) {
+      const isWell = life.finish === "stop" || life.finish === "length" || life.finish === "tool_calls";
+      pen.fillStyle = isWell ? palette.done : palette.bad;
+      pen.fillRect(this.x(life.end), y + inset - 0.5, isWell ? 2 : 3, height + 1);
+    }
+  }
+}
+
+// Tokens of each step: prompts on top of decodes.
+export class StepStrip extends Plot {
+  draw(story, view) {
+    const { pen, palette } = this;
+    this.begin(view);
+    const steps = story.steps;
+    let first = steps.length;
+    while (first > 0 && (steps[first - 1].back ?? this.to) >= this.from) first--;
+    let most = 1;
+    for (let i = first; i < steps.length; i++) most = Math.max(most, steps[i].total);
+    this.seconds(4, this.height);
+    const scale = (this.height - 6) / most;
+    this.clip(() => {
+      let column = -1, peak = 0;
+      for (let i = first; i < steps.length; i++) {
+        const step = steps[i];
+        const x0 = this.x(step.time), x1 = this.x(step.back ?? this.to);
+        const at = Math.floor(x0);
+        if (at === column && step.total <= peak) continue; // hidden by a higher one
+        column = at;
+        peak = step.total;
+        const width = Math.max(x1 - x0 - 0.3, 1);
+        pen.fillStyle = palette.decode;
+        pen.fillRect(x0, this.height - step.decode * scale, width, step.decode * scale);
+        pen.fillStyle = palette.prefill;
+        pen.fillRect(x0, this.height - step.total * scale, width, step.prefill * scale);
+      }
+    });
+    if (first < steps.length) this.label(`${most}`, 9);
+    this.label("tokens", this.height / 2 + 2);
+    this.label("a step", this.height / 2 + 14);
+  }
+}
+
+// KV blocks: held, and without a holder but found again.
+export class BlockStrip extends Plot {
+  draw(story, view) {
+    const { pen, palette } = this;
+    this.begin(view);
+    const { kv, about } = story;
+    if (!about) return;
+    let most = about.num_blocks / 100;
+    for (const { time, used, cached } of kv) if (time >= this.from) most = Math.max(most, 1.1 * (used + cached));
+    most = Math.ceil(Math.min(most, about.num_blocks));
+    const scale = (this.height - 6) / most;
+    this.seconds(4, this.height);
+    this.clip(() => {
+      let first = kv.findIndex(({ time }) => time >= this.from) - 1;
+      if (first < 0) first = 0;
+      for (const [color, top] of [
+        [palette.cached, ({ used, cached }) => used + cached],
+        [palette.held, ({ used }) => used],
+      ]) {
+        pen.fillStyle = color;
+        pen.beginPath();
+        pen.moveTo(this.x(kv[first]?.time ?? this.from), this.height);
+        let y = this.height;
+        for (let i = first; i < kv.length; i++) {
+          const x = this.x(kv[i].time);
+          pen.lineTo(x, y);
+          y = this.height - top(kv[i]) * scale;
+          pen.lineTo(x, y);
+        }
+        pen.lineTo(this.x(this.to), y);
+        pen.lineTo(this.x(this.to), this.height);
+        pen.fill();
+      }
+      pen.fillStyle = palette.line;
+      pen.fillRect(this.gutter, 5, this.width, 1);
+    });
+    this.label(most.toLocaleString("en"), 9);
+    this.label("KV", this.height / 2 + 2);
+    this.label("blocks", this.height / 2 + 14);
+  }
+}

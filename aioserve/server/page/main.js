@@ -1,0 +1,126 @@
+// The page: listens to the stream, and gives every part its turn to draw.
+// Knows the parts; what each shows is theirs.
+
+import { Chat } from "./chat.js";
+import { Now } from "./now.js";
+import { events, onKeyWanted, setKey } from "./server.js";
+import { Story } from "./story.js";
+import { WhatIf } from "./what_if.js";
+import { Why } from "./why.js";
+
+const WORDS_MS = 250; // how often what is read, not watched, changes
+const AGAIN_MS = 1500; // until a lost stream is asked for again
+const HIDDEN_MS = 10000; // a tab that is hidden for so long stops listening
+
+const byId = (id) => document.getElementById(id);
+const story = new Story();
+const choose = (life) => { story.chosen = life; why.choose(life); };
+const now = new Now(story, choose);
+const why = new Why(story, choose);
+const chat = new Chat(story);
+const whatIf = new WhatIf(story);
+const parts = [now, why, chat, whatIf];
+
+// The stream.
+
+let listening = null; // what ends it
+
+function say(words, isLost = false) {
+  const node = byId("connection");
+  if (node.textContent !== words) node.textContent = words;
+  node.classList.toggle("lost", isLost);
+}
+
+async function listen() {
+  while (!document.hidden || listening === null) {
+    listening = new AbortController();
+    try {
+      for await (const frame of events("watch/steps", { signal: listening.signal })) {
+        if (frame.error) throw new Error(frame.error.message);
+        story.take(frame);
+        if (frame.kind === "snapshot") {
+          say("live");
+          byId("model").textContent = story.about.model;
+          for (const part of parts) part.onSnapshot?.();
+        }
+        for (const part of parts) part.onFrame?.(frame);
+      }
+      say("the stream has ended; asking again", true);
+    } catch (error) {
+      if (listening.signal.aborted) break;
+      say(error.message, true);
+    }
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+}
+
+let isListening = false;
+async function keepListening() {
+  if (isListening) return;
+  isListening = true;
+  try {
+    await listen();
+  } finally {
+    isListening = false;
+  }
+  if (!document.hidden) keepListening();
+  else say("asleep");
+}
+
+let sleeping = null;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(sleeping);
+  if (document.hidden) sleeping = setTimeout(() => listening?.abort(), HIDDEN_MS);
+  else keepListening();
+});
+
+// The key.
+
+const dialog = byId("key-dialog");
+let asked = null;
+async function askForKey(words) {
+  asked ??= new Promise((resolve) => {
+    byId("key-words").textContent = `${words ? `${words}. ` : ""}It stays in this tab, until that is closed.`;
+    byId("key-input").value = "";
+    dialog.returnValue = "";
+    dialog.showModal();
+    dialog.addEventListener("close", () => {
+      asked = null;
+      resolve(dialog.returnValue === "ok" ? byId("key-input").value.trim() : null);
+    }, { once: true });
+  });
+  return asked;
+}
+onKeyWanted(askForKey);
+byId("key").addEventListener("click", async () => {
+  const key = await askForKey("");
+  if (key !== null) {
+    setKey(key);
+    listening?.abort();
+  }
+});
+
+// Drawing: the lanes with every frame of the screen, words now and then.
+
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+let lastWords = -Infinity;
+function draw(time) {
+  const isTime = time - lastWords >= WORDS_MS;
+  if (isTime || !calm.matches) now.draw();
+  if (isTime) {
+    lastWords = time;
+    if (story.about) {
+      const policy = story.about.policy;
+      if (byId("policy").textContent !== policy) byId("policy").textContent = policy;
+      for (const part of parts) part.words?.();
+    }
+  }
+  page.numDraws++;
+  requestAnimationFrame(draw);
+}
+
+// For tests, and whoever looks into the console.
+const page = { story, now, chat, numDraws: 0 };
+window.aioserve = page;
+requestAnimationFrame(draw);
+keepListening();

@@ -1,0 +1,186 @@
+// Now: numbers, lanes, the last step, and the same as a table.
+
+import { BlockStrip, Lanes, Palette, StepStrip } from "./lanes.js";
+import { REASONS, STATES, count, duration, element, plural, short } from "./words.js";
+
+const TABLE_ROWS = 200;
+const TABLE_MS = 1000;
+const BEHIND_MS = 120; // frames come in pieces: what is drawn is so much older
+const byId = (id) => document.getElementById(id);
+
+export class Now {
+  constructor(story, choose) {
+    this.story = story;
+    this.choose = choose;
+    this.hovered = null;
+    this.heldAt = null;
+    this.lastTable = 0;
+    const palette = new Palette();
+    this.lanes = new Lanes(byId("lanes"), byId("scroller"), byId("spacer"), palette);
+    this.steps = new StepStrip(byId("steps"), palette);
+    this.blocks = new BlockStrip(byId("blocks"), palette);
+    this.tiles = new Map();
+    for (const name of ["running", "waiting", "tokens/s", "first token", "gap", "loop lag", "KV blocks"]) {
+      const value = element("dd", {}, "–");
+      this.tiles.set(name, value);
+      byId("tiles").append(element("div", {}, element("dt", {}, name), value));
+    }
+    this.tip = byId("tip");
+    byId("hold").addEventListener("click", () => this.hold(this.heldAt === null));
+    const canvas = byId("lanes");
+    canvas.addEventListener("pointermove", (event) => this.point(event));
+    canvas.addEventListener("pointerleave", () => this.point(null));
+    byId("scroller").addEventListener("scroll", () => this.point(null), { passive: true });
+    canvas.addEventListener("click", (event) => {
+      const life = this.lanes.at(event.offsetX, event.offsetY);
+      if (life) this.choose(life);
+    });
+  }
+
+  onSnapshot() { this.hold(false); }
+
+  hold(isHeld) {
+    this.heldAt = isHeld ? this.story.time() - BEHIND_MS : null;
+    byId("hold").setAttribute("aria-pressed", String(isHeld));
+  }
+
+  view() {
+    const width = this.lanes.width;
+    return {
+      to: this.heldAt ?? this.story.time() - BEHIND_MS,
+      window: 1e3 * Number(byId("window").value),
+      gutter: width > 700 ? 132 : 58,
+      right: width,
+    };
+  }
+
+  draw() {
+    const { story } = this;
+    if (!story.about) return;
+    const view = this.view();
+    this.lanes.draw(story, view, this.hovered);
+    this.steps.draw(story, view);
+    this.blocks.draw(story, view);
+    byId("empty").hidden = this.lanes.shown.length > 0;
+  }
+
+  words() {
+    const { story } = this;
+    const { gauges, about } = story;
+    const { tokensPerSecond, lag, gap, firstToken } = story.measures();
+    this.tell("running", count(gauges.num_running), `of ${count(about.max_num_seqs)}`);
+    this.tell("waiting", count(gauges.num_waiting), this.commonReason());
+    this.tell("tokens/s", count(tokensPerSecond), "");
+    this.tell("first token", duration(firstToken[0]), `p99 ${duration(firstToken[1])}`);
+    this.tell("gap", duration(gap[0]), `p99 ${duration(gap[1])}`);
+    this.tell("loop lag", duration(lag), "");
+    const used = gauges.num_used_blocks / about.num_blocks;
+    this.tell("KV blocks", `${(100 * used).toFixed(used < 0.1 ? 1 : 0)}%`, `of ${count(about.num_blocks)}`);
+    this.lastStep();
+    const label = `Requests as lanes through time: ${gauges.num_running} run, ${gauges.num_waiting} wait`;
+    if (this.lanes.canvas.getAttribute("aria-label") !== label)
+      this.lanes.canvas.setAttribute("aria-label", label);
+    const now = performance.now();
+    if (byId("table").open && now - this.lastTable > TABLE_MS) {
+      this.lastTable = now;
+      this.table();
+    }
+  }
+
+  // Why most of those who wait do so.
+  commonReason() {
+    const counts = new Map();
+    for (const life of this.story.lives.values())
+      if (life.waits && life.reason) counts.set(life.reason, (counts.get(life.reason) ?? 0) + 1);
+    const [most] = [...counts].sort((a, b) => b[1] - a[1]);
+    return most ? `for ${most[0].replaceAll("_", " ")}` : "";
+  }
+
+  tell(name, value, more) {
+    const node = this.tiles.get(name);
+    const text = `${value} ${more}`;
+    if (node.dataset.text === text) return;
+    node.dataset.text = text;
+    node.replaceChildren(value, element("small", {}, more || "\u00a0"));
+  }
+
+  // The step's budget, and who fills it.
+  lastStep() {
+    const { steps, about, unanswered } = this.story;
+    if (!steps.length || this.heldAt !== null) return;
+    // The fullest of the last moment: of many short steps, one by chance says little.
+    const since = this.story.now - 250;
+    let step = steps[steps.length - 1];
+    for (let i = steps.length - 1; i >= 0 && steps[i].time >= since; i--)
+      if (steps[i].total > step.total) step = steps[i];
+    const isIdle = !unanswered.size && this.story.now - step.time > 1500;
+    const title = `Step ${count(step.id)}${isIdle ? ", the last one" : ""}: ${plural(step.total, "token")} of at most ${count(about.step_budget)}`;
+    if (byId("step-title").textContent === title) return;
+    byId("step-title").textContent = title;
+    const chunks = [...step.chunks].sort((a, b) => b[1] - a[1]);
+    const spans = [];
+    const whole = Math.max(step.total, 1);
+    const add = (kind, tokens, words) => {
+      const span = element("span", { class: kind, title: words }, tokens > 0.09 * whole ? words : "");
+      span.style.width = `${(100 * tokens) / whole}%`;
+      spans.push(span);
+    };
+    if (step.decode) add("decode", step.decode, plural(step.decode, "decode"));
+    for (const [life, tokens] of chunks.slice(0, 12)) add("prefill", tokens, `${tokens} of ${short(life.id, 14)}`);
+    const rest = chunks.slice(12).reduce((sum, [, tokens]) => sum + tokens, 0);
+    if (rest) add("prefill", rest, `${rest} of others`);
+    byId("step-bar").replaceChildren(...spans);
+    const words = [plural(step.decode, "decode token")];
+    if (chunks.length) {
+      const names = chunks.slice(0, 3).map(([life, tokens]) => `${tokens} for ${short(life.id)}`);
+      if (chunks.length > 3) names.push(`${chunks.length - 3} more`);
+      words.push(`${plural(step.prefill, "prompt token")}: ${names.join(", ")}`);
+    }
+    if (step.back !== null) words.push(`took ${duration(step.back - step.time)}`);
+    byId("step-words").textContent = words.join(" · ");
+  }
+
+  point(event) {
+    const life = event ? this.lanes.at(event.offsetX, event.offsetY) : null;
+    this.hovered = life;
+    this.tip.hidden = !life;
+    if (!life) return;
+    this.tip.replaceChildren(element("b", {}, life.id), describe(life, this.story.now));
+    const { width, height } = this.tip.getBoundingClientRect();
+    this.tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, innerWidth - width - 6))}px`;
+    this.tip.style.top = `${event.clientY + 18 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 18}px`;
+  }
+
+  table() {
+    const lives = [...this.story.lives.values()].filter((life) => life.end === null);
+    lives.sort((a, b) => a.waits - b.waits || a.number - b.number);
+    const rows = lives.slice(0, TABLE_ROWS).map((life) => element("tr", { "aria-selected": life === this.story.chosen ? "true" : null },
+      element("th", { scope: "row" }, element("button", {
+        type: "button", class: "link", title: life.id, onclick: () => this.choose(life),
+      }, short(life.id, 26))),
+      element("td", { class: "left" }, life.waits && life.reason ? `${STATES[life.state]}: ${REASONS[life.reason] ?? life.reason}` : STATES[life.state]),
+      ...[life.prompt, life.cached, life.output].map((value) => element("td", {}, count(value))),
+      element("td", {}, duration(life.seconds("queued", this.story.now) + life.seconds("preempted", this.story.now))),
+      element("td", {}, count(life.preemptions)),
+    ));
+    // Who is on a button stays there.
+    const focused = document.activeElement?.closest?.("#rows") ? document.activeElement.title : null;
+    byId("rows").replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { colspan: 7 }, "Nobody is here."))]));
+    if (focused) [...byId("rows").querySelectorAll("button")].find((button) => button.title === focused)?.focus();
+    byId("more").textContent = lives.length > TABLE_ROWS ? `and ${plural(lives.length - TABLE_ROWS, "request")} more` : "";
+  }
+}
+
+export function describe(life, now) {
+  const parts = [];
+  if (life.end !== null) parts.push(`done (${life.finish}) after ${duration(life.end - life.arrival)}`);
+  else if (life.waits) parts.push(`${STATES[life.state]}${life.reason ? `: ${REASONS[life.reason] ?? life.reason}` : ""}`);
+  else parts.push(STATES[life.state]);
+  parts.push(`waited ${duration(life.seconds("queued", now) + life.seconds("preempted", now))}`);
+  parts.push(`prompt ${count(life.prompt)}${life.cached ? ` (${count(life.cached)} cached)` : ""}`);
+  parts.push(`${plural(life.output, "token")} out`);
+  if (life.preemptions) parts.push(`preempted ${life.preemptions === 1 ? "once" : `${life.preemptions} times`}`);
+  if (life.user) parts.push(`of ${life.user}`);
+  if (life.priority) parts.push(`priority ${life.priority}`);
+  return parts.join(" · ");
+}

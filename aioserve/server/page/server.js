@@ -1,0 +1,74 @@
+// What is asked of the server: JSON, and streams of events; with a key where it wants one.
+// The key stays in this tab's session. Knows nothing about what is asked.
+
+const KEY = "aioserve-key";
+
+export class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+let askForKey = async () => null;
+export function onKeyWanted(ask) { askForKey = ask; }
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export function setKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+async function send(path, options, mayAsk = true) {
+  const headers = { ...options.headers };
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const message = await refusal(response);
+  if ((response.status === 401 || response.status === 403) && mayAsk) {
+    const given = await askForKey(message);
+    if (given) {
+      setKey(given);
+      return send(path, options, false);
+    }
+  }
+  throw new Refusal(response.status, message);
+}
+
+async function refusal(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text || `the server answered ${response.status}`;
+  }
+}
+
+const body = (value) => ({
+  method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(value),
+});
+
+export async function get(path, signal) { return (await send(path, { signal })).json(); }
+export async function post(path, value, signal) {
+  return (await send(path, { ...body(value), signal })).json();
+}
+
+// The data of each event, parsed; what is no JSON ends it.
+export async function* events(path, { value, signal } = {}) {
+  const options = value === undefined ? {} : body(value);
+  const response = await send(path, { ...options, signal, cache: "no-store" });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value: text, done } = await reader.read();
+    if (done) return;
+    const whole = (rest + text).split("\n\n");
+    rest = whole.pop();
+    for (const event of whole) {
+      const data = event.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
+      if (data === undefined) continue;
+      if (!data.startsWith("{")) return;
+      yield JSON.parse(data);
+    }
+  }
+}

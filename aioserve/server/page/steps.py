@@ -1,0 +1,29 @@
+"""The stream of steps: what the scheduler does, told to whoever looks.
+
+Asks the engine for the next frames when the last are written, so a reader that sleeps costs a
+socket's buffer and no more. Knows nothing about what is in a frame.
+"""
+
+from aiohttp import web
+
+from aioserve.engine.questions import ShowSteps
+from aioserve.errors import AioserveError
+from aioserve.server.errors import to_wire
+from aioserve.server.keys import ENGINE
+from aioserve.server.sse import EventStream, event
+
+
+async def stream_steps(request: web.Request) -> web.StreamResponse:
+    """GET /watch/steps: a snapshot, then a frame whenever something has happened."""
+    if request.method == "HEAD":
+        return web.Response(content_type="text/event-stream")
+    engine, stream, number = request.app[ENGINE], EventStream(request), 0
+    while True:
+        try:
+            seen = await engine.ask(ShowSteps(number))
+        except AioserveError as error:
+            if not stream.started:
+                raise
+            return await stream.end(event(to_wire(error)[1]))
+        number = seen.number
+        await stream.send(b"".join(b"data: " + frame + b"\n\n" for frame in seen.frames))

@@ -1,0 +1,172 @@
+// Why: the life of one request, step by step, and who was preferred to it.
+
+import { describe } from "./now.js";
+import { REASONS, count, duration, element, plural, short } from "./words.js";
+
+const NAMED = 3; // of those who were served in its stead
+const LISTED = 300; // steps of a stretch that are shown one by one
+const DRAWN_MS = 700;
+const byId = (id) => document.getElementById(id);
+
+export class Why {
+  constructor(story, choose) {
+    this.story = story;
+    this.lastDrawn = 0;
+    this.opened = new Set(); // stretches whose steps are shown, by their first step
+    this.select = byId("choose");
+    this.select.addEventListener("change", () => {
+      choose(story.lives.get(Number(this.select.value)) ?? null);
+    });
+    for (const event of ["focus", "pointerdown"]) this.select.addEventListener(event, () => this.offer());
+    byId("life").append(element("p", { class: "small" },
+      "Choose a request: here stands what became of it in every step, why it waited, and who was served instead."));
+  }
+
+  offer() {
+    const { lives, chosen } = this.story;
+    const some = [...lives.values()].slice(-300).reverse();
+    if (chosen && !some.includes(chosen)) some.unshift(chosen);
+    const options = some.map((life) => new Option(`${short(life.id, 44)}${life.user ? ` of ${short(life.user)}` : ""}`, life.number, false, life === chosen));
+    this.select.replaceChildren(new Option("choose one, here or among the lanes", ""), ...options);
+  }
+
+  choose(life) {
+    this.opened.clear();
+    this.lastDrawn = 0;
+    this.offer();
+    this.select.value = life ? String(life.number) : "";
+    this.words();
+  }
+
+  words() {
+    const life = this.story.chosen;
+    const now = performance.now();
+    if (!life || now - this.lastDrawn < DRAWN_MS || life === this.finished) return;
+    if (byId("life").contains(document.activeElement) && document.activeElement !== document.body && this.drawn === life && life.end === null && now - this.lastDrawn < 4 * DRAWN_MS) return;
+    this.lastDrawn = now;
+    this.drawn = life;
+    this.finished = life.end !== null && !this.story.unanswered.size ? life : null;
+    const stretches = this.stretches(life);
+    const time = this.story.now;
+    const spent = ["queued", "prefill", "decode", "preempted"].map((kind) => [kind, life.seconds(kind, time)]);
+    byId("life").replaceChildren(
+      element("p", { class: "small" }, element("b", {}, life.id), " ", describe(life, time)),
+      element("dl", { class: "facts" }, ...spent.map(([kind, ms]) => element("div", {},
+        element("dt", {}, { queued: "waited in the queue", prefill: "prompt computed in", decode: "decoded for", preempted: "lay preempted for" }[kind]),
+        element("dd", {}, ms ? duration(ms) + (kind === "prefill" && life.chunks.length > 1 ? `, ${life.chunks.length} chunks` : "") : "–"))),
+        element("div", {}, element("dt", {}, "first token after"), element("dd", {}, life.firstToken === null ? "–" : duration(life.firstToken - life.arrival))),
+      ),
+      this.table(life, stretches),
+      ...(life.known > life.arrival + 500 ? [element("p", { class: "small" }, `We look since ${duration(life.known - life.arrival)} after it came: what was before is not known here.`)] : []),
+    );
+  }
+
+  // What follows from the steps since it came: stretches in which the same became of it.
+  stretches(life) {
+    const found = [];
+    const { steps } = this.story;
+    let i = steps.findIndex((step) => step.time >= life.spans[0].from);
+    if (i < 0) return found;
+    const chunks = new Map(life.chunks.map((chunk) => [chunk.step, chunk.tokens]));
+    const ends = life.end ?? Infinity;
+    let rows = null, isIn = false, isPreempted = false;
+    for (; i < steps.length && steps[i].time <= ends; i++) {
+      const step = steps[i];
+      if (step.lives !== rows) {
+        rows = step.lives;
+        isIn = rows.includes(life);
+      }
+      const chunk = chunks.get(step.id);
+      const span = life.spans.findLast((one) => one.from <= step.time);
+      isPreempted = span?.kind === "preempted";
+      const held = !isIn && (span?.kind === "prefill" || span?.kind === "decode");
+      const kind = isIn ? (chunk ? "prefill" : "decode") : held ? "held" : isPreempted ? "preempted" : "queued";
+      const reason = isIn || held ? "" : life.reasonAt(step.id);
+      const last = found[found.length - 1];
+      if (last && last.kind === kind && last.reason === reason && (kind !== "prefill" || last.step + last.steps.length === step.id)) last.steps.push(step);
+      else found.push({ kind, reason, steps: [step], step: step.id });
+      found[found.length - 1].tokens = (found[found.length - 1].tokens ?? 0) + (chunk ?? 0);
+    }
+    return found;
+  }
+
+  table(life, stretches) {
+    if (!stretches.length) {
+      const words = life.end !== null ? "No step is known of it." : "No step was planned since it came.";
+      return element("p", { class: "small" }, words);
+    }
+    const rows = stretches.slice(-400).map((stretch) => this.row(life, stretch));
+    return element("div", { class: "life" }, element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Its life, step by step" },
+      element("table", {}, element("thead", {}, element("tr", {},
+        ...["steps", "after", "for", "what became of it", "who was preferred to it"].map((name) => element("th", { scope: "col", class: "left" }, name)))),
+      element("tbody", {}, ...rows))));
+  }
+
+  row(life, { kind, reason, steps, step, tokens }) {
+    const first = steps[0], last = steps[steps.length - 1];
+    const end = last.back ?? this.story.now;
+    const name = steps.length === 1 ? count(step) : `${count(step)} – ${count(last.id)}`;
+    const what = {
+      queued: `waited: ${REASONS[reason] ?? "no step has looked at it yet"}`,
+      preempted: `preempted, waited: ${REASONS[reason] ?? "not asked for"}`,
+      prefill: `${plural(tokens, "token")} of its prompt`,
+      decode: `${plural(steps.length, "step")} of decoding`,
+      held: "held its place, got nothing",
+    }[kind];
+    const isWaiting = kind === "queued" || kind === "preempted" || kind === "held";
+    const isOpen = this.opened.has(step);
+    const button = element("button", {
+      type: "button", class: "link", "aria-expanded": String(isOpen), title: "step by step",
+      onclick: () => {
+        if (isOpen) this.opened.delete(step);
+        else this.opened.add(step);
+        this.lastDrawn = 0;
+        this.finished = null;
+        this.drawn = null;
+        this.words();
+        byId("life").querySelector(`[data-step="${step}"] button`)?.focus();
+      },
+    }, name);
+    return element("tr", { "data-step": step },
+      element("td", {}, steps.length > 1 ? button : name, ...(isOpen ? [this.list(life, steps, isWaiting)] : [])),
+      element("td", { class: "number" }, duration(first.time - life.arrival)),
+      element("td", { class: "number" }, duration(end - first.time)),
+      element("td", { class: "wrap" }, element("i", { class: kind === "held" ? "queued" : kind }), what),
+      element("td", { class: "wrap" }, isWaiting ? this.preferred(life, steps) : beside(steps)),
+    );
+  }
+
+  // Who got tokens in these steps while it did not; prompts by name, since they took the most.
+  preferred(life, steps) {
+    const prompts = new Map();
+    let decodes = 0, overtaken = 0;
+    for (const step of steps) {
+      decodes += step.decode;
+      for (const [other, tokens] of step.chunks) prompts.set(other, (prompts.get(other) ?? 0) + tokens);
+      for (const other of step.admitted) if (other && other.arrival > life.arrival) overtaken++;
+    }
+    const named = [...prompts].sort((a, b) => b[1] - a[1]);
+    const words = named.slice(0, NAMED).map(([other, tokens]) => {
+      const how = other.arrival > life.arrival ? ", which came later" : "";
+      return `${short(other.id)} (${plural(tokens, "prompt token")}${how})`;
+    });
+    if (named.length > NAMED) words.push(`${plural(named.length - NAMED, "prompt")} more`);
+    if (decodes) words.push(`${plural(decodes, "decode token")} of those who ran`);
+    if (!words.length) return "nobody: the step was empty";
+    return words.join("; ") + (overtaken ? `. ${plural(overtaken, "later request")} overtook it` : "");
+  }
+
+  list(life, steps, isWaiting) {
+    const items = steps.slice(0, LISTED).map((step) => element("li", {},
+      `${count(step.id)}: ${step.back === null ? "computes" : duration(step.back - step.time)}, ${plural(step.total, "token")} for ${step.lives.length}`,
+      isWaiting && step.chunks.length ? `, prompts of ${step.chunks.slice(0, NAMED).map(([other]) => short(other.id, 14)).join(", ")}` : "",
+      step.preempted ? `, ${step.preempted} preempted` : ""));
+    if (steps.length > LISTED) items.push(element("li", {}, `and ${plural(steps.length - LISTED, "step")} more`));
+    return element("ul", { class: "small" }, ...items);
+  }
+}
+
+function beside(steps) {
+  const most = Math.max(...steps.map((step) => step.lives.length)) - 1;
+  return most ? `nobody; it ran beside up to ${plural(most, "other")}` : "nobody; it ran alone";
+}

@@ -1,0 +1,51 @@
+// Numbers and reasons in words. Knows nothing about what is asked for.
+
+export const REASONS = {
+  budget: "no tokens left in the step",
+  seats: "all seats are taken",
+  adapters: "no place for its adapter",
+  blocks: "its tokens do not fit the free KV blocks",
+  states: "no slot for its states",
+  windows: "no blocks for its windows",
+  encoder_budget: "its image does not fit the step",
+  deadline: "it will miss its deadline anyway",
+  preempted: "it gave way in this very step",
+  remote_kvs: "its blocks are being read from elsewhere",
+  in_flight: "a step that still has it is not back",
+  policy: "the policy did not ask for it",
+};
+
+export const STATES = {
+  queued: "queued", prefill: "prefill", decode: "decode", preempted: "preempted", done: "done",
+};
+
+export const count = (value) => Math.round(value).toLocaleString("en");
+
+export function duration(ms) {
+  if (ms === null || ms === undefined || Number.isNaN(ms)) return "–";
+  if (ms === Infinity) return "> 60 s";
+  if (ms >= 99950) return `${count(ms / 1e3)} s`;
+  if (ms >= 1000) return `${(ms / 1e3).toFixed(ms >= 9995 ? 1 : 2)} s`;
+  if (ms >= 99.5) return `${ms.toFixed(0)} ms`;
+  return `${ms.toFixed(ms >= 9.95 ? 1 : 2)} ms`;
+}
+
+export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
+
+// Long ids keep their ends: that is where they differ.
+export function short(id, length = 18) {
+  if (id.length <= length) return id;
+  const tail = Math.floor((length - 1) / 2);
+  return `${id.slice(0, length - 1 - tail)}…${id.slice(-tail)}`;
+}
+
+export function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes))
+    if (key === "class") node.className = value;
+    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}

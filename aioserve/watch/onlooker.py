@@ -1,0 +1,255 @@
+"""Notes what a scheduler does for those who look on: a few list entries per step.
+
+Stands between engine and scheduler only while somebody looks, and changes nothing there. Knows no
+clock but the one it is given, no loop and no socket: `engine.gallery` makes frames of its notes.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import ParamSpec
+
+from aioserve.config import SchedulerConfig
+from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
+from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.watch.frames import Back, Came, Ended, Events, Planned, Stands, Switched, Waits
+
+logger = logging.getLogger(__name__)
+
+# While no more requests than this wait, each step is asked why; of more, each frame is. So a long
+# queue costs as much as a short one. A guess: 10 us per step.
+MAX_ASKED_EACH_STEP = 64
+
+P = ParamSpec("P")
+
+_STATES = {RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
+
+
+class Onlooker(DelegatingScheduler):
+    """The scheduler `live`, watched. If watching fails it ends, and the server goes on."""
+
+    def __init__(
+        self, live: SchedulerInterface, policy: BaseScheduler, clock: Callable[[], float]
+    ) -> None:
+        """`policy` is who decides at the end of the chain that `live` is the beginning of."""
+        super().__init__(live)
+        self.error: Exception | None = None  # why there are no more notes
+        self.began = clock()
+        self.pool = policy.kv_cache.pool
+        self._clock = clock
+        self._numbers: dict[str, int] = {}  # of requests that have not ended
+        self._requests: dict[int, Request] = {}
+        self._num_told = 0
+        self._rows: dict[str, int] = {}  # tokens by request, of the last step
+        self._row_numbers: list[int] = []  # of these: an id may be another's by now
+        self._reasons: dict[int, str] = {}  # as told last
+        self._is_to_ask = False  # why requests wait, after the next step, however many they are
+        self._clear()
+        for request in policy.get_requests():
+            self._tell(request)
+        self._came.clear()  # pictures have them
+
+    def _clear(self) -> None:
+        self._came: list[Came] = []
+        self._planned: list[Planned] = []
+        self._back: list[Back] = []
+        self._waits: list[Waits] = []
+        self._ended: list[Ended] = []
+        self._switched: list[Switched] = []
+
+    # What is told.
+
+    @property
+    def has_events(self) -> bool:
+        """Whether anything happened since they were taken."""
+        steps, requests = self._planned or self._back, self._came or self._ended or self._waits
+        return bool(steps or requests or self._switched)
+
+    def take_events(self) -> Events:
+        """What happened since the last call."""
+        events = Events(
+            came=self._came,
+            planned=self._planned,
+            back=self._back,
+            waits=self._waits,
+            ended=self._ended,
+            switched=self._switched,
+        )
+        self._clear()
+        self._is_to_ask = True
+        return events
+
+    def picture(self) -> tuple[list[Stands], list[int]]:
+        """Where everybody stands, and the rows of the last step. What the next events tell comes
+        after it only if the last were taken just before.
+        """
+        reasons = self._reasons
+        stands = [
+            Stands(
+                self._describe(number, request),
+                _STATES.get(request.status, "queued"),
+                reasons.get(number, ""),
+                request.num_computed_tokens,
+                request.num_output_tokens,
+                request.num_cached_tokens,
+                request.num_preemptions,
+            )
+            for number, request in self._requests.items()
+        ]
+        return stands, self._row_numbers
+
+    def since_began(self, time: float) -> float:
+        """Milliseconds from the beginning to a time of the clock."""
+        return round(1e3 * (time - self.began), 2)
+
+    # What is noted.
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self._try(self._tell, request)
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        self._try(self._note_plan, output)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        num_before = self.live.get_num_unfinished_requests()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._try(self._note_result, scheduler_output.step_id, model_runner_output)
+        # In most steps nobody ends, and then nobody has to be looked for.
+        if num_before != self.live.get_num_unfinished_requests():
+            for client_outputs in outputs.values():
+                for output in client_outputs.outputs:
+                    if output.finish_reason is not None:
+                        self._try(self._forget, [output.request_id], output.finish_reason)
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        ended = super().finish_requests(request_ids, finished_status)
+        reason = finished_status.finish_reason
+        self._try(self._forget, ended, FinishReason.ERROR if reason is None else reason)
+        return ended
+
+    def expire_requests(self) -> list[str]:
+        ended = super().expire_requests()
+        self._try(self._forget, ended, FinishReason.TIMEOUT)
+        return ended
+
+    def discard_step(self, last_step_id: int) -> list[str]:
+        ended = super().discard_step(last_step_id)
+        self._try(self._forget, ended, FinishReason.ERROR)
+        return ended
+
+    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
+        super().switch(settings)
+        now = self.since_began(self._clock())
+        self._switched.append(Switched(now, settings.policy, settings.options))
+        return self
+
+    # How.
+
+    def _try(self, note: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Note something, unless that has failed before: what follows would not fit."""
+        if self.error is not None:
+            return
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            logger.error("watching the scheduler ends here", exc_info=error)
+            self.error = error
+
+    def _tell(self, request: Request) -> None:
+        self._num_told = number = self._num_told + 1
+        self._numbers[request.request_id] = number
+        self._requests[number] = request
+        self._came.append(self._describe(number, request))
+
+    def _describe(self, number: int, request: Request) -> Came:
+        return Came(
+            number,
+            request.request_id,
+            request.user,
+            request.priority,
+            request.num_prompt_tokens,
+            request.sampling_params.max_tokens,
+            self.since_began(request.arrival_time),
+        )
+
+    def _note_plan(self, output: SchedulerOutput) -> None:
+        num_running, num_waiting = self.live.get_request_counts()
+        if num_waiting and (self._is_to_ask or num_waiting <= MAX_ASKED_EACH_STEP):
+            self._note_reasons(output.step_id)
+        rows, numbers = output.num_scheduled_tokens, self._numbers
+        if not (rows or output.preempted_req_ids):
+            return
+        joined: list[int] = []
+        left: list[int] = []
+        tokens: list[tuple[int, int]] = []
+        if rows is not self._rows:  # steps that run the same rows share them
+            before, after = self._row_numbers, [numbers[row] for row in rows]
+            joined = _without(after, before)
+            left = _without(before, after)
+            self._rows, self._row_numbers = rows, after
+        if output.total_num_scheduled_tokens != len(rows):
+            tokens = [(numbers[row], count) for row, count in rows.items() if count != 1]
+        self._planned.append(
+            Planned(
+                output.step_id,
+                self.since_began(self._clock()),
+                joined,
+                left,
+                tokens,
+                [(numbers[n.request_id], n.num_computed_tokens) for n in output.scheduled_new_reqs],
+                [numbers[row] for row in output.preempted_req_ids if row in numbers],
+                output.total_num_scheduled_tokens,
+                num_running,
+                num_waiting,
+                self.pool.num_used_blocks,
+            )
+        )
+
+    def _note_result(self, step_id: int, result: ModelRunnerOutput) -> None:
+        counts = list(map(len, result.sampled_token_ids))
+        tokens: list[tuple[int, int]] = []
+        if counts.count(1) != len(counts):
+            numbers = self._numbers
+            tokens = [
+                (numbers[row], count)
+                for row, count in zip(result.req_ids, counts, strict=True)
+                if count != 1 and row in numbers
+            ]
+        self._back.append(Back(step_id, self.since_began(self._clock()), tokens))
+
+    def _note_reasons(self, step_id: int) -> None:
+        """Right after a step: of whoever waits then, it says something."""
+        self._is_to_ask = False
+        numbers, told = self._numbers, self._reasons
+        reasons = {
+            numbers[request_id]: str(reason)
+            for request_id, reason in self.live.get_wait_reasons().items()
+        }
+        self._waits += [
+            Waits(number, step_id, reason)
+            for number, reason in reasons.items()
+            if told.get(number) != reason
+        ]
+        self._reasons = reasons
+
+    def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
+        now = self.since_began(self._clock())
+        for request_id in request_ids:
+            number = self._numbers.pop(request_id, None)
+            if number is not None:
+                request = self._requests.pop(number)
+                self._ended.append(Ended(number, now, str(reason), request.num_output_tokens))
+
+
+def _without(numbers: list[int], others: list[int]) -> list[int]:
+    gone = set(others)
+    return [number for number in numbers if number not in gone]

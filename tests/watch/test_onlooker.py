@@ -1,0 +1,176 @@
+"""What an onlooker tells is what the scheduler did, and the server does not notice it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.lab import VirtualClockEventLoop
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.request import RequestStatus
+from aioserve.scheduler import SchedulerOutput
+from aioserve.watch.delegate import DelegatingScheduler, innermost, without
+from aioserve.watch.frames import Ended, Events
+from aioserve.watch.onlooker import Onlooker
+
+
+class Truth(DelegatingScheduler):
+    """What really was planned, came back and ended."""
+
+    def __init__(self, live: Any) -> None:
+        super().__init__(live)
+        self.plans: list[tuple[int, dict[str, int]]] = []
+        self.results: list[tuple[int, dict[str, int]]] = []
+        self.ended: list[str] = []
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        if output.num_scheduled_tokens:
+            self.plans.append((output.step_id, dict(output.num_scheduled_tokens)))
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        counts = map(len, model_runner_output.sampled_token_ids)
+        got = dict(zip(model_runner_output.req_ids, counts, strict=True))
+        self.results.append((scheduler_output.step_id, got))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for one in outputs.values():
+            self.ended += [o.request_id for o in one.outputs if o.finish_reason is not None]
+        return outputs
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[str]:
+        ended = super().finish_requests(request_ids, finished_status)
+        self.ended += ended
+        return ended
+
+
+class Told:
+    """What a reader makes of the events, as the page does."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, str] = {}
+        self.rows: list[int] = []
+        self.rows_of: dict[int, list[int]] = {}
+        self.plans: list[tuple[int, dict[str, int]]] = []
+        self.results: list[tuple[int, dict[str, int]]] = []
+        self.ended: list[Ended] = []
+        self.reasons: Counter[str] = Counter()
+        self.preempted: list[int] = []
+
+    def take(self, events: Events) -> None:
+        self.ids |= {came.number: came.request_id for came in events.came}
+        for plan in events.planned:
+            self.rows = [row for row in self.rows if row not in plan.left] + plan.joined
+            tokens = dict(plan.tokens)
+            rows = {self.ids[row]: tokens.get(row, 1) for row in self.rows}
+            assert sum(rows.values()) == plan.num_tokens
+            self.preempted += plan.preempted
+            if rows:
+                self.plans.append((plan.step_id, rows))
+            self.rows_of[plan.step_id] = list(self.rows)
+        for back in events.back:
+            counts = dict(back.tokens)
+            got = {self.ids[row]: counts.get(row, 1) for row in self.rows_of[back.step_id]}
+            self.results.append((back.step_id, got))
+        self.ended += events.ended
+        self.reasons.update(wait.reason for wait in events.waits)
+
+
+async def make_traffic(engine: AsyncEngine) -> None:
+    """Waiting, preemption, aborts, an id that comes again, short chunks, a switch."""
+
+    async def one(i: int) -> None:
+        await asyncio.sleep(0.013 * i)
+        params = SamplingParams(max_tokens=10 + 7 * (i % 5), ignore_eos=True)
+        async for _ in engine.generate([i + 3] * (20 + 37 * (i % 4)), params):
+            if i % 7 == 6:
+                return  # a reader that leaves
+
+    async def again() -> None:
+        for _ in range(20):
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            async for _ in engine.generate([2] * 5, params, request_id="again"):
+                pass
+
+    async def switch() -> None:
+        await asyncio.sleep(0.3)
+        engine.switch_policy("fcfs")
+
+    await asyncio.gather(*(one(i) for i in range(60)), again(), switch())
+
+
+def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
+    config = EngineConfig(
+        runner=RunnerConfig(runner="simulated"),
+        cache=CacheConfig(num_kv_blocks=blocks),
+        scheduler=SchedulerConfig(
+            options={"chunk_size": 48}, max_num_seqs=8, pipeline_depth=depth, stall_timeout=60
+        ),
+    )
+
+    async def main() -> tuple[Told, Truth, Onlooker]:
+        told = Told()
+        async with AsyncEngine(config) as engine:
+            assert engine._parts is not None
+            core = engine._parts.core
+            truth = Truth(core.scheduler)
+            policy: Any = innermost(truth)
+            core.scheduler = onlooker = Onlooker(truth, policy, asyncio.get_running_loop().time)
+
+            async def look() -> None:
+                while True:
+                    await asyncio.sleep(0.05)
+                    told.take(onlooker.take_events())
+
+            looking = asyncio.create_task(look())
+            await make_traffic(engine)
+            await asyncio.sleep(1)
+            looking.cancel()
+        return told, truth, onlooker
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        return runner.run(main())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_was_in_each_step_with_how_many_tokens_is_told(depth: int) -> None:
+    told, truth, onlooker = watched(depth, blocks=30)
+    assert onlooker.error is None
+    assert len(truth.plans) > 100
+    assert told.plans == truth.plans
+    assert told.results == truth.results
+    assert Counter(told.ids[ended.number] for ended in told.ended) == Counter(truth.ended)
+    assert told.preempted
+    assert {"blocks", "seats"} & set(told.reasons)
+    assert {ended.reason for ended in told.ended} == {"length", "abort"}
+    assert list(told.ids.values()).count("again") > 1
+
+
+def test_a_reader_leaves_the_chain_wherever_it_stands_in_it() -> None:
+    inner = DelegatingScheduler(live := object())  # type: ignore[arg-type]
+    middle = DelegatingScheduler(inner)
+    outer = DelegatingScheduler(middle)
+    assert innermost(outer) is live
+    assert without(outer, middle) is outer
+    assert outer.live is inner
+    assert without(outer, outer) is inner
+    assert without(inner, middle) is inner
+
+
+def test_one_that_fails_stops_telling_and_the_server_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Onlooker, "_note_result", lambda *args: 1 / 0)
+    told, truth, onlooker = watched(1, blocks=200)
+    assert isinstance(onlooker.error, ZeroDivisionError)
+    assert len(truth.ended) >= 60
+    assert caplog.text.count("watching the scheduler ends here") == 1
+    assert len(told.plans) < len(truth.plans)
