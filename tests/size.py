@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 2_880,
     "aioserve/console": 1_500,
-    "aioserve/engine": 4_900,
+    "aioserve/engine": 5_000,
     "aioserve/grammars": 650,
     "aioserve/images": 900,
     "aioserve/kernels": 3_640,
@@ -27,7 +27,7 @@ LIMITS = {
     "aioserve/scheduler": 2_560,
     "aioserve/server": 9_950,
     "aioserve/testing": 3_580,
-    "aioserve/watch": 1_700,
+    "aioserve/watch": 2_100,
     "aioserve/workers": 1_850,
     "benchmarks": 5_080,
     "policies": 650,
