@@ -88,6 +88,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_decode_tokens: int
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
+    num_encoder_inputs: int  # images and sounds that were encoded
+    num_encoder_tokens: int  # of these
+    num_encoder_hits: int  # inputs of requests whose outputs were there already
+    num_used_encoder_tokens: int  # of outputs that are kept now
     num_draft_tokens: int  # sent along to be verified
     num_accepted_tokens: int  # of these, that were right
 

@@ -333,6 +333,7 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
         ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
         ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
         ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
+        ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
     )
     if stats.num_state_slots:
         used = stats.num_state_slots - stats.num_free_state_slots
@@ -358,6 +359,13 @@ def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Itera
             stats.num_prefix_queried_tokens,
         ),
         ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
+        ("encoder_inputs", "Images and sounds encoded", stats.num_encoder_inputs),
+        ("encoder_tokens", "Tokens of these", stats.num_encoder_tokens),
+        (
+            "encoder_cache_hits",
+            "Images and sounds of requests that were encoded already",
+            stats.num_encoder_hits,
+        ),
         (
             "spec_decode_num_draft_tokens",
             "Draft tokens computed to be verified",

@@ -20,6 +20,9 @@ class EncoderCacheManager:
     def __init__(self, num_slots: int) -> None:
         """`num_slots` is the room, in tokens."""
         self.num_slots = num_slots
+        self.num_inputs = 0  # that were to be computed; what was planned and taken back is not
+        self.num_tokens = 0  # of these
+        self.num_hits = 0  # inputs of requests that were there, or on their way
         self._num_free_slots = num_slots  # not taken by anything, held or released
         self._sizes: dict[str, int] = {}
         self._holders: dict[str, set[str]] = {}  # by content: ids of requests
@@ -29,6 +32,11 @@ class EncoderCacheManager:
     def __contains__(self, content_hash: str) -> bool:
         return content_hash in self._sizes
 
+    @property
+    def num_used_slots(self) -> int:
+        """Taken by outputs, held or released."""
+        return self.num_slots - self._num_free_slots
+
     def can_allocate(self, num_tokens: int, keep: Iterable[str]) -> bool:
         """Whether there is room, or can be made by dropping what nobody needs, except `keep`."""
         droppable = sum(self._sizes[h] for h in self._released.keys() - set(keep))
@@ -37,7 +45,11 @@ class EncoderCacheManager:
     def hold(self, request_id: str, item: EncoderInput) -> None:
         """Keep an output for a request; make room if it is not there yet (`can_allocate` first)."""
         content_hash = item.content_hash
-        if content_hash not in self._sizes:
+        if content_hash in self._sizes:
+            self.num_hits += request_id not in self._holders.get(content_hash, ())
+        else:
+            self.num_inputs += 1
+            self.num_tokens += item.num_tokens
             while self._num_free_slots < item.num_tokens:
                 evicted, _ = self._released.popitem(last=False)
                 self._num_free_slots += self._sizes.pop(evicted)
@@ -63,7 +75,10 @@ class EncoderCacheManager:
         """Forget an output that will not be computed after all, whoever holds it."""
         self._holders.pop(item.content_hash, None)
         self._released.pop(item.content_hash, None)
-        self._num_free_slots += self._sizes.pop(item.content_hash, 0)
+        size = self._sizes.pop(item.content_hash, 0)
+        self._num_free_slots += size
+        self.num_inputs -= bool(size)
+        self.num_tokens -= size
         self._evicted.append(item.content_hash)  # an older copy may be with the runner
 
     def forget_released(self) -> None:

@@ -36,15 +36,16 @@ def check_encoder_inputs(request: Request, config: SchedulerConfig, *, whole: bo
     """Each input must fit a step and the cache; all together, if prompts run `whole`. Raises
     `RequestError`.
     """
-    room = min(config.max_encoder_tokens, config.encoder_cache_tokens)
-    sizes = [item.num_tokens for item in request.encoder_inputs]
-    largest = sum(sizes) if whole else max(sizes, default=0)
-    if largest > room:
-        raise RequestError(
-            f"encoder inputs of {largest} tokens do not fit max_encoder_tokens and "
-            f"encoder_cache_tokens ({room})",
-            param="prompt",
-        )
+    room, num_tokens = min(config.max_encoder_tokens, config.encoder_cache_tokens), 0
+    for i, item in enumerate(request.encoder_inputs):
+        num_tokens = item.num_tokens + (num_tokens if whole else 0)
+        if num_tokens > room:
+            what = "it has, with those before it," if whole and i else "it has"
+            raise RequestError(
+                f"encoder_inputs[{i}] does not fit: {what} {num_tokens} tokens, and the smaller of "
+                f"max_encoder_tokens and encoder_cache_tokens is {room}",
+                param=f"encoder_inputs[{i}]",
+            )
 
 
 def check_queue(

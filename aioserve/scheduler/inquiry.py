@@ -44,6 +44,10 @@ def stats(book: RequestBook) -> SchedulerStats:
         num_decode_tokens=book.num_decode_tokens,
         num_prefix_queried_tokens=kv_cache.num_queried_tokens,
         num_prefix_hit_tokens=kv_cache.num_hit_tokens,
+        num_encoder_inputs=book.encoder_cache.num_inputs,
+        num_encoder_tokens=book.encoder_cache.num_tokens,
+        num_encoder_hits=book.encoder_cache.num_hits,
+        num_used_encoder_tokens=book.encoder_cache.num_used_slots,
         num_draft_tokens=book.num_draft_tokens,
         num_accepted_tokens=book.num_accepted_tokens,
     )

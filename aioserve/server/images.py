@@ -28,7 +28,8 @@ Content = str | list[Part]
 
 T = TypeVar("T")
 
-_BY_ENGINE = re.compile(r"images\[(\d+)\]")
+# What the engine and its scheduler call them.
+_BY_ENGINE = re.compile(r"(?:images|encoder_inputs)\[(\d+)\]")
 
 
 def text_part(text: str) -> Part:
