@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-deploy check size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,6 +49,9 @@ test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outpu
 test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor against a running server (ARGS="-k litellm")
 	.venv/clients/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients \
 		tests/clients $(ARGS)
+
+test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by linters too
+	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
 # The flags are those of setup.py's baseline: keep in step.
 ARM := aarch64-linux-gnu
@@ -126,6 +129,11 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 .venv/dist: requirements/ray.txt .venv/test
 	@echo "requirements/ray.txt: 90 MB"
 	@$(PIP) -r requirements/ray.txt
+	@touch $@
+
+.venv/deploy: requirements/deploy.txt .venv/test
+	@echo "requirements/deploy.txt: 25 MB"
+	@$(PIP) -r requirements/deploy.txt
 	@touch $@
 
 .venv/clients/done: requirements/clients.txt .venv/test

@@ -25,7 +25,7 @@ from aioserve.runner.cpu import machine
 from aioserve.runner.devices import num_cuda_devices
 
 GIB = 2**30
-FEW_FILES = 4096  # fewer open files than that are a matter of some thousand streams
+FEW_FILES, ENOUGH_FILES = 4096, 65536  # some thousand streams need more than the first
 
 INSTALL_TORCH = "pip install --force-reinstall torch"
 
@@ -121,11 +121,14 @@ def look_at_files() -> Finding:
     limit, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= FEW_FILES:
         return ok("open files", f"at most {limit}" if limit >= 0 else "no limit")
+    can_be_raised = hardest == resource.RLIM_INFINITY or hardest > limit
     return Finding(
         name="open files",
         state="note",
         text=f"at most {limit}: each connection of a client is one",
-        remedy=f"ulimit -n {hardest if 0 < hardest < 65536 else 65536}",
+        remedy=f"ulimit -n {min(hardest, ENOUGH_FILES) if hardest > 0 else ENOUGH_FILES}"
+        if can_be_raised
+        else f"LimitNOFILE={ENOUGH_FILES} for systemd; docker run --ulimit nofile={ENOUGH_FILES}",
     )
 
 
