@@ -369,6 +369,11 @@ class AsyncEngine(EngineFront[EngineParts]):
         """Whether it says how likely the tokens of prompts are."""
         return self._runner is not None and self._runner.tells_prompts
 
+    @property
+    def reads_images(self) -> bool:
+        """Likewise."""
+        return self._runner is not None and self._runner.reads_images
+
     def connect(self, send_off: Callable[[], None]) -> int:
         """A number for a new client; `send_off` is called when a step's outputs were delivered to
         its requests. Raises `EngineDeadError` before the start and after the end.

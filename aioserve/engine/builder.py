@@ -148,6 +148,7 @@ class EngineBuilder:
             config.runner.seed,
             self.runner.grammars,
             tells_prompts=self.runner.tells_prompts,
+            reads_images=self.runner.reads_images,
         )
         pooling = PoolingDoor(self._model_info, can_pool=self.runner.can_pool)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer

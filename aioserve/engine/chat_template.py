@@ -84,8 +84,10 @@ class TemplateTooSlowError(RequestError):
 class ChatTemplate:
     """The templates of one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, placeholder: str | None = None) -> None:
+        """`placeholder` stands for an image in a text; None: of a model that reads none."""
+        self._tokenizer, self._placeholder = tokenizer, placeholder
+        self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
         self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
 
     def render(self, conversation: Conversation, seconds: float = TEMPLATE_SECONDS) -> str:
@@ -109,9 +111,11 @@ class ChatTemplate:
         if conversation.add_generation_prompt is None:
             names["add_generation_prompt"] = not conversation.continue_final_message
         if not conversation.continue_final_message:
+            names["messages"] = self._with_contents(source, messages)
             return self._render(source, names, seconds)
         last = messages[-1]
-        names["messages"] = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        names["messages"] = self._with_contents(source, messages)
         text, mark, _ = self._render(source, names, seconds).rpartition(_END_MARK)
         if not mark:
             raise RequestError(
@@ -150,6 +154,37 @@ class ChatTemplate:
             )
             self._call_forms[source, content] = next(shown, forms[0])
         return self._call_forms[source, content].apply(message)
+
+    def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With contents as this template wants them: texts, or lists of parts."""
+        if self._placeholder is None and not any(isinstance(m["content"], list) for m in messages):
+            return messages
+        if source not in self._takes:
+            parts = [{"type": "text", "text": "probe"}]
+            self._takes[source] = (self._tells(source, "probe"), self._tells(source, parts))
+        takes_text, takes_parts = self._takes[source]
+        return [
+            {**message, "content": self._as_text(content)}
+            if isinstance(content := message["content"], list) and not takes_parts
+            else {**message, "content": [{"type": "text", "text": content}]}
+            if isinstance(content, str) and takes_parts and not takes_text
+            else message
+            for message in messages
+        ]
+
+    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(
+            part["text"] if part["type"] == "text" else self._placeholder or "" for part in parts
+        )
+
+    def _tells(self, source: str, content: Any) -> bool:
+        """Whether the template shows such a content as a text."""
+        names = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
+        try:
+            text = self._render(source, names, TEMPLATE_SECONDS)
+        except RequestError:
+            return False
+        return "probe" in text and "'probe'" not in text  # that would be the list itself
 
     def _shows(self, source: str, messages: list[dict[str, Any]]) -> bool:
         """Whether the arguments of the probe's call show up as JSON."""

@@ -66,7 +66,7 @@ class EngineFront(EngineClient, Generic[Parts]):
             room = parts.input_processor.room(pooling or sampling)
             least = parts.input_processor.least_tokens(prompt, room)
             with self._arriving(least, parts):
-                token_ids = await parts.input_processor.tokenize(prompt, room)
+                token_ids, images = await parts.input_processor.tokenize(prompt, room)
                 stream.num_prompt_tokens = len(token_ids)
                 stream.prompt_token_ids = token_ids
                 spec = RequestSpec(
@@ -78,6 +78,7 @@ class EngineFront(EngineClient, Generic[Parts]):
                     priority=priority,
                     user=user,
                     cache_salt=cache_salt,
+                    encoder_inputs=images,
                     deadline=None if timeout is None else arrival_time + timeout,
                     pooling_params=pooling,
                     key_name=key_name,

@@ -14,11 +14,11 @@ import msgspec
 
 from aioserve.engine.chat_template import (
     TEMPLATE_SECONDS,
-    ChatTemplate,
     Conversation,
     Messages,
     TemplateTooSlowError,
 )
+from aioserve.engine.illustrations import Encoded, Illustrations
 from aioserve.engine.prompt_room import Room
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
@@ -43,7 +43,6 @@ INLINE_TOOLS = 4
 INLINE_TEMPLATE_SECONDS = 0.05
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
-NO_IMAGES = "this model reads no images, it is one for text"
 
 
 class InputProcessor:
@@ -57,9 +56,10 @@ class InputProcessor:
         grammars: GrammarCompiler | None = None,
         *,
         tells_prompts: bool = False,
+        reads_images: bool = False,
     ) -> None:
-        """`grammars` is what the runner masks by; None if it does not. `tells_prompts` is the
-        runner's.
+        """`grammars` is what the runner masks by; None if it does not. `tells_prompts` and
+        `reads_images` are the runner's.
         """
         self._tells_prompts = tells_prompts
         self._grammars = grammars
@@ -70,7 +70,10 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
-            self._chat_template = ChatTemplate(self._tokenizer)
+            self._illustrations = Illustrations(
+                model_info, self._tokenizer, reads_images=reads_images
+            )
+            self._chat_template = self._illustrations.template
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
                 self._backend.no_truncation()
@@ -86,7 +89,7 @@ class InputProcessor:
     @property
     def refuses_images(self) -> str:
         """Why there can be no images in prompts; empty if there can be."""
-        return NO_IMAGES
+        return self._illustrations.refusal if self._has_tokenizer else NO_TOKENIZER
 
     def room(self, params: SamplingParams | PoolingParams) -> Room:
         """What `params` leave to a prompt."""
@@ -99,8 +102,11 @@ class InputProcessor:
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
         in a thread, megabytes of text cost everybody time.
         """
+        num_image_tokens = 0
         if isinstance(prompt, Illustrated):
-            raise RequestError(NO_IMAGES, param="images[0]")
+            if not self._has_tokenizer:
+                raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
+            prompt, num_image_tokens = self._illustrations.look_at(prompt, room)
         if isinstance(prompt, Conversation):
             prompt = prompt.messages
         if isinstance(prompt, str):
@@ -115,33 +121,41 @@ class InputProcessor:
             return num_tokens
         if not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
-        num_tokens = room.kept(num_tokens)
+        num_tokens = room.kept(max(num_tokens, num_image_tokens))
         room.check(num_tokens, "at least ")
         return num_tokens
 
-    async def tokenize(self, prompt: Prompt, room: Room) -> list[int]:
-        """Token ids of a prompt that `least_tokens` has let pass, those to keep, checked against
-        the vocabulary and the length limit. Raises `RequestError`.
+    async def tokenize(self, prompt: Prompt, room: Room) -> Encoded:
+        """A prompt that `least_tokens` has let pass: its token ids, those to keep, checked against
+        the vocabulary and the length limit, and its images. Raises `RequestError`.
         """
-        token_ids = await self.encode(prompt, room)
-        if not token_ids:
+        encoded = await self._encode_whole(prompt, room, True)
+        if not encoded.token_ids:
             raise RequestError("the prompt is empty", param="prompt")
-        room.check(len(token_ids))
-        return token_ids
+        room.check(len(encoded.token_ids))
+        return encoded
 
     async def encode(
         self, prompt: Prompt, room: Room, add_special_tokens: bool = True
     ) -> list[int]:
-        """As `tokenize`, however many there are. The flag is for text."""
-        token_ids = await self._encode_all(prompt, room, add_special_tokens)
-        return token_ids if room.keep is None else token_ids[-room.keep :]
+        """The token ids, however many there are. The flag is for text."""
+        return (await self._encode_whole(prompt, room, add_special_tokens)).token_ids
 
-    async def _encode_all(self, prompt: Prompt, room: Room, add_special_tokens: bool) -> list[int]:
+    async def _encode_whole(self, prompt: Prompt, room: Room, add_special_tokens: bool) -> Encoded:
+        if isinstance(prompt, Illustrated):
+            work = self._illustrations.encode
+            return await self._run(True, work, prompt, room, add_special_tokens, self._encode)
+        return Encoded(room.cut(await self._encode_all(prompt, room, add_special_tokens)))
+
+    async def _encode_all(
+        self,
+        prompt: str | Sequence[int] | Messages | Conversation,
+        room: Room,
+        add_special_tokens: bool,
+    ) -> list[int]:
         if isinstance(prompt, str):
             is_long = len(prompt) > INLINE_CHARACTERS
             return await self._run(is_long, self._encode, prompt, add_special_tokens)
-        if isinstance(prompt, Illustrated):
-            raise RequestError(NO_IMAGES, param="images[0]")
         if isinstance(prompt, Conversation):
             return await self._encode_conversation(prompt, room)
         if isinstance(prompt[0], Mapping):

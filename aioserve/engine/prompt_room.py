@@ -32,6 +32,10 @@ class Room(NamedTuple):
         """How many are left of so many."""
         return num_tokens if self.keep is None else min(num_tokens, self.keep)
 
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """Those that are kept."""
+        return token_ids if self.keep is None else token_ids[-self.keep :]
+
     def check(self, num_tokens: int, qualifier: str = "") -> None:
         """Raises `RequestError` for more than `limit`."""
         if num_tokens > self.limit:

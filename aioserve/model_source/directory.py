@@ -51,9 +51,17 @@ class Directory(ModelSource):
     kind = "a local directory"
 
     @cached_property
+    def _config(self) -> dict[str, Any]:
+        return _read_json(self.path / "config.json", dict[str, Any])
+
+    @property
+    def model_type(self) -> str:
+        return str(self._config.get("model_type", ""))
+
+    @cached_property
     def known_config(self) -> dict[str, Any]:
         """What config.json says; nothing if the text model is described somewhere inside of it."""
-        config = _read_json(self.path / "config.json", dict[str, Any])
+        config = self._config
         return {} if any(isinstance(config.get(part), dict) for part in TEXT_PARTS) else config
 
     @cached_property
@@ -125,7 +133,7 @@ class Directory(ModelSource):
     @cached_property
     def quantization_config(self) -> dict[str, Any]:
         """What config.json says of weights that are stored as few bits; nothing if they are not."""
-        config = _read_json(self.path / "config.json", dict[str, Any])
+        config = self._config
         parts = [config, *(config.get(part) for part in TEXT_PARTS)]
         names = ("quantization_config", "compression_config")
         found = (part.get(name) for part in parts if isinstance(part, dict) for name in names)
@@ -160,17 +168,38 @@ class Directory(ModelSource):
         keeps_blocks: bool = False,
         rounding: Rounding | None = None,
     ) -> Any:
+        from transformers import AutoModelForCausalLM
+
         try:
             if rounding is not None or self.quantization_config:
                 module, report = self._load_packed(
                     dtype, attn_implementation, keeps_blocks, rounding
                 )
             else:
-                module, report = self._load_whole(dtype, device, attn_implementation)
+                module, report = self._load_whole(
+                    AutoModelForCausalLM, dtype, device, attn_implementation
+                )
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever the files provoke
             raise not_loaded(self.path, error, attn_implementation) from error
+        self._check_complete(module, report)
+        return module.to(device)
+
+    def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+        from transformers import AutoModelForImageTextToText
+
+        try:
+            module, report = self._load_whole(
+                AutoModelForImageTextToText, dtype, device, {"text_config": attn_implementation}
+            )
+        except Exception as error:  # likewise
+            raise not_loaded(self.path, error, attn_implementation) from error
+        self._check_complete(module, report)
+        return module.to(device)
+
+    def _check_complete(self, module: Any, report: Any) -> None:
+        """Raises `ConfigError` for weights that are missing, or of another shape."""
         if report["mismatched_keys"]:
             name, stored, expected = min(report["mismatched_keys"])
             raise ConfigError(
@@ -183,16 +212,13 @@ class Directory(ModelSource):
                 f"{len(missing)} weights of {type(module).__name__} are not in the *.safetensors "
                 f"files of {self.path}, first {missing[0]}"
             )
-        return module.to(device)
 
     def _load_whole(
-        self, dtype: Any, device: Any, attn_implementation: str | None
+        self, auto_class: Any, dtype: Any, device: Any, attn_implementation: Any
     ) -> tuple[Any, Any]:
-        from transformers import AutoModelForCausalLM
-
         # With accelerate, files are read straight to a device; without, through the host's memory.
         is_direct = device.type != "cpu" and find_spec("accelerate") is not None
-        found: tuple[Any, Any] = AutoModelForCausalLM.from_pretrained(
+        found: tuple[Any, Any] = auto_class.from_pretrained(
             self.path,
             dtype=dtype,
             attn_implementation=attn_implementation,

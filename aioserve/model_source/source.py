@@ -36,6 +36,11 @@ class ModelSource(ABC):
         """
 
     @property
+    def model_type(self) -> str:
+        """What `transformers` calls it, as a whole."""
+        return str(self.known_config.get("model_type", ""))
+
+    @property
     @abstractmethod
     def stated_eos(self) -> tuple[int, ...] | None:
         """Tokens that end a reply, where that is said apart from the configuration; else None."""
@@ -79,6 +84,10 @@ class ModelSource(ABC):
         format of `quantized` stays so: it is `attached` to its parameter, which only stands in for
         it; so is, with `rounding`, what is rounded.
         """
+
+    def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
+        """The whole of a model that sees, likewise; `attn_implementation` is for its text."""
+        raise ConfigError(f"{self.path} holds no model that sees")
 
 
 def one_line(error: BaseException) -> str:

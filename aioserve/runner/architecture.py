@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from aioserve.errors import ConfigError
+from aioserve.images.families import FAMILIES
 from aioserve.model_info import ModelInfo
 
 _SERVED_LAYER_TYPES = {
@@ -85,7 +86,7 @@ def _why_unsupported(config: Any, text_config: Any, has_states: bool) -> str | N
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if getattr(model_class, "_is_stateful", False) and not has_states:
             return "its layers keep states in a way of their own, which is not served"
-    elif not hasattr(config, "auto_map"):
+    elif config.model_type not in FAMILIES and not hasattr(config, "auto_map"):
         return "it is not a causal language model of transformers"
     differing = set(getattr(text_config, "per_layer_attributes", None) or ()) & _MUST_NOT_DIFFER
     if differing:

@@ -16,6 +16,7 @@ from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import GrammarRows, Masks
+from aioserve.runner.image_rows import ImageRows
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
@@ -45,8 +46,11 @@ class InputBatch:
         drafter: Drafter | None = None,
         has_states: bool = False,
         has_windows: bool = False,
+        image_rows: ImageRows | None = None,
     ) -> None:
-        """Without `grammars`, no request may ask for structured outputs."""
+        """Without `grammars`, no request may ask for structured outputs. `image_rows` are told who
+        is where.
+        """
         self._block_size = block_size
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._rows: dict[str, int] = {}
@@ -63,6 +67,7 @@ class InputBatch:
         self.prompt_rows = PromptRows()
         self.pooled_rows = PooledRows()
         self.adapter_rows = AdapterRows()
+        self._image_rows = image_rows
         self._state_rows = StateRows(max_num_seqs) if has_states else None
         self._windows: WindowRows | None = None
         if has_windows:
@@ -268,6 +273,8 @@ class InputBatch:
                 self.prompt_rows.drop(row)
                 self.pooled_rows.drop(row)
                 self.adapter_rows.drop(row)
+                if self._image_rows is not None:
+                    self._image_rows.drop(request_id)
                 if self._drafter is not None:
                     self._drafter.drop(row, is_finished=are_finished)
                     self._guessed.discard(row)
@@ -286,6 +293,8 @@ class InputBatch:
         self.prompt_rows.set(row, request)
         self.pooled_rows.set(row, request)
         self.adapter_rows.set(row, request)
+        if self._image_rows is not None:
+            self._image_rows.set(request)
         output = request.token_ids[request.num_prompt_tokens :]
         self.grammar_rows.set(row, request.sampling_params.structured_outputs, output)
         if self._drafter is not None:

@@ -39,6 +39,11 @@ class RunnerInterface(ABC):
         return False
 
     @property
+    def reads_images(self) -> bool:
+        """Whether it runs the encoder inputs of requests; likewise."""
+        return False
+
+    @property
     def can_pool(self) -> bool:
         """Whether it makes vectors of prompts, in its outputs' `pooled`; likewise."""
         return False

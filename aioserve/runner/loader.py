@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
+from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding, one_line
@@ -35,9 +36,11 @@ from aioserve.runner.attention.bridge import (
 from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
+from aioserve.runner.image_encoder import ImageEncoder
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.progress import as_stage
 from aioserve.runner.row_by_row import RowByRowModel
+from aioserve.runner.seeing import TextPart, take_text_part
 from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
@@ -56,11 +59,15 @@ class AnyModel(ServedModel, Halves):
         probe: AttentionProbe,
         dtype: torch.dtype,
         states: StatefulLayers | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.module = module
         self.states = states
-        self.name = type(module).__name__
+        self.name = module.name if isinstance(module, TextPart) else type(module).__name__
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        if encoder is not None:
+            self.num_parameters += encoder.num_parameters
+        self.image_encoder = encoder
         self.kv_cache_spec = probe.spec(dtype)
         self.attention_calls = tuple(probe.calls)
         self._sites = probe.sites
@@ -84,13 +91,13 @@ class AnyModel(ServedModel, Halves):
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         keep = inputs.logits_rows
-        arguments = self._arguments(inputs) | {"use_cache": False}
-        if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = keep
         tokens = inputs.adapters
         sampling = inputs.logits_adapters if self._takes_logits_to_keep else tokens
         handler = PagedAttentionHandler(self._sites, attention)
         with serving(handler), self._adapters.used(tokens, sampling), self._states_of(inputs):
+            arguments = self._arguments(inputs) | {"use_cache": False}
+            if self._takes_logits_to_keep:
+                arguments["logits_to_keep"] = keep
             logits: Tensor = self.module(**arguments).logits[0]
         return logits if self._takes_logits_to_keep else logits[keep]
 
@@ -107,6 +114,11 @@ class AnyModel(ServedModel, Halves):
 
     def _arguments(self, inputs: ModelInputs) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": inputs.input_ids[None]}
+        if inputs.given is not None:
+            embed = self.module.get_input_embeddings()  # type: ignore[operator]
+            rows = embed(arguments.pop("input_ids"))
+            rows[0, inputs.given.places] = inputs.given.rows
+            arguments["inputs_embeds"] = rows
         if self._takes_positions:
             arguments["position_ids"] = inputs.positions[None]
         if self._counts_tokens:
@@ -122,8 +134,11 @@ class AnyModel(ServedModel, Halves):
         return nullcontext() if self.states is None else self.states.used(inputs.states)
 
 
-def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
-    """Load the weights of `info.source`, for the fast tier if `config` and the model allow it.
+def load_model(
+    config: ModelConfig, info: ModelInfo, place: Place, *, sees: bool = False
+) -> ServedModel:
+    """Load the weights of `info.source`, for the fast tier if `config` and the model allow it; with
+    what sees, of a model that does, if that `sees`.
 
     What dtype "auto" means is known to the side that `place` is on, which has put it in. Raises
     `ConfigError` in one line if a file is missing or damaged, or if the architecture needs more
@@ -137,6 +152,14 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
             "CPU and model.fused"
         )
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
+    if sees:
+        return _load_seeing(config, info, place)
+    if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
+        raise ConfigError(
+            f"{info.config.model} is a model that sees, which is served on a CPU, in one process, "
+            "without a draft model and with weights as they are: runner.device, "
+            "runner.tensor_parallel_size, speculation.speculative_method, model.quantization"
+        )
     load = partial(
         info.source.load_module,
         # Ranks keep a share: what is stored in another type, or goes to a card, is converted and
@@ -181,6 +204,19 @@ def load_model(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMode
     return model
 
 
+def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
+    """In two parts: a text model as any other, and an encoder."""
+    family = family_of(info)
+    assert family is not None, "the model sees"
+    with _quiet_transformers():
+        whole = info.source.load_seeing_module(
+            named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
+        )
+        text = take_text_part(whole)
+    encoder = ImageEncoder(whole, family, info.whole_config.image_token_id)
+    return prepare_model(text, config, info, place, encoder)
+
+
 def _rounding(config: ModelConfig) -> Rounding | None:
     """What model.quantization means: one scale for a group of inputs."""
     if config.quantization is None:
@@ -193,7 +229,11 @@ def _rounding(config: ModelConfig) -> Rounding | None:
 
 
 def prepare_model(
-    module: nn.Module, config: ModelConfig, info: ModelInfo, place: Place
+    module: nn.Module,
+    config: ModelConfig,
+    info: ModelInfo,
+    place: Place,
+    encoder: ImageEncoder | None = None,
 ) -> ServedModel:
     """What serves a causal language model of `transformers` that lies at `place`, and whose
     attention is `ATTN_IMPLEMENTATION`, or its own if it knows no other. Raises `ConfigError` if
@@ -206,11 +246,11 @@ def prepare_model(
         with _quiet_transformers(), states.probing():
             probe = _probe_attention(module, info, has_states=bool(len(states)))
     except UnsupportedModelError as error:
-        if not len(states) and not isinstance(error, NotADecoderError):
+        if not len(states) and not isinstance(error, NotADecoderError) and encoder is None:
             return _row_by_row(module, info, place, error)
         name = type(module).__name__
         raise ConfigError(f"unsupported architecture {name}: {error}") from error
-    model = AnyModel(module, probe, dtype, states if len(states) else None)
+    model = AnyModel(module, probe, dtype, states if len(states) else None, encoder)
     if config.fused and model.states is None:
         try:
             return fuse(model, module, probe, info.max_model_len, place)

@@ -15,6 +15,7 @@ from torch import Tensor
 from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.image_encoder import ImageEncoder
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.stateful_layers import StatefulLayers
 
@@ -45,6 +46,7 @@ class ServedModel(ABC):
     states: StatefulLayers | None = None  # of layers that have some
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: AdapterSites
+    image_encoder: ImageEncoder | None = None  # of one that sees
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:

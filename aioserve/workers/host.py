@@ -367,6 +367,7 @@ class WorkerClient:
             engine.max_model_len,
             engine.can_pool,
             engine.tells_prompts,
+            engine.reads_images,
             dict(engine.adapters.paths),
             list(self._host.access.keyring.keys),
         )

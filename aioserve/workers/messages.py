@@ -48,6 +48,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     max_model_len: int
     can_pool: bool
     tells_prompts: bool
+    reads_images: bool
     adapters: dict[str, Path]
     keys: list[Key]
 

@@ -178,6 +178,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 # Of workers with the same seed, all would draw the same.
                 config.runner.seed + (welcome.client_index << 32),
                 tells_prompts=welcome.tells_prompts,
+                reads_images=welcome.reads_images,
             ),
             PoolingDoor(info, can_pool=welcome.can_pool),
             OutputProcessor(info.tokenizer, self._counts, may_wait=False),

@@ -38,6 +38,10 @@ class DelegatingRunner(RunnerInterface):
         return self._runner.tells_prompts
 
     @property
+    def reads_images(self) -> bool:
+        return self._runner.reads_images
+
+    @property
     def num_compute_threads(self) -> int | None:
         return self._runner.num_compute_threads
 

@@ -38,6 +38,13 @@ class StepInputs:
     windows: "StepInputs | None" = None
 
 
+class GivenRows(NamedTuple):
+    """What some tokens enter the decoder with, instead of rows of its embedding."""
+
+    places: Tensor  # N of the T, int64
+    rows: Tensor  # [N, hidden]
+
+
 class ModelInputs(NamedTuple):
     """What a model reads of a step: int64, on the device of its weights."""
 
@@ -48,16 +55,22 @@ class ModelInputs(NamedTuple):
     adapters: TokenAdapters | None = None  # of the T; None: nobody has one
     logits_adapters: TokenAdapters | None = None  # of the S
     states: Sequence[StatePieces] = ()  # of a model with states
+    given: GivenRows | None = None
 
     @classmethod
-    def of(cls, step: StepInputs, owners: AdapterOwners | None = None) -> "ModelInputs":
+    def of(
+        cls,
+        step: StepInputs,
+        owners: AdapterOwners | None = None,
+        given: GivenRows | None = None,
+    ) -> "ModelInputs":
         """On the CPU, where numpy and torch share memory."""
         arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
         ids, positions, slots, rows = map(torch.from_numpy, arrays)
         if owners is None:
-            return cls(ids, positions, slots, rows, states=step.states)
+            return cls(ids, positions, slots, rows, states=step.states, given=given)
         of_logits = owners.take(step.logits_indices).on_cpu()
-        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits)
+        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits, given=given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ class StepExecutor:
             drafter=drafter,
             has_states=model.states is not None,
             has_windows=windows is not None,
+            image_rows=None if model.image_encoder is None else model.image_encoder.batch_rows,
         )
+        self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter, self._takes_guesses = drafter, takes_guesses
         self._host_blocks: HostBlocks | None = None
@@ -79,6 +81,11 @@ class StepExecutor:
     def tells_prompts(self) -> bool:
         """Whether it has log probabilities and vectors of prompts."""
         return self._model.halves is not None
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it runs encoder inputs."""
+        return self._encoder is not None
 
     @property
     def num_compute_threads(self) -> int:
@@ -95,6 +102,8 @@ class StepExecutor:
         self._batch.apply(scheduler_output)
         if (transfers := scheduler_output.kv_connector_metadata) is not None:
             self._transfer(transfers)
+        if self._encoder is not None:
+            self._encoder.drop(scheduler_output.free_encoder_hashes)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
         started = time.perf_counter()
@@ -109,13 +118,16 @@ class StepExecutor:
         self._backend.prepare(inputs)
         try:
             owners = self._batch.adapter_rows.of(inputs)
+            seen = None if self._encoder is None else self._encoder.see(inputs, scheduler_output)
+            given, unseen = seen or (None, {})
             if wanted is None and pooled is None:
-                logits = self._model.forward(ModelInputs.of(inputs, owners), self._backend)
+                model_inputs = ModelInputs.of(inputs, owners, given)
+                logits = self._model.forward(model_inputs, self._backend)
             else:
                 halves = self._model.halves
                 assert halves is not None, "`tells_prompts`"
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    halves, inputs, owners, self._backend, wanted, pooled
+                    halves, inputs, owners, self._backend, wanted, pooled, given
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
@@ -129,7 +141,7 @@ class StepExecutor:
             )
         if self._takes_guesses and (masks is not None or self._drafter is not None):
             guesses = self._batch.guesses(inputs)
-        failed = self._batch.failures(inputs)
+        failed = unseen | self._batch.failures(inputs)
         if failed:  # what was sampled for them means nothing
             token_ids = [
                 [] if req_id in failed else own
@@ -172,7 +184,7 @@ class StepExecutor:
                 self._host_blocks.close()
             if self._model.states is not None:
                 self._model.states.close()
-        for name in ("_model", "_backend", "_batch", "_host_blocks", "adapters"):
+        for name in ("_model", "_encoder", "_backend", "_batch", "_host_blocks", "adapters"):
             self.__dict__.pop(name, None)
 
 

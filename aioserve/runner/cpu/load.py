@@ -14,6 +14,7 @@ import torch
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
+from aioserve.images.families import family_of
 from aioserve.kernels import KernelsUnavailableError, compute_thread_ids, load_kernels
 from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
@@ -68,11 +69,12 @@ def load_on_cpu(
         undo.callback(threads.close)
         machine.keep_freed_memory()
         draft_info = find_draft(config, info)
+        sees = ranks is None and draft_info is None and sees_images(info)
         if ranks is None or ranks.is_first:
             _check_memory(config, info, draft_info, num_ranks)
         if has_states(info):
             _check_states(config, ranks)
-        model = load_model_on_cpu(config.model, info, ranks)
+        model = load_model_on_cpu(config.model, info, ranks, sees=sees)
         draft: Draft | None = None
         if draft_info is not None:
             draft = load_draft(
@@ -107,6 +109,7 @@ def load_on_cpu(
         num_blocks = 0
         if ranks is None or ranks.is_first:  # one pool, and each has its heads of every block
             in_all = bytes_per_token * num_ranks
+            num_other_bytes += _encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
             num_blocks = choose_num_kv_blocks(config, in_all, info.max_model_len, num_other_bytes)
         if ranks is not None:
             num_blocks = int(ranks.told_by_first([num_blocks])[0])
@@ -160,19 +163,27 @@ def load_on_cpu(
     return executor
 
 
+def sees_images(info: ModelInfo) -> bool:
+    """Whether the model sees, and what sees of it is served."""
+    if family_of(info) is None or info.config.quantization is not None:
+        return False
+    return not getattr(info.whole_config, "quantization_config", None)
+
+
 def load_model_on_cpu(
-    config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None
+    config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None, *, sees: bool = False
 ) -> ServedModel:
-    """Load the weights of `info.source`. Raises `ConfigError`."""
+    """Load the weights of `info.source`; as to `sees`, see `load_model`. Raises `ConfigError`."""
     resolved = with_dtype(config)
-    model = load_model(resolved, info, CpuPlace(ranks))
+    model = load_model(resolved, info, CpuPlace(ranks), sees=sees)
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"
     if config.dtype != "auto" or is_right:
         return model
     logger.info("%s is loaded again, as float32: the CPU has no bfloat16 of its own", model.name)
     del model
     gc.collect()  # modules know each other
-    return load_model(msgspec.structs.replace(config, dtype="float32"), info, CpuPlace(ranks))
+    resolved = msgspec.structs.replace(config, dtype="float32")
+    return load_model(resolved, info, CpuPlace(ranks), sees=sees)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:
@@ -244,6 +255,14 @@ def _make_state_slots(config: EngineConfig, model: ServedModel, bytes_per_token:
     return num_slots * size
 
 
+def _encoder_cache_bytes(
+    config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
+) -> int:
+    """What outputs of the encoder may take, if the model `sees`."""
+    size = info.hidden_size * dtype.itemsize
+    return config.scheduler.encoder_cache_tokens * size if sees else 0
+
+
 def _check_memory(
     config: EngineConfig, info: ModelInfo, draft: ModelInfo | None, num_ranks: int
 ) -> None:
@@ -265,7 +284,10 @@ def _check_memory(
             per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
-    check_memory(config, weights, all_known, info.max_model_len)
+    dtype = named_dtype(with_dtype(info.config).dtype)
+    sees = num_ranks == 1 and draft is None and sees_images(info)
+    num_image_bytes = _encoder_cache_bytes(config, info, dtype, sees)
+    check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)
 
 
 def _start_threads(count: int) -> list[int]:

@@ -17,7 +17,11 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def check_memory(
-    config: EngineConfig, weight_bytes: int, bytes_per_token: int | None, max_model_len: int
+    config: EngineConfig,
+    weight_bytes: int,
+    bytes_per_token: int | None,
+    max_model_len: int,
+    encoder_cache_bytes: int = 0,
 ) -> None:
     """Raise `ConfigError` if weights, and what the settings ask for besides, do not fit together.
 
@@ -30,14 +34,19 @@ def check_memory(
         pool_bytes = num_blocks * config.cache.block_size * bytes_per_token
     outside = 0 if config.cache.kv_connector == "none" else int(config.cache.kv_connector_gib * GIB)
     available = machine.available_memory()
-    if weight_bytes + pool_bytes + outside > available:
-        others = (("the KV pool", pool_bytes), ("KV blocks outside of it", outside))
+    if weight_bytes + pool_bytes + outside + encoder_cache_bytes > available:
+        others = (
+            ("the KV pool", pool_bytes),
+            ("KV blocks outside of it", outside),
+            ("the encoder cache", encoder_cache_bytes),
+        )
         more = "".join(f" and {size / MIB:,.0f} MiB for {what}" for what, size in others if size)
         settings = "cache.kv_cache_gib, cache.num_kv_blocks, model.dtype"
         raise ConfigError(
             f"too little memory: {weight_bytes / MIB:,.0f} MiB for the weights{more} are needed, "
             f"{available / MIB:,.0f} MiB are available ({settings}"
-            f"{', cache.kv_connector_gib' if outside else ''})"
+            f"{', cache.kv_connector_gib' if outside else ''}"
+            f"{', scheduler.encoder_cache_tokens' if encoder_cache_bytes else ''})"
         )
 
 

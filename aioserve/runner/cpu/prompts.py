@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs, Vector
-from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import (
+    GivenRows,
+    IntArray,
+    LayerAttention,
+    ModelInputs,
+    StepInputs,
+)
 from aioserve.runner.cpu.sampler import token_logprobs
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.pooling import WantedStates
@@ -25,6 +31,7 @@ def forward_and_look(
     attention: LayerAttention,
     wanted: WantedLogprobs | None,
     pooled: WantedStates | None,
+    given: GivenRows | None = None,
 ) -> tuple[Tensor, dict[str, list[TokenLogprobs]], dict[str, Vector]]:
     """Logits [S, V] as `ServedModel.forward` gives them, and what is complete of what prompts want.
 
@@ -38,7 +45,7 @@ def forward_and_look(
     sampling = step.logits_indices
     parts = [sampling, *(part.places for part in (wanted, pooled) if part is not None)]
     rows = np.sort(np.concatenate(parts))
-    inputs = ModelInputs.of(replace(step, logits_indices=rows), owners)
+    inputs = ModelInputs.of(replace(step, logits_indices=rows), owners, given)
     states = model.hidden(inputs, attention)
 
     def of(places: IntArray) -> Tensor:

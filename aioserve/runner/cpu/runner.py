@@ -66,6 +66,10 @@ class ThreadedRunner(RunnerInterface):
         return self._executor is not None and self._executor.tells_prompts
 
     @property
+    def reads_images(self) -> bool:
+        return self._executor is not None and self._executor.reads_images
+
+    @property
     def can_pool(self) -> bool:
         return self.tells_prompts
 

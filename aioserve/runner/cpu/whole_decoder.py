@@ -76,11 +76,18 @@ class WholeDecoder(FusedDecoder):
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         assert isinstance(attention, CompiledAttention)
         tokens = inputs.adapters
-        if tokens is not None and not all(CompiledAdapter.serves(a) for a, _ in tokens.groups):
+        given = inputs.given is not None
+        if tokens is not None and (
+            given or not all(CompiledAdapter.serves(a) for a, _ in tokens.groups)
+        ):
             return super().forward(inputs, attention)
         check_ids(inputs.input_ids, self.embedding.shape[0])
         if self._attention is not attention:
             self._fill_in(attention)
+        ids, table = inputs.input_ids, self._struct.embedding
+        if given:  # they are a table of their own, of this step
+            rows = self.embedded(inputs)
+            ids, self._struct.embedding = torch.arange(len(rows)), rows.data_ptr()
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
         size = num_tokens * self._numbers_per_token
         if self._scratch.numel() < size:
@@ -94,7 +101,7 @@ class WholeDecoder(FusedDecoder):
             self._tapped = self._tapped.new_empty(num_taps, num_tokens, self.embedding.shape[1])
         tap_layers = (ctypes.c_int64 * num_taps)(*(taps.layers if taps is not None else ()))
         step = StepStruct(
-            inputs.input_ids.data_ptr(),
+            ids.data_ptr(),
             inputs.positions.data_ptr(),
             attention.tables.slots.data_ptr(),
             attention.query_start_loc.data_ptr(),
@@ -113,6 +120,7 @@ class WholeDecoder(FusedDecoder):
             num_taps,
         )
         self._kernels.decode(self._struct, step, self._scratch, logits)
+        self._struct.embedding = table
         if taps is not None:
             taps.keep(inputs.slots, self._tapped)
         if self._sums is not None:

@@ -49,6 +49,7 @@ class FusedModel(ServedModel, Halves):
         self.attention_calls = original.attention_calls
         self.decoder = decoder
         self.is_compiled = is_compiled
+        self.image_encoder = original.image_encoder
         self.adapter_sites = fused_sites(decoder, original.kv_cache_spec.dtype, device)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:

@@ -125,9 +125,7 @@ class FusedDecoder:
         """As `ServedModel.hidden`."""
         ops, last, num_sampling = self.ops, self.layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
-        x = self.embedding(inputs.input_ids)
-        if inputs.adapters is not None:
-            inputs.adapters.embed(inputs.input_ids, x)
+        x = self.embedded(inputs)
         state = self.layers[0].start(x, ops, inputs.adapters)
         wanted = () if self.taps is None else self.taps.layers
         tapped: dict[int, Tensor] = {}
@@ -145,6 +143,15 @@ class FusedDecoder:
         if self.taps is not None:
             self.taps.keep(inputs.slots, torch.stack([tapped[index] for index in wanted]))
         return state.normed if num_sampling else x[:0]
+
+    def embedded(self, inputs: ModelInputs) -> Tensor:
+        """[T, hidden]: what enters the first layer."""
+        x = self.embedding(inputs.input_ids)
+        if inputs.adapters is not None:
+            inputs.adapters.embed(inputs.input_ids, x)
+        if inputs.given is not None:
+            x[inputs.given.places] = inputs.given.rows
+        return x
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """As `ServedModel.logits`."""

@@ -68,7 +68,7 @@ def test_what_every_rank_has_whole_counts_for_each(
     """The embedding, and K and V of all heads if the plan does not share them."""
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        load, "check_memory", lambda _, weights, per_token, __: seen.append((weights, per_token))
+        load, "check_memory", lambda _, weights, per_token, *__: seen.append((weights, per_token))
     )
     config = make_config(model_path(kind), dtype="float32")
     info = ModelInfo(config.model)

@@ -1,0 +1,31 @@
+"""Which models see, by the `model_type` of their configurations, and what is special about each.
+
+Data, and nothing that computes. What a family's processor makes of an image, and what its encoder
+makes of that, is the business of `transformers`.
+"""
+
+import msgspec
+
+from aioserve.model_info import ModelInfo
+
+
+class Family(msgspec.Struct, frozen=True):
+    """Models that take images in the same way."""
+
+    model_type: str
+    #: What the encoder reads of an image, as arguments of `get_image_features`.
+    arrays: tuple[str, ...]
+    #: Whether an image is one row of each array (with its pieces inside), or its pieces are rows.
+    nested: bool = False
+
+
+_FAMILIES = [
+    Family("idefics3", ("pixel_values", "pixel_attention_mask"), nested=True),
+    Family("smolvlm", ("pixel_values", "pixel_attention_mask"), nested=True),
+]
+FAMILIES = {family.model_type: family for family in _FAMILIES}
+
+
+def family_of(info: ModelInfo) -> Family | None:
+    """None for a model that reads text alone, as far as is known here."""
+    return FAMILIES.get(info.source.model_type)

@@ -1,0 +1,129 @@
+"""What sees, of a model that does: from the arrays of images to rows that its decoder reads.
+
+Keeps what it has made until it is told to drop it, by content. Knows modules of `transformers`, and
+steps as far as images go.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioserve.images.families import Family
+from aioserve.model_source.source import one_line
+from aioserve.request import EncoderInput
+from aioserve.runner.attention.backend import GivenRows, StepInputs
+from aioserve.runner.image_rows import ImageRows, Span
+from aioserve.scheduler.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ImageEncoder:
+    """Vision tower and projector of one model."""
+
+    def __init__(self, module: Any, family: Family, token_id: int) -> None:
+        """`module` is the whole model; `token_id` stands for a row in its prompts."""
+        self._module, self._family = module, family
+        self._dtype = next(module.parameters()).dtype
+        self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.batch_rows = ImageRows(token_id)
+        self._made: dict[str, Tensor] = {}  # [n, hidden] by content
+        self._failures: dict[str, str] = {}  # why, by content
+
+    def drop(self, content_hashes: Iterable[str]) -> None:
+        """Nobody will ask for these before they are encoded again."""
+        for content_hash in content_hashes:
+            self._made.pop(content_hash, None)
+            self._failures.pop(content_hash, None)
+
+    def see(
+        self, inputs: StepInputs, step: SchedulerOutput
+    ) -> tuple[GivenRows | None, dict[str, str]]:
+        """Encode what the step says; what its tokens for images enter the decoder with, and whose
+        image could not be encoded, and why.
+        """
+        rows = self.batch_rows
+        if step.scheduled_encoder_inputs:
+            self.encode(
+                rows.item(request_id, index)
+                for request_id, indices in step.scheduled_encoder_inputs.items()
+                for index in indices
+            )
+        spans = list(rows.spans(inputs))
+        failed: dict[str, str] = {}
+        if self._failures:
+            needed = [(span.request_id, span.content_hash) for span in spans]
+            # who has just come may have found blocks that were computed without the image
+            needed += [
+                (request.request_id, item.content_hash)
+                for request in step.scheduled_new_reqs
+                for item in request.encoder_inputs
+            ]
+            failed = {
+                request_id: self._failures[content_hash]
+                for request_id, content_hash in needed
+                if content_hash in self._failures
+            }
+        return self._give(spans), failed
+
+    @torch.inference_mode()
+    def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:
+        """Make the rows of these images, so many of each. One that fails does so alone."""
+        batches: dict[tuple[Any, ...], list[tuple[EncoderInput, int]]] = {}
+        for item, count in items:
+            assert item.arrays is not None, "of a request that came with its images"
+            shapes = tuple(array.shape[1:] for array in item.arrays.values())
+            batches.setdefault(shapes, []).append((item, count))
+        for batch in batches.values():
+            try:
+                self._encode(batch)
+            except Exception as error:  # code of any kind of model
+                if len(batch) == 1:
+                    self._note(batch[0][0], error)
+                    continue
+                for one in batch:
+                    try:
+                        self._encode([one])
+                    except Exception as own_error:
+                        self._note(one[0], own_error)
+
+    def _encode(self, batch: list[tuple[EncoderInput, int]]) -> None:
+        """All at once: each is in rows of its own of the arrays."""
+        arguments: dict[str, Tensor] = {}
+        for name in self._family.arrays:
+            joined = np.concatenate([item.arrays[name] for item, _ in batch if item.arrays])
+            array = torch.from_numpy(joined)
+            arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
+        found = self._module.get_image_features(**arguments, return_dict=True).pooler_output
+        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in found])
+        counts = [count for _, count in batch]
+        if len(rows) != sum(counts):
+            raise ValueError(f"{len(rows)} rows for {sum(counts)} tokens")
+        begin = 0
+        for (item, _), end in zip(batch, np.cumsum(counts).tolist(), strict=True):
+            # of its own memory: they are dropped one by one
+            self._made[item.content_hash] = rows[begin:end].clone()
+            self._failures.pop(item.content_hash, None)
+            begin = end
+
+    def _give(self, spans: list[Span]) -> GivenRows | None:
+        """But for those of images that failed."""
+        found = [
+            (span.places, self._made[span.content_hash][span.rows])
+            for span in spans
+            if span.content_hash in self._made
+        ]
+        if not found:
+            return None
+        places, rows = zip(*found, strict=True)
+        return GivenRows(torch.from_numpy(np.concatenate(places)), torch.cat(rows))
+
+    def _note(self, item: EncoderInput, error: Exception) -> None:
+        logger.error("an image could not be encoded: %s", error, exc_info=error)
+        said = f"an image of this request could not be encoded: {one_line(error)}"
+        self._failures[item.content_hash] = said
+        self._made.pop(item.content_hash, None)

@@ -1,0 +1,81 @@
+"""The text model of one that sees, as a causal language model of its own.
+
+Knows how `transformers` names the parts of models that see; knows nothing about images.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from aioserve.errors import ConfigError
+from aioserve.model_source.source import one_line
+from aioserve.runner.attention.bridge import AttentionProbe, serving
+
+
+class TextPart(nn.Module):
+    """Decoder and head, called as any causal language model of `transformers` is."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.name = type(whole).__name__
+        self.model: nn.Module = whole.get_decoder()
+        self.lm_head: nn.Module = whole.get_output_embeddings()
+        self.config: Any = self.model.config
+
+    @property
+    def base_model(self) -> nn.Module:
+        """All but the head."""
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As in `transformers`."""
+        found: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        return found
+
+    def get_output_embeddings(self) -> nn.Module:
+        """As in `transformers`."""
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Ids [1, T] or the rows [1, T, hidden] that they stand for; logits of all, or of some."""
+        hidden = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        ).last_hidden_state
+        keep = slice(None) if logits_to_keep is None else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, keep]))
+
+
+@torch.inference_mode()
+def take_text_part(whole: Any) -> TextPart:
+    """Take it out of `whole`, which keeps what sees. Raises `ConfigError` if a text has other
+    logits without the rest.
+    """
+    part = TextPart(whole)
+    ids = torch.arange(4)[None] + part.config.vocab_size // 2
+    try:
+        with serving(AttentionProbe()):
+            expected = whole(input_ids=ids, use_cache=False).logits
+        with serving(AttentionProbe()):
+            found = part(input_ids=ids).logits
+    except Exception as error:  # code of any kind of model
+        raise ConfigError(f"unsupported architecture {part.name}: {one_line(error)}") from error
+    if not torch.equal(found, expected):
+        raise ConfigError(f"unsupported architecture {part.name}: more follows its head")
+    gone = {id(part.model), id(part.lm_head)}
+    for owner in list(whole.modules()):
+        for name, child in list(owner.named_children()):
+            if id(child) in gone:
+                setattr(owner, name, None)
+    return part

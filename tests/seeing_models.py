@@ -1,0 +1,114 @@
+"""Tiny random models that see, as directories with a tokenizer and a processor of their own.
+
+The text parts are those of `tests.models`. Needs Pillow; knows no engine.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EMBEDDED = Path(__file__).parents[1] / "aioserve" / "embedded"
+_VOCAB_SIZE = 2112  # that of the embedded tokenizer, and room for marks
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": _VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "initializer_range": 0.2,
+}
+
+_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}\
+{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'text' %}{{ part['text'] }}\
+{% endif %}{% endfor %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def picture(seed: int, width: int, height: int) -> Any:
+    """One of PIL, with large shapes of its own."""
+    from PIL import Image
+
+    random = np.random.default_rng(seed)
+    small = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _idefics3(
+    marks: dict[str, int], kind: str = "idefics3"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}
+    config = {
+        "vision_config": _VISION,
+        "text_config": {"model_type": "llama", **_TEXT},
+        "scale_factor": 2,
+        "image_token_id": marks["<image>"],
+    }
+    processor = {
+        "processor_class": f"{names[kind]}Processor",
+        "image_processor_type": f"{names[kind]}ImageProcessor",
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+        "do_image_splitting": True,
+        "image_seq_len": 4,
+    }
+    return config, processor
+
+
+_KINDS = {
+    "idefics3": _idefics3,
+    "smolvlm": lambda marks: _idefics3(marks, "smolvlm"),
+}
+_MARKS = {
+    "idefics3": [
+        *("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+    ],
+}
+_MARKS["smolvlm"] = _MARKS["idefics3"]
+SEEING_KINDS = tuple(_KINDS)
+#: What stands for an image in a text.
+PLACEHOLDERS = {"idefics3": "<image>", "smolvlm": "<image>"}
+
+
+def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
+    """Write a model of one of `SEEING_KINDS` to `path` and return `path`. `overrides` are fields of
+    the configuration of its text model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.add_special_tokens({"additional_special_tokens": _MARKS[kind]})
+    marks = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in _MARKS[kind]}
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", PLACEHOLDERS[kind])
+    fields, processor = _KINDS[kind](marks)
+    fields["text_config"] |= overrides
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    own = {
+        name: processor[name] for name in ("processor_class", "image_seq_len") if name in processor
+    }
+    (path / "processor_config.json").write_text(json.dumps(own))
+    return path
