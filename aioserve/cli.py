@@ -27,6 +27,7 @@ from aioserve.arguments import (
 )
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
+from aioserve.log_format import set_up_logging
 from aioserve.nearest import did_you_mean
 from aioserve.version import __version__
 
@@ -82,7 +83,7 @@ def _dispatch(words: Sequence[str]) -> int:
     # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
     command = COMMANDS.get(first, _serve)
     config = load_config(build_parser().parse_args(rest if first in COMMANDS else words))
-    _set_up_logging(config.server.log_level)
+    set_up_logging(config.server.log_level, config.server.log_format)
     run(command(config))
     return 0
 
@@ -224,9 +225,3 @@ def _show(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )

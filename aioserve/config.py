@@ -535,6 +535,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="lines of the log; json: an object each")
+    ] = "text"
+    log_prompts: Annotated[
+        bool,
+        Meta(description="log what is asked, word for word; else nothing of it is logged"),
+    ] = False
 
 
 class AccessConfig(Section, frozen=True, kw_only=True):

@@ -65,6 +65,7 @@ class RequestFields(TypedDict, total=False):
     timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
     cache_salt: str  # prefixes are shared within one only
     adapter: str  # one of `EngineClient.adapters`, or the model itself
+    client: str  # where it comes from, for the log
     key_name: str  # whose tokens are counted: of a server's key
 
 

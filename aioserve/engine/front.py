@@ -14,7 +14,8 @@ from aioserve.engine.client import DoorParts, EngineClient
 from aioserve.engine.clock import Clock
 from aioserve.engine.input_processor import Prompt
 from aioserve.engine.pooling import NOTHING_SAMPLED
-from aioserve.engine.samples import Claims, Samples
+from aioserve.engine.request_lines import log_prompt
+from aioserve.engine.samples import Claims, Origin, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestError
 from aioserve.pooling_params import PoolingParams
@@ -49,6 +50,7 @@ class EngineFront(EngineClient, Generic[Parts]):
         cache_salt: str = "",
         adapter: str = "",
         key_name: str = "",
+        client: str = "",
     ) -> RequestStream:
         """See `EngineClient.add_request`."""
         if timeout is not None and not timeout > 0:
@@ -61,7 +63,10 @@ class EngineFront(EngineClient, Generic[Parts]):
         else:
             sampling = parts.input_processor.complete_params(params or SamplingParams())
         request_id = request_id or f"req-{uuid4().hex}"
+        if self.config.server.log_prompts:
+            log_prompt(request_id, prompt, sampling)
         with self._claimed(request_id, sampling.n, parts) as samples:
+            samples.origin = Origin(client, adapter or self.config.model.served_name)
             stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
             room = parts.input_processor.room(pooling or sampling)
             least = parts.input_processor.least_tokens(prompt, room)

@@ -4,7 +4,6 @@ Counted in plain integers on the event loop and read when somebody scrapes: a to
 increments. Knows nothing about HTTP.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -23,8 +22,6 @@ from aioserve.engine.vllm_names import aliases
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 from aioserve.watch.shadow import Shadow
-
-logger = logging.getLogger(__name__)
 
 
 class Latencies:
@@ -135,7 +132,6 @@ class EngineMetrics(Collector):
     def on_finished(
         self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
-        """One line in the log says how."""
         request = state.request
         seconds = now - request.arrival_time
         self.finished[reason] += 1
@@ -145,17 +141,6 @@ class EngineMetrics(Collector):
         self.prompt_lengths.observe(request.num_prompt_tokens)
         self.output_lengths.observe(num_output_tokens)
         self._observe_phases(state, now)
-        logger.info(
-            "%s finished: %s, %d prompt tokens (%d cached), %d output tokens, %.3f s, "
-            "%d preemptions",
-            request.request_id,
-            reason.value,
-            request.num_prompt_tokens,
-            request.num_cached_tokens,
-            num_output_tokens,
-            seconds,
-            request.num_preemptions,
-        )
 
     def _observe_phases(self, state: SampleState, now: float) -> None:
         """Of a request that was never served, all is queue; of one without a token, none is decode.

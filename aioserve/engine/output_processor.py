@@ -14,6 +14,7 @@ from aioserve.engine.detokenizer import (
     choose_detokenizer,
 )
 from aioserve.engine.metrics import RequestCounts
+from aioserve.engine.request_lines import log_request
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
@@ -199,7 +200,8 @@ class OutputProcessor:
                 continue  # its reader has left, or a stop string ended it in the step before
             last_time, state.last_token_time = state.last_token_time, now
             if last_time is None:
-                state.first_token_time = now
+                if core_output.new_token_ids or core_output.embedding is not None:
+                    state.first_token_time = now
                 self._metrics.on_prompt_computed(state, now)
             else:
                 if last_time != last and count:
@@ -266,5 +268,7 @@ class OutputProcessor:
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens
         self._metrics.on_finished(state, num_tokens, reason, now)
+        if state.is_read_here:
+            log_request(state, num_tokens, reason, now)
         if self._request_log is not None:
             self._request_log.write(state.request, num_tokens)

@@ -15,6 +15,13 @@ from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """Where a request comes from, for whoever tells of it: no policy knows."""
+
+    client: str = ""  # address
+    model: str = ""  # or adapter, as it was asked for
+
+
 class Samples:
     """The samples of one request: they share a reader, and nobody else gets their ids or its own
     while one of them lives.
@@ -28,6 +35,7 @@ class Samples:
         "is_arriving",
         "let_go",
         "num_live",
+        "origin",
         "request_id",
     )
 
@@ -42,6 +50,7 @@ class Samples:
         self.is_arriving = True  # being tokenized: nothing can be ended yet
         self.is_aborted = False  # meanwhile
         self.adapter_id = ""
+        self.origin = Origin()
         # Of their adapter, or no longer waits for it; may be called again.
         self.let_go: Callable[[], None] | None = None
 
@@ -110,6 +119,7 @@ def wants_only_end(params: SamplingParams) -> bool:
 class SampleState(ABC):
     """What delivery needs to know of one sample between two of its outputs, whoever reads them."""
 
+    is_read_here = True  # else in another process, which knows where it comes from
     __slots__ = (
         "first_token_time",
         "last_token_time",

@@ -215,6 +215,8 @@ class _ForwardedState(SampleState):
 
     __slots__ = ("_worker",)
 
+    is_read_here = False
+
     def __init__(self, request: Request, samples: Samples, worker: "WorkerClient") -> None:
         waits = wants_only_end(request.sampling_params)
         super().__init__(request, samples, waits_for_end=waits)

@@ -214,7 +214,9 @@ class WorkerPool:
         own = [bind_beside(sock) for sock in self._sockets]
         try:
             inherited = (self._lifeline[0], *(sock.fileno() for sock in own))
-            command = ("-m", "aioserve.workers.worker", name, address, *map(str, inherited))
+            server = self._engine.config.server
+            words = (name, address, server.log_level, server.log_format, *map(str, inherited))
+            command = ("-m", "aioserve.workers.worker", *words)
             # The same package as ours, and not what may lie in the working directory.
             root = str(Path(__file__).parents[2])
             paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

@@ -18,6 +18,7 @@ from typing import Any
 
 from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE, run
 from aioserve.errors import AioserveError, ConfigError
+from aioserve.log_format import set_up_logging
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.http_counts import HttpCounts
 from aioserve.server.running import RunningResponses
@@ -34,13 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("aioserve.workers.worker")
     parser.add_argument("name", help="what it is called in the log")
     parser.add_argument("address", help="where the engine is")
+    parser.add_argument("log_level", help="as the setting")
+    parser.add_argument("log_format", help="likewise")
     parser.add_argument("lifeline", type=int, help="a descriptor that ends with the engine")
     parser.add_argument("sockets", type=int, nargs="+", help="descriptors to listen on")
     given = parser.parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)-7s {given.name} %(name)s: %(message)s",
-    )
+    set_up_logging(given.log_level, given.log_format, given.name)
     sockets = [socket.socket(fileno=number) for number in given.sockets]
     try:
         return run(_serve(given.address, given.lifeline, sockets))
@@ -62,7 +62,6 @@ async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> i
             starting.cancel()
             return EXIT_ENGINE_DEAD
         starting.result()
-        logging.getLogger().setLevel(engine.config.server.log_level.upper())
         running = RunningResponses(engine)
         engine.abort_here = running.abort
         responses, counts = RemoteResponses(engine), HttpCounts()

@@ -4,12 +4,12 @@ Knows messages and their order; what a step is done with, whoever starts it know
 """
 
 import gc
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioserve.errors import RunnerDeadError
+from aioserve.log_format import set_up_logging
 from aioserve.model_info import ModelInfo
 from aioserve.runner.tensor_parallel.messages import Answer, Start, Step, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
@@ -58,12 +58,10 @@ def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -
 def _run(first: FirstRank, start: Start, load: Load) -> int:
     from aioserve.runner.tensor_parallel.plan import check_model
 
-    level = start.config.server.log_level
+    server = start.config.server
     # What it loads and serves is told by the first rank.
-    logging.basicConfig(
-        level="DEBUG" if level == "debug" else "WARNING",
-        format=f"%(asctime)s %(levelname)-7s rank {start.rank} %(name)s: %(message)s",
-    )
+    level = "debug" if server.log_level == "debug" else "warning"
+    set_up_logging(level, server.log_format, f"rank {start.rank}")
     info = ModelInfo(start.config.model)
     check_model(start.config, info)
     execute = load(first, start, info)

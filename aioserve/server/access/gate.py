@@ -51,6 +51,7 @@ def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, 
     header that makes no sense.
     """
     fields = dict(given)
+    fields["client"] = request.remote or ""
     if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
         fields["timeout"] = min(_seconds(text), fields.get("timeout", math.inf))
     key = request.get(KEY)
