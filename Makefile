@@ -28,10 +28,10 @@ model: .venv/runtime  ## fetch a small model that can talk, 98 MB, into models/:
 	@$(BIN)/python -m aioserve fetch smollm2
 
 test: .venv/test check  ## install what tests need, check style and types, run the tests (ARGS=tests/lab adds words)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not dist and not architectures" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not dist and not architectures and not browser" $(ARGS)
 
 test-all: .venv/test check  ## the slow tests as well
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not dist and not architectures and not browser" $(ARGS)
 
 test-dist: .venv/dist  ## several processes, and what becomes of them when one dies
 	$(BIN)/python -m pytest -q -m dist $(ARGS)
@@ -52,6 +52,9 @@ test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor aga
 
 test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by linters too
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
+
+test-page: .venv/test  ## the page in a real browser (apt-get install chromium)
+	$(BIN)/python -m pytest -q -m "browser and not slow" tests/page $(ARGS)
 
 # The flags are those of setup.py's baseline: keep in step.
 ARM := aarch64-linux-gnu

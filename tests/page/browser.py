@@ -159,6 +159,7 @@ class Browser:
         try:
             for domain in ("Page", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
+            await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
             await tab.go(url)
             yield tab
         finally:

@@ -47,8 +47,8 @@ async function listen() {
       }
       say("the stream has ended; asking again", true);
     } catch (error) {
-      if (listening.signal.aborted) break;
-      say(error.message, true);
+      if (document.hidden && listening.signal.aborted) break;
+      if (!listening.signal.aborted) say(error.message, true);
     }
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -120,7 +120,7 @@ function draw(time) {
 }
 
 // For tests, and whoever looks into the console.
-const page = { story, now, chat, numDraws: 0 };
+const page = { story, now, chat, numDraws: 0, listenAgain: () => listening?.abort() };
 window.aioserve = page;
 requestAnimationFrame(draw);
 keepListening();

@@ -15,6 +15,7 @@ export class Now {
     this.hovered = null;
     this.heldAt = null;
     this.lastTable = 0;
+    this.numDrawn = 0;
     const palette = new Palette();
     this.lanes = new Lanes(byId("lanes"), byId("scroller"), byId("spacer"), palette);
     this.steps = new StepStrip(byId("steps"), palette);
@@ -62,6 +63,7 @@ export class Now {
     this.steps.draw(story, view);
     this.blocks.draw(story, view);
     byId("empty").hidden = this.lanes.shown.length > 0;
+    this.numDrawn++;
   }
 
   words() {

@@ -1,0 +1,274 @@
+"""The page in a real browser, before a real server: `make test-page`."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    ServerConfig,
+    ShadowConfig,
+)
+from tests.server.serving import running
+
+CONFIG = EngineConfig(
+    runner=RunnerConfig(runner="simulated", step_base_ms=5),
+    scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
+    server=ServerConfig(enable_admin=True),
+)
+LIVE = "document.getElementById('connection').textContent === 'live'"
+
+
+def text_of(name):
+    return f"document.getElementById('{name}').innerText"
+
+
+@asynccontextmanager
+async def page(browser, **sections):
+    """A server with these settings, and its page, which raised and logged nothing wrong."""
+    config = msgspec.structs.replace(CONFIG, **sections)
+    async with running(config) as server, browser.tab(server.url) as tab:
+        await tab.until(LIVE)
+        yield server, tab
+        assert tab.problems == []
+
+
+async def click(tab, name):
+    await tab.run(f"document.getElementById('{name}').click()")
+
+
+async def ask(tab, text):
+    await tab.run("document.getElementById('prompt').focus()")
+    await tab.type(text)
+    await tab.press("Enter", 13)
+
+
+async def test_a_prompt_is_typed_and_its_tokens_come_coloured_by_their_steps(browser):
+    async with page(browser) as (_, tab):
+        assert await tab.until("!document.getElementById('empty').hidden")
+        await ask(tab, "What news, my lord?")
+        # Its lane appears while it runs.
+        await tab.until(
+            "aioserve.now.lanes.shown.flat().some((life) => life.id.startsWith('page-'))"
+        )
+        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.until("document.querySelectorAll('#talk .token[data-step]').length > 3")
+        tokens = "[...document.querySelectorAll('#talk .token')]"
+        await tab.until(f"{tokens}.every((token) => token.dataset.step)")
+        steps = await tab.run(f"{tokens}.map((token) => Number(token.dataset.step))")
+        assert steps == sorted(steps)
+        [life] = await tab.run("[...aioserve.story.lives.values()].map((life) => life.output)")
+        reply = await tab.run(f"{tokens}.map((token) => token.textContent).join('')")
+        assert reply.strip()
+        assert life == 64
+        assert "What news, my lord?" in await tab.run(text_of("talk"))
+        classes = await tab.run(f"{tokens}.map((token) => token.className)")
+        assert classes == [f"token s{step % 6}" for step in steps]
+        await tab.run(f"{tokens}[1].click()")
+        assert f"step {steps[1]}" in await tab.run(text_of("token"))
+        # And leaves, when it has moved out of the window.
+        await tab.run("document.getElementById('window').value = '2'")
+        await tab.until("!document.getElementById('empty').hidden")
+
+
+async def test_a_reply_is_stopped_and_the_server_hears_of_it(browser):
+    async with page(browser) as (_, tab):
+        await tab.run("document.getElementById('max-tokens').value = '3000'")
+        await ask(tab, "Go on")
+        await tab.until("document.querySelectorAll('#talk .token').length > 3")
+        await click(tab, "send")
+        await tab.until(f"{text_of('chat-status')} === 'Stopped.'")
+        await tab.until(
+            "[...aioserve.story.lives.values()].every((life) => life.finish === 'abort')"
+        )
+
+
+async def test_the_policy_is_switched_and_a_bad_option_is_said(browser):
+    async with page(browser) as (server, tab):
+        await tab.until(f"{text_of('policy')} === 'chunked_prefill'")
+        await tab.run("document.getElementById('options').value = '{\"chunk\": 1}'")
+        await click(tab, "do-switch")
+        await tab.until(f"/chunk_size/.test({text_of('switch-status')})")
+        await tab.run("document.getElementById('options').value = 'x'")
+        await click(tab, "do-switch")
+        await tab.until(f"/must be a JSON object/.test({text_of('switch-status')})")
+        tab.problems.clear()  # a browser logs every 400
+        await tab.run("document.getElementById('options').value = ''")
+        await tab.run("document.getElementById('policies').value = 'fcfs'")
+        await click(tab, "do-switch")
+        await tab.until(f"{text_of('policy')} === 'fcfs'")
+        assert server.engine.config.scheduler.policy == "fcfs"
+        assert "before, it was chunked_prefill" in await tab.run(text_of("switch-status"))
+
+
+async def test_a_server_without_admin_routes_says_so(browser):
+    async with page(browser, server=ServerConfig()) as (_, tab):
+        await click(tab, "do-switch")
+        await tab.until(f"/--enable-admin/.test({text_of('switch-status')})")
+        tab.problems.clear()
+
+
+async def test_why_a_request_waited_and_who_was_preferred_to_it(browser):
+    scheduler = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1)
+    async with page(browser, scheduler=scheduler) as (server, tab):
+        first = asyncio.create_task(
+            server.complete([5] * 200, max_tokens=150, ignore_eos=True, request_id="the-first")
+        )
+        await tab.until("aioserve.story.byId.get('the-first')?.state === 'decode'")
+        second = asyncio.create_task(
+            server.complete([6] * 20, max_tokens=5, ignore_eos=True, request_id="the-second")
+        )
+        await asyncio.gather(first, second)
+        await tab.until("aioserve.story.byId.get('the-second')?.state === 'done'")
+        await tab.run("document.getElementById('table').open = true")
+        await tab.run("document.getElementById('choose').focus()")
+        await tab.run(
+            "(() => { const select = document.getElementById('choose');"
+            " select.value = aioserve.story.byId.get('the-second').number;"
+            " select.dispatchEvent(new Event('change')); })()"
+        )
+        rows = await tab.until(
+            "[...document.querySelectorAll('#life tbody tr')].map((row) => row.innerText)"
+        )
+        waited = [row for row in rows if "all seats are taken" in row]
+        assert len(waited) == 1
+        assert "decode tokens of those who ran" in waited[0]
+        assert "20 tokens of its prompt" in rows[-2]
+        assert "4 steps of decoding" in rows[-1]
+        assert "it ran alone" in rows[-1]
+        await tab.run("document.querySelector('#life tbody button').click()")
+        steps = await tab.run("document.querySelectorAll('#life tbody li').length")
+        assert steps > 3
+
+
+async def test_the_shadow_stands_beside_the_live_policy(browser):
+    async with page(browser, shadow=ShadowConfig(shadow_policy="fcfs")) as (server, tab):
+        await tab.until(f"/fcfs follows the live chunked_prefill/.test({text_of('shadow')})")
+        await server.complete(max_tokens=3, ignore_eos=True)
+        await tab.until(f"/first token p50\\s+≤/.test({text_of('shadow')})")
+
+
+async def test_a_thousand_requests_are_all_drawn(browser):
+    sections = {
+        "scheduler": SchedulerConfig(
+            policy="chunked_prefill", options={"chunk_size": 2048}, max_num_seqs=700
+        ),
+        "cache": CacheConfig(num_kv_blocks=20_000),
+        "runner": msgspec.structs.replace(CONFIG.runner, step_base_ms=20, step_decode_us=1),
+    }
+    async with page(browser, **sections) as (server, tab):
+        begun = await tab.run("[aioserve.numDraws, aioserve.now.lanes.numDrawn]")
+        requests = [
+            asyncio.create_task(server.complete([i % 90 + 5] * 30, max_tokens=150, ignore_eos=True))
+            for i in range(1000)
+        ]
+        await tab.until("aioserve.now.lanes.shown.flat().length === 1000")
+        await tab.until("aioserve.story.gauges.num_waiting > 0")
+        await tab.run("document.getElementById('table').open = true")
+        await tab.until("document.querySelectorAll('#rows tr').length === 200")
+        assert "800 requests more" in await tab.run(text_of("more"))
+        await tab.run("document.getElementById('scroller').scrollTop = 1e6")  # lanes out of sight
+        for answer in await asyncio.gather(*requests):
+            assert answer.status == 200
+        await tab.until("[...aioserve.story.lives.values()].every((life) => life.end !== null)")
+        outputs = await tab.run("[...aioserve.story.lives.values()].map((life) => life.output)")
+        assert outputs == [150] * 1000
+        assert await tab.run("aioserve.story.numSnapshots") == 1  # it kept pace with the frames
+        draws, lanes = await tab.run("[aioserve.numDraws, aioserve.now.lanes.numDrawn]")
+        assert draws > begun[0]
+        assert lanes - begun[1] > draws - begun[0]
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1360])
+async def test_nothing_is_wider_than_the_screen(browser, width):
+    async with page(browser, shadow=ShadowConfig(shadow_policy="fcfs")) as (server, tab):
+        await tab.shape(width, 800, is_phone=width < 700)
+        long = "x" * 120
+        await server.complete("Hello", max_tokens=5, request_id=long, user="y" * 200)
+        await tab.until(f"aioserve.story.byId.get('{long}')?.end")
+        await ask(tab, "w" * 300)
+        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.run(f"aioserve.now.choose(aioserve.story.byId.get('{long}'))")
+        await tab.run("document.getElementById('table').open = true")
+        await asyncio.sleep(1.2)  # the table and the words have their turns
+        wide = (
+            "[...document.querySelectorAll('body *')].filter((node) =>"
+            " !node.closest('.scroll, .skip')"
+            " && node.getBoundingClientRect().right > innerWidth + 1)"
+            ".map((node) => node.tagName + '#' + node.id + '.' + node.className)"
+        )
+        assert await tab.run(wide) == []
+        assert await tab.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+async def test_a_tab_that_lost_its_stream_begins_with_a_snapshot(browser):
+    async with page(browser) as (server, tab):
+        asked = asyncio.create_task(server.complete(max_tokens=400, ignore_eos=True))
+        await tab.until("aioserve.story.lives.size === 1")
+        await tab.call("Network.enable")
+        gone = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        await tab.call("Network.emulateNetworkConditions", offline=True, **gone)
+        await tab.run("aioserve.listenAgain()")
+        await tab.until("document.getElementById('connection').classList.contains('lost')")
+        await tab.call("Network.emulateNetworkConditions", offline=False, **gone)
+        await tab.until(LIVE)
+        assert await tab.run("aioserve.story.numSnapshots") == 2
+        assert (await asked).status == 200
+        tab.problems.clear()
+
+
+async def test_every_control_has_a_name_and_can_be_reached_by_keyboard(browser):
+    async with page(browser) as (_, tab):
+        tree = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
+        roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link"}
+        seen = [node for node in tree if node.get("role", {}).get("value") in roles]
+        assert len(seen) > 12
+        nameless = [node for node in seen if not node.get("name", {}).get("value")]
+        assert nameless == []
+        kinds = {node.get("role", {}).get("value") for node in tree}
+        assert {"main", "banner", "navigation", "log", "status", "region"} <= kinds
+        reached = set()
+        for _ in range(40):
+            await tab.press("Tab", 9)
+            reached.add(await tab.run("document.activeElement.id"))
+        assert {"window", "hold", "scroller", "prompt", "send", "choose", "do-switch"} <= reached
+
+
+async def test_who_wants_little_motion_gets_few_pictures(browser):
+    async with page(browser) as (_, tab):
+        drawn = "performance.now() && aioserve.now.numDrawn"
+        await tab.prefer(prefers_reduced_motion="reduce")
+        before = await tab.run(f"[{drawn}, aioserve.numDraws]")
+        await tab.until(f"aioserve.numDraws > {before[1] + 40}")
+        after = await tab.run(f"[{drawn}, aioserve.numDraws]")
+        assert after[0] - before[0] < (after[1] - before[1]) / 3
+
+
+async def test_contrast_is_enough_in_light_and_dark(browser):
+    """WCAG AA: 4.5 for text."""
+    code = """(() => {
+      const style = getComputedStyle(document.documentElement);
+      const light = (name) => {
+        const hex = style.getPropertyValue(`--${name}`).trim().slice(1);
+        const parts = [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+          .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+      };
+      const contrast = (a, b) => {
+        const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+        return (x + 0.05) / (y + 0.05);
+      };
+      return ["ink", "faint", "bad"].flatMap((text) => ["panel", "paper"].map((ground) =>
+        [text, ground, contrast(text, ground)]))
+        .concat([0, 1, 2, 3, 4, 5].map((i) => ["ink", `t${i}`, contrast("ink", `t${i}`)]));
+    })()"""
+    async with page(browser) as (_, tab):
+        for scheme in ("light", "dark"):
+            await tab.prefer(prefers_color_scheme=scheme)
+            for text, ground, contrast in await tab.run(code):
+                assert contrast >= 4.5, (scheme, text, ground)
