@@ -3,7 +3,9 @@
 import base64
 import io
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from aioserve.errors import RequestError
 from aioserve.images.decoding import (
@@ -14,10 +16,6 @@ from aioserve.images.decoding import (
     read_header,
 )
 from tests.images.pictures import bomb, encoded, picture
-
-np = pytest.importorskip("numpy")
-Image = pytest.importorskip("PIL.Image")
-ImageDraw = pytest.importorskip("PIL.ImageDraw")
 
 
 def as_transformers(data: bytes):

@@ -55,7 +55,7 @@ def test_two_steps_in_flight_change_no_token() -> None:
 
 
 def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
-    """Through the scheduler of a running engine: the HTTP API does not take images yet."""
+    """Through the scheduler of a running engine: the embedded model's door takes none."""
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated"),
         scheduler=SchedulerConfig(max_encoder_tokens=100, encoder_cache_tokens=150),

@@ -11,8 +11,6 @@ from aioserve.server.images import ImageLoader, ImageParts, joined
 from tests.images.pictures import bomb, data_url, encoded, picture
 from tests.server.bad_bodies import check
 
-pytest.importorskip("PIL")
-
 TALK = Conversation([{"role": "user", "content": "?"}])
 TEXT = {"type": "text", "text": "What is it?"}
 

@@ -1,0 +1,331 @@
+"""Images from the HTTP door to a model that reads them: a tiny one of random weights."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aioserve.policies.fcfs import FCFSScheduler
+
+from aioserve import AsyncClient, Illustrated, SamplingParams
+from aioserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ImageConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from aioserve.engine import Conversation
+from aioserve.images import decoding, fetching
+from aioserve.request import WaitReason
+from aioserve.scheduler import SchedulerOutput
+from aioserve.scheduler.registry import available_policies
+from aioserve.server.app import listening
+from aioserve.server.sockets import bind
+from tests.images.pictures import bomb, data_url, encoded
+from tests.seeing_models import make_seeing_model, picture
+from tests.server.bad_bodies import check
+from tests.server.serving import running
+from tests.server.test_images import DOORS, TEXT, ask, chat_part, names
+from tests.workers.joined import connected
+
+# The loop is the subject of other tests; these load a model each.
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+NUM_TOKENS = 8
+ROOM = {"max_encoder_tokens": 64, "encoder_cache_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing_model("idefics3", tmp_path_factory.mktemp("idefics3"))
+
+
+def config_of(model: Path, *, images: dict | None = None, blocks: int = 200, **scheduler):
+    return EngineConfig(
+        model=ModelConfig(model=str(model), served_model_name="seer", dtype="float32"),
+        cache=CacheConfig(num_kv_blocks=blocks, block_size=16),
+        runner=RunnerConfig(threads=1),
+        scheduler=SchedulerConfig(**{**ROOM, **scheduler}),
+        images=ImageConfig(**images or {}),
+    )
+
+
+@pytest.fixture
+def seeing(model):
+    """`async with seeing(policy=...) as server:`"""
+    return lambda **settings: running(config_of(model, **settings))
+
+
+def url_of(seed: int, width: int = 60, height: int = 40) -> str:
+    return data_url(encoded(picture(seed, width, height)))
+
+
+async def look(server, *urls: str, **fields: Any) -> dict:
+    """The answer to a chat whose one message is a text and these images; asserts that it is one."""
+    body = {
+        "messages": [{"role": "user", "content": [TEXT, *map(chat_part, urls)]}],
+        **{
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+        **fields,
+    }
+    answer = await server.request("POST", "/v1/chat/completions", json=body)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+def ids_of(answer: dict) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+async def metric(server, name: str) -> float:
+    lines = (await server.get("/metrics")).body.decode().splitlines()
+    return float(dict(line.rsplit(" ", 1) for line in lines)[f"aioserve_{name}"])
+
+
+async def seen_by_engine(server, *images: Any) -> tuple[list[int], int]:
+    """Tokens of the reply, and of the prompt, as a caller of the engine gets them."""
+    parts = [TEXT, *({"type": "image"} for _ in images)]
+    prompt = Illustrated(Conversation([{"role": "user", "content": parts}]), images)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    tokens: list[int] = []
+    async for output in server.engine.generate(prompt, params):
+        tokens += output.token_ids
+    return tokens, output.num_prompt_tokens
+
+
+async def test_every_door_shows_the_model_what_the_engine_would(seeing):
+    images = [picture(0, 60, 40), picture(1, 30, 50)]
+    urls = [data_url(encoded(image)) for image in images]
+    async with seeing() as server:
+        tokens, num_prompt_tokens = await seen_by_engine(server, *images)
+        assert (await seen_by_engine(server, images[0], images[0]))[0] != tokens
+        answer = await look(server, *urls)
+        assert ids_of(answer) == [tokens]
+        assert answer["usage"]["prompt_tokens"] == num_prompt_tokens
+        text = answer["choices"][0]["message"]["content"]
+        blocks = [
+            {
+                "type": "image",
+                "source": {
+                    "type": "base64",
+                    "media_type": "image/png",
+                    "data": url.partition(",")[2],
+                },
+            }
+            for url in urls
+        ]
+        talk = {"messages": [{"role": "user", "content": [TEXT, *blocks]}]}
+        limits = {"max_tokens": NUM_TOKENS, "temperature": 0}
+        message = await server.request("POST", "/v1/messages", json={**talk, **limits})
+        assert message.json()["content"][0]["text"] == text
+        counted = await server.request("POST", "/v1/messages/count_tokens", json=talk)
+        assert counted.json() == {"input_tokens": num_prompt_tokens}
+        tokenized = await ask(server, "tokenize", *urls)
+        assert tokenized.json()["count"] == num_prompt_tokens
+        path, body, part, _ = DOORS["responses"]
+        asked = body([part(url) for url in urls]) | {"temperature": 0}
+        response = (await server.request("POST", path, json=asked)).json()
+        assert response["output"][0]["content"][0]["text"].startswith(text)
+        assert response["usage"]["input_tokens"] == num_prompt_tokens
+        went_on = {"previous_response_id": response["id"], "input": "And?", "max_output_tokens": 16}
+        after = (await server.request("POST", path, json=went_on)).json()
+        assert after["usage"]["input_tokens"] > num_prompt_tokens + 16
+        listed = (await server.get(f"/v1/responses/{response['id']}/input_items")).json()
+        assert [part.get("image_url") for part in listed["data"][0]["content"]] == [None, *urls]
+        async with AsyncClient(server.url) as client:
+            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+            said = [TEXT, *map(chat_part, urls)]
+            deltas = [o async for o in client.chat([{"role": "user", "content": said}], params)]
+            assert "".join(delta.text for delta in deltas) == text
+        assert await metric(server, "encoder_inputs_total") == 2
+
+
+async def test_an_image_of_ten_requests_is_encoded_once(seeing):
+    async with seeing() as server:
+        one, *others = await asyncio.gather(
+            *(look(server, url_of(0), user=f"{i}", cache_salt=f"{i}") for i in range(10))
+        )
+        assert all(ids_of(other) == ids_of(one) for other in others)
+        assert await metric(server, "encoder_inputs_total") == 1
+        assert await metric(server, "encoder_cache_hits_total") == 9
+        tokens = await metric(server, "encoder_tokens_total")
+        assert tokens == await metric(server, "encoder_cache_used_tokens") > 4
+        two = await look(server, url_of(0), n=2)
+        assert ids_of(two) == ids_of(one) * 2
+        assert await metric(server, "encoder_inputs_total") == 1
+
+
+URLS = [(0,), (1, 2), (), (3,)]
+
+
+async def look_at_all(server) -> list:
+    """Requests with one image, two, none and one, together."""
+    found = await asyncio.gather(*(look(server, *map(url_of, seeds)) for seeds in URLS))
+    return [ids_of(answer) for answer in found]
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """What each of them gets without the others, under a roomy `fcfs`."""
+
+    async def get() -> list:
+        async with running(config_of(model, policy="fcfs")) as server:
+            return [ids_of(await look(server, *map(url_of, seeds))) for seeds in URLS]
+
+    return asyncio.run(get())
+
+
+@pytest.mark.parametrize("policy", sorted(available_policies()))
+async def test_under_every_policy_the_tokens_are_the_same(seeing, alone, policy):
+    async with seeing(policy=policy) as server:
+        assert await look_at_all(server) == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_depth": 2},
+        {"options": {"chunk_size": 7}, "max_encoder_tokens": 32, "encoder_cache_tokens": 32},
+        {"blocks": 9},
+    ],
+    ids=["two steps in flight", "little room for images", "preempted"],
+)
+async def test_whatever_the_room_the_tokens_are_the_same(seeing, alone, settings):
+    async with seeing(**{"policy": "chunked_prefill"} | settings) as server:
+        assert await look_at_all(server) == alone
+        assert ("blocks" in settings) == bool(await metric(server, "preemptions_total"))
+
+
+class NotingScheduler(FCFSScheduler):
+    """Begins when all are there. Notes who waits why, and what the encoder is told."""
+
+    has_begun: bool
+    reasons: set[WaitReason]
+    num_encoded: int
+    freed: set[str]
+
+    def schedule(self) -> SchedulerOutput:
+        cls = type(self)
+        cls.has_begun = cls.has_begun or len(self.waiting) == len(URLS)
+        output = super().schedule() if cls.has_begun else self.new_step().output()
+        cls.reasons |= {request.wait_reason for request in self.waiting}
+        cls.num_encoded += sum(map(len, output.scheduled_encoder_inputs.values()))
+        cls.freed |= set(output.free_encoder_hashes)
+        return output
+
+
+async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(seeing, alone):
+    NotingScheduler.reasons, NotingScheduler.num_encoded = set(), 0
+    NotingScheduler.freed, NotingScheduler.has_begun = set(), False
+    async with seeing(policy=f"{__name__}:NotingScheduler") as server:
+        assert await look_at_all(server) == alone
+        assert NotingScheduler.num_encoded == await metric(server, "encoder_inputs_total")
+    assert WaitReason.ENCODER_BUDGET in NotingScheduler.reasons
+    assert NotingScheduler.num_encoded >= 4
+    assert len(NotingScheduler.freed) >= 2
+
+
+async def test_a_worker_hands_over_what_it_has_processed(model, alone):
+    sockets = bind("127.0.0.1", 0)
+    async with (
+        running(config_of(model)) as server,
+        connected(server.engine, 1) as (_, [remote], _),
+        listening(remote, sockets) as url,
+    ):
+        server.url = url
+        assert await look_at_all(server) == alone
+        answer = await ask(server, "chat", data_url(b"none"))
+        assert "no image" in names(answer, "chat", 0)
+
+
+BAD = {
+    "no image": (data_url(b"none"), "these bytes are no image"),
+    "cut off": (data_url(encoded(picture(0, 200, 200))[:-3000]), "cannot be decoded"),
+    "bomb": (data_url(bomb()), "the image is too large"),
+    "many pixels": (data_url(bomb(3000, 3000)), "3000 x 3000 pixels"),
+    "private": ("http://127.0.0.1:9/image.png", "cannot be reached at a public address"),
+    "large": (url_of(0, 96, 96), "the smaller of max_encoder_tokens and encoder_cache_tokens is"),
+}
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "results"])
+async def test_what_is_wrong_with_an_image_is_a_400_that_names_its_part(seeing, door):
+    limits, good = {"max_encoder_tokens": 25, "encoder_cache_tokens": 25}, url_of(1, 200, 20)
+    images = {"image_urls": True, "max_image_megapixels": 8}
+    async with seeing(images=images, **limits) as server:
+        for what, (url, message) in BAD.items():
+            counts = door in ("tokenize", "count_tokens")
+            if what == "large" and counts:
+                continue
+            if url.startswith("data:") and DOORS[door][2]("").get("type") == "image":
+                continue  # a source of type url may be a data: URL as well, tried below
+            answer = await ask(server, door, good, url)
+            assert message in names(answer, door, 1), what
+        answer = await ask(server, door, *["data:image/png;base64,AAAA"] * 10_000)
+        assert "one image too many" in names(answer, door, 16)
+        assert await metric(server, "encoder_inputs_total") == 0
+        assert (await look(server, good))["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+async def test_a_redirect_to_a_private_address_is_refused(seeing, monkeypatch):
+    monkeypatch.setattr(fetching, "is_public", lambda address: str(address) == "127.0.0.1")
+
+    async def send_on(request: web.Request) -> web.Response:
+        raise web.HTTPFound(f"http://127.0.0.2:{request.url.port}/image")
+
+    async def show(request: web.Request) -> web.Response:
+        return web.Response(body=encoded(picture(0, 60, 40)), content_type="image/png")
+
+    app = web.Application()
+    app.router.add_get("/image", show)
+    app.router.add_get("/elsewhere", send_on)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0).start()
+    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with seeing(images={"image_urls": True}) as server:
+            answer = await ask(server, "chat", f"{host}/elsewhere")
+            assert "cannot be reached at a public address" in names(answer, "chat", 0)
+            assert ids_of(await look(server, f"{host}/image")) == ids_of(
+                await look(server, url_of(0))
+            )
+    finally:
+        await runner.cleanup()
+
+
+async def test_what_takes_long_is_done_off_the_loop(seeing, monkeypatch):
+    threads: dict[str, set[threading.Thread]] = {}
+    for name in ("decode", "decode_base64", "read_header"):
+        work = getattr(decoding, name)
+
+        def noting(*args, name=name, work=work):
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return work(*args)
+
+        monkeypatch.setattr(decoding, name, noting)
+        monkeypatch.setattr(f"aioserve.server.images.{name}", noting, raising=False)
+    async with seeing() as server:
+        await look(server, url_of(0))
+    assert threads.keys() == {"decode", "decode_base64", "read_header"}
+    assert threading.main_thread() not in set().union(*threads.values())
+
+
+async def test_a_mark_of_images_in_a_text_is_no_image(seeing):
+    async with seeing() as server:
+        said = [TEXT | {"text": "<image>?"}, chat_part(url_of(0))]
+        body = {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
+        answer = await server.request("POST", "/v1/chat/completions", json=body)
+        assert "mentions 2 images" in check(answer)["message"]
+        assert check(answer)["param"] == "messages"
+        said.pop()
+        answer = await server.request("POST", "/v1/chat/completions", json=body)
+        assert answer.status == 200
