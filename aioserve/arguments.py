@@ -7,7 +7,7 @@ Knows argparse. Knows no command and no setting.
 import argparse
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 
@@ -37,10 +37,18 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 class Parser(argparse.ArgumentParser):
     """Errors in one line: the usage of forty flags would bury them."""
 
+    #: Set where a shell asks what may follow: is given the parser, and ends the process.
+    instead_of_parsing: ClassVar[Callable[[argparse.ArgumentParser], NoReturn] | None] = None
+
     def __init__(self, command: str, **options: Any) -> None:
         """The parser of `aioserve COMMAND`; `options` are those of `ArgumentParser`."""
         options = {"allow_abbrev": False, "formatter_class": _Formatter, **options}
         super().__init__(prog=f"aioserve {command}".strip(), **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if (instead := type(self).instead_of_parsing) is not None:
+            instead(self)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         unknown, colon, words = message.partition("unrecognized arguments: ")

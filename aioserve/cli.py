@@ -37,8 +37,8 @@ EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
 EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 
 _EPILOG = """\
-Commands: serve (the default); chat, bench, compare, search, sweep, calibrate, replay, trace, fetch
-and doctor have a --help of their own.
+Commands: serve (the default); chat, bench, compare, search, sweep, calibrate, replay, trace, fetch,
+doctor and completion have a --help of their own.
 Settings come from --config, then --set, then flags: of two values the later in this order wins, and
 of two --set the later one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        from aioserve.console.completion import answer_shell
+
+        answer_shell(COMMANDS, TOOLS, build_parser, lambda name: _load_tool(name)([]))
     first, rest = (words[0], words[1:]) if words else ("", [])
     if first in TOOLS:
         return _load_tool(first)(rest)
@@ -125,6 +129,7 @@ TOOLS = {
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",
     "chat": "aioserve.console.chat:run_chat",
+    "completion": "aioserve.console.completion:run_completion",
     "doctor": "aioserve.console.doctor:run_doctor",
     "fetch": "aioserve.model_source.downloads:run_fetch",
 }

@@ -47,6 +47,16 @@ def config_names() -> set[str]:
     return set(_shipped(""))
 
 
+def workload_names() -> set[str]:
+    """Of the workloads that do."""
+    return set(_shipped("workloads"))
+
+
+def fleet_names() -> set[str]:
+    """Of the fleets that do."""
+    return set(_shipped("fleets"))
+
+
 def _shipped(folder: str) -> dict[str, Path]:
     return {file.stem: file for file in (_configs() / folder).glob("*.yaml")}
 

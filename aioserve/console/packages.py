@@ -17,8 +17,10 @@ OURSELVES = "aioserve"
 
 #: What the extras of pyproject.toml bring, but for what our own tests need.
 EXTRAS = {
+    "completion": "Tab in a shell",
     "gguf": "models in GGUF files, such as smollm2",
     "gpu": "attention of flashinfer on CUDA cards",
+    "images": "models that see",
     "ray": "replicas by Ray Serve",
 }
 

@@ -1,17 +1,13 @@
 """A conversation in a real terminal, and through a pipe, with a real server."""
 
 import os
-import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
-import termios
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,8 @@ import pytest
 from aioserve.cli import main
 from aioserve.console.chat import CONTROL
 from tests import processes
-from tests.processes import PATIENCE, serving, started, until
+from tests.console.terminal import Terminal, at_terminal
+from tests.processes import PATIENCE, serving, until
 
 SIMULATED = ("--runner", "simulated", "--step-base-ms", "1", "--enable-admin")
 EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
@@ -36,46 +33,10 @@ def talk(url: str, text: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return processes.run(sys.executable, "-m", "aioserve", "chat", url, *argv, input=text)
 
 
-class Terminal:
-    """One end of a pseudo-terminal, with a chat at the other."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self.shown = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._file, text.encode())
-
-    def wait(self, pattern: str) -> str:
-        """Until it matches what was shown since the last time; what was shown up to there."""
-        give_up = time.monotonic() + PATIENCE
-        while not (match := re.search(pattern, self.shown)):
-            assert time.monotonic() < give_up, f"{pattern!r} not in {self.shown!r}"
-            if select.select([self._file], [], [], 1)[0]:
-                try:
-                    self.shown += os.read(self._file, 65536).decode(errors="replace")
-                except OSError:  # nobody is at the other end any more
-                    raise AssertionError(f"{pattern!r} not in {self.shown!r}") from None
-        before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
-        return before
-
-
-@contextmanager
-def chatting(*argv: str) -> Iterator[tuple[Terminal, "subprocess.Popen[str]"]]:
-    outer, inner = pty.openpty()
-    termios.tcsetwinsize(inner, (25, 80))
-    command = [sys.executable, "-m", "aioserve", "chat", *argv]
-    environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
-    options = {"stdin": inner, "stdout": inner, "stderr": inner, "env": environment}
-    try:
-        # Ctrl-C is a signal to whoever has the terminal: setsid alone does not take it.
-        code = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        code += "os.execv(sys.argv[1], sys.argv[1:])"
-        with started(sys.executable, "-c", code, *command, **options) as process:
-            os.close(inner)
-            yield Terminal(outer), process
-    finally:
-        os.close(outer)
+def chatting(
+    *argv: str,
+) -> AbstractContextManager[tuple[Terminal, "subprocess.Popen[str]"]]:
+    return at_terminal(sys.executable, "-m", "aioserve", "chat", *argv)
 
 
 def num_running(url: str) -> float:
@@ -184,6 +145,20 @@ def test_what_was_said_goes_with_the_next_message(url: str) -> None:
     assert first == anew
     assert second > first + 3
     assert with_system > first
+
+
+def test_a_server_with_keys_is_given_the_one_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {**os.environ, "AIOSERVE_API_KEYS": "sesame-7f3c0a52e9d1"}
+    with serving(*SIMULATED[:2], env=environment) as (_, url):
+        refused = talk(url, "Hello\n")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "key" in refused.stderr
+        monkeypatch.setenv("AIOSERVE_API_KEY", "sesame-7f3c0a52e9d1")
+        result = talk(url, "Hello\n", "--sampling", "max_tokens=3")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip()
 
 
 def test_a_model_without_a_chat_template_goes_on_with_the_text(tmp_path: Path) -> None:
