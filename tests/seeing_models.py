@@ -73,7 +73,60 @@ def _idefics3(
     return config, processor
 
 
+def _qwen2_5_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = {
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": _TEXT["hidden_size"],
+            "initializer_range": 0.2,
+        },
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+        "image_token_id": marks["<|image_pad|>"],
+        "video_token_id": marks["<|video_pad|>"],
+        "vision_start_token_id": marks["<|vision_start|>"],
+        "vision_end_token_id": marks["<|vision_end|>"],
+    }
+    processor = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48},
+    }
+    return config, processor
+
+
+def _qwen2_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    config, processor = _qwen2_5_vl(marks)
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": _TEXT["hidden_size"],
+        "num_heads": 4,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "initializer_range": 0.2,
+    }
+    return {**config, "vision_config": vision}, {**processor, "processor_class": "Qwen2VLProcessor"}
+
+
 _KINDS = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
     "idefics3": _idefics3,
     "smolvlm": lambda marks: _idefics3(marks, "smolvlm"),
 }
@@ -84,9 +137,20 @@ _MARKS = {
     ],
 }
 _MARKS["smolvlm"] = _MARKS["idefics3"]
+_MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
+    "<|vision_start|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_end|>",
+]
 SEEING_KINDS = tuple(_KINDS)
 #: What stands for an image in a text.
-PLACEHOLDERS = {"idefics3": "<image>", "smolvlm": "<image>"}
+PLACEHOLDERS = {
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
 
 
 def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:

@@ -8,6 +8,8 @@ import msgspec
 
 from aioserve.model_info import ModelInfo
 
+GRID = "image_grid_thw"  # patches of an image in time, height and width: [1, 3]
+
 
 class Family(msgspec.Struct, frozen=True):
     """Models that take images in the same way."""
@@ -15,13 +17,15 @@ class Family(msgspec.Struct, frozen=True):
     model_type: str
     #: What the encoder reads of an image, as arguments of `get_image_features`.
     arrays: tuple[str, ...]
-    #: Whether an image is one row of each array (with its pieces inside), or its pieces are rows.
-    nested: bool = False
+    #: Whether its tokens turn by time, height and width, and text goes on behind the largest.
+    axes: bool = False
 
 
 _FAMILIES = [
-    Family("idefics3", ("pixel_values", "pixel_attention_mask"), nested=True),
-    Family("smolvlm", ("pixel_values", "pixel_attention_mask"), nested=True),
+    Family("idefics3", ("pixel_values", "pixel_attention_mask")),
+    Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
+    Family("qwen2_vl", ("pixel_values", GRID), axes=True),
+    Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
 ]
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 

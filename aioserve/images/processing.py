@@ -39,7 +39,7 @@ class ImageProcessor:
             raise ConfigError(MISSING_PILLOW)
         self._family = family
         try:
-            self._processor = _load(family, info, tokenizer)
+            self._processor = load_processor(family, info, tokenizer)
         except Exception as error:  # transformers raises whatever the files provoke
             raise ConfigError(
                 f"cannot read the image processor of {info.source.path}: {one_line(error)}"
@@ -115,6 +115,8 @@ class ImageProcessor:
                 f"the image cannot be prepared: {one_line(error)}", f"images[{i}]"
             ) from error
         num_rows = int((np.asarray(made["input_ids"]) == self.token_id).sum())
+        if not num_rows:
+            raise RequestError("the image stands for no token", f"images[{i}]")
         return Prepared(replaced["replacement"], num_rows, arrays, self._hash(arrays))
 
     def _hash(self, arrays: dict[str, np.ndarray]) -> str:
@@ -125,7 +127,7 @@ class ImageProcessor:
         return digest.hexdigest()[:32]
 
 
-def _load(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
+def load_processor(family: Family, info: ModelInfo, tokenizer: Any) -> Any:
     """As `AutoProcessor` would, but for what is read of videos, which would need torchvision."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

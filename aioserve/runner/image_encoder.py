@@ -6,6 +6,7 @@ steps as far as images go.
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ class ImageEncoder:
         self._module, self._family = module, family
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.batch_rows = ImageRows(token_id)
+        merged = module.config.vision_config.spatial_merge_size if family.axes else None
+        self.batch_rows = ImageRows(token_id, merged)
         self._made: dict[str, Tensor] = {}  # [n, hidden] by content
         self._failures: dict[str, str] = {}  # why, by content
 
@@ -40,10 +42,8 @@ class ImageEncoder:
             self._made.pop(content_hash, None)
             self._failures.pop(content_hash, None)
 
-    def see(
-        self, inputs: StepInputs, step: SchedulerOutput
-    ) -> tuple[GivenRows | None, dict[str, str]]:
-        """Encode what the step says; what its tokens for images enter the decoder with, and whose
+    def see(self, inputs: StepInputs, step: SchedulerOutput) -> tuple[StepInputs, dict[str, str]]:
+        """Encode what the step says. The step with what its tokens for images are given; and whose
         image could not be encoded, and why.
         """
         rows = self.batch_rows
@@ -68,7 +68,9 @@ class ImageEncoder:
                 for request_id, content_hash in needed
                 if content_hash in self._failures
             }
-        return self._give(spans), failed
+        if spans or rows.has_axes:
+            inputs = replace(inputs, given=self._give(spans), turns=rows.turns(inputs))
+        return inputs, failed
 
     @torch.inference_mode()
     def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:
@@ -113,14 +115,17 @@ class ImageEncoder:
     def _give(self, spans: list[Span]) -> GivenRows | None:
         """But for those of images that failed."""
         found = [
-            (span.places, self._made[span.content_hash][span.rows])
+            (span.places, self._made[span.content_hash][span.rows], span.axes)
             for span in spans
             if span.content_hash in self._made
         ]
         if not found:
             return None
-        places, rows = zip(*found, strict=True)
-        return GivenRows(torch.from_numpy(np.concatenate(places)), torch.cat(rows))
+        places, rows, axes = zip(*found, strict=True)
+        turned = None
+        if self._family.axes:
+            turned = torch.from_numpy(np.concatenate(axes, axis=1))
+        return GivenRows(torch.from_numpy(np.concatenate(places)), torch.cat(rows), turned)
 
     def _note(self, item: EncoderInput, error: Exception) -> None:
         logger.error("an image could not be encoded: %s", error, exc_info=error)

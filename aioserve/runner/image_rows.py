@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aioserve.images.families import GRID
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.scheduler.output import NewRequestData
@@ -21,6 +22,7 @@ class Span(NamedTuple):
     content_hash: str
     rows: slice  # of the image
     places: IntArray  # as many packed tokens of the step
+    axes: IntArray | None  # [3, as many], if the model has axes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,14 +30,26 @@ class _Row:
     items: Sequence[EncoderInput]
     places: IntArray  # positions that stand for a row of an image, ascending
     starts: IntArray  # the first of each image among these, and their number
+    axes: IntArray | None  # [3, up to the end of the last image]
+
+    def turns(self, positions: IntArray) -> IntArray:
+        """By which heads turn, but for those of images."""
+        assert self.axes is not None, "of a model that has some"
+        end = self.axes.shape[1]
+        turns: IntArray = positions + (int(self.axes.max()) + 1 - end)  # text behind the last image
+        before = positions < end
+        turns[before] = self.axes[0, positions[before]]
+        return turns
 
 
 class ImageRows:
     """Those requests in the batch that have images."""
 
-    def __init__(self, token_id: int) -> None:
-        """`token_id` stands for one row of an image."""
-        self._token_id = token_id
+    def __init__(self, token_id: int, merged: int | None = None) -> None:
+        """`token_id` stands for one row of an image; `merged` x `merged` patches are one, if heads
+        turn by axes.
+        """
+        self._token_id, self._merged = token_id, merged
         self._rows: dict[str, _Row] = {}
 
     def set(self, request: NewRequestData) -> None:
@@ -49,7 +63,10 @@ class ImageRows:
         ]
         starts = np.cumsum([0, *map(len, places)])
         self._rows[request.request_id] = _Row(
-            request.encoder_inputs, np.concatenate(places), starts
+            request.encoder_inputs,
+            np.concatenate(places),
+            starts,
+            None if self._merged is None else _axes(request.encoder_inputs, places, self._merged),
         )
 
     def drop(self, request_id: str) -> None:
@@ -76,5 +93,46 @@ class ImageRows:
                 start = own.starts[number]
                 a, b = max(low, start), min(high, own.starts[number + 1])
                 if a < b:
-                    places = own.places[a:b] - begin + first
-                    yield Span(request_id, item.content_hash, slice(a - start, b - start), places)
+                    places = own.places[a:b]
+                    yield Span(
+                        request_id,
+                        item.content_hash,
+                        slice(a - start, b - start),
+                        places - begin + first,
+                        None if own.axes is None else own.axes[:, places],
+                    )
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether heads may turn by something other than positions now."""
+        return self._merged is not None and bool(self._rows)
+
+    def turns(self, inputs: StepInputs) -> IntArray | None:
+        """By which heads of the T tokens turn, if not by their positions."""
+        if not self.has_axes:
+            return None
+        turns = inputs.positions.copy()
+        for row, request_id in enumerate(inputs.req_ids):
+            own = self._rows.get(request_id)
+            if own is not None:
+                part = slice(inputs.query_start_loc[row], inputs.query_start_loc[row + 1])
+                turns[part] = own.turns(turns[part])
+        return turns
+
+
+def _axes(items: Sequence[EncoderInput], places: Sequence[IntArray], merged: int) -> IntArray:
+    """[3, up to the end of the last image]: time, height and width (Qwen2-VL, arXiv 2409.12191).
+
+    The three of a token of text are the same, behind the largest before it.
+    """
+    parts, end, following = [], 0, 0
+    for item, own in zip(items, places, strict=True):
+        assert item.arrays is not None, "of a request that came with its images"
+        time, height, width = item.arrays[GRID][0].tolist()
+        sizes = (time, height // merged, width // merged)
+        text = following + np.arange(own[0] - end)
+        following += len(text)
+        parts += [np.tile(text, (3, 1)), np.indices(sizes).reshape(3, -1) + following]
+        following += max(sizes[1:])
+        end = own[-1] + 1
+    return np.concatenate(parts, axis=1)

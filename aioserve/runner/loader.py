@@ -121,6 +121,10 @@ class AnyModel(ServedModel, Halves):
             arguments["inputs_embeds"] = rows
         if self._takes_positions:
             arguments["position_ids"] = inputs.positions[None]
+        if inputs.given is not None and inputs.given.axes is not None:
+            axes = inputs.positions.expand(3, 1, -1).clone()
+            axes[:, 0, inputs.given.places] = inputs.given.axes
+            arguments["position_ids"] = axes
         if self._counts_tokens:
             arguments["past_key_values"] = SeenTokens(inputs.positions)
         return arguments
@@ -135,10 +139,10 @@ class AnyModel(ServedModel, Halves):
 
 
 def load_model(
-    config: ModelConfig, info: ModelInfo, place: Place, *, sees: bool = False
+    config: ModelConfig, info: ModelInfo, place: Place, *, num_seen: int = 0
 ) -> ServedModel:
-    """Load the weights of `info.source`, for the fast tier if `config` and the model allow it; with
-    what sees, of a model that does, if that `sees`.
+    """Load the weights of `info.source`, for the fast tier if `config` and the model allow it; of a
+    model that sees all of it, if up to `num_seen` tokens of a step may be of images.
 
     What dtype "auto" means is known to the side that `place` is on, which has put it in. Raises
     `ConfigError` in one line if a file is missing or damaged, or if the architecture needs more
@@ -152,8 +156,8 @@ def load_model(
             "CPU and model.fused"
         )
     num_weight_bytes(config, info, place)  # names a damaged file; `from_pretrained` would not
-    if sees:
-        return _load_seeing(config, info, place)
+    if num_seen:
+        return _load_seeing(config, info, place, num_seen)
     if type(info.whole_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and family_of(info) is not None:
         raise ConfigError(
             f"{info.config.model} is a model that sees, which is served on a CPU, in one process, "
@@ -204,7 +208,7 @@ def load_model(
     return model
 
 
-def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place) -> ServedModel:
+def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: int) -> ServedModel:
     """In two parts: a text model as any other, and an encoder."""
     family = family_of(info)
     assert family is not None, "the model sees"
@@ -214,7 +218,7 @@ def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place) -> ServedMo
         )
         text = take_text_part(whole)
     encoder = ImageEncoder(whole, family, info.whole_config.image_token_id)
-    return prepare_model(text, config, info, place, encoder)
+    return prepare_model(text, config, info, place, encoder, num_seen if family.axes else 0)
 
 
 def _rounding(config: ModelConfig) -> Rounding | None:
@@ -234,6 +238,7 @@ def prepare_model(
     info: ModelInfo,
     place: Place,
     encoder: ImageEncoder | None = None,
+    num_turns: int = 0,
 ) -> ServedModel:
     """What serves a causal language model of `transformers` that lies at `place`, and whose
     attention is `ATTN_IMPLEMENTATION`, or its own if it knows no other. Raises `ConfigError` if
@@ -253,7 +258,7 @@ def prepare_model(
     model = AnyModel(module, probe, dtype, states if len(states) else None, encoder)
     if config.fused and model.states is None:
         try:
-            return fuse(model, module, probe, info.max_model_len, place)
+            return fuse(model, module, probe, info.max_model_len, place, num_turns)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
             _unpack(module, place)

@@ -1,98 +1,401 @@
 """Models that see: the greedy tokens of `transformers`, whatever else is in the batch."""
 
 import asyncio
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.errors import ConfigError, RequestError, RequestFailedError
+from aioserve.images.families import FAMILIES
+from aioserve.images.processing import load_processor
+from aioserve.model_info import ModelInfo
+from aioserve.request import WaitReason
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 
+pytest.importorskip("PIL")
+
 NUM_TOKENS = 12
+ONE = "idefics3"  # where any of them will do
+
+
+class Seeing:
+    """A tiny model, and what `generate` makes of prompts."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+        self.kind, self.mark, self.path = kind, PLACEHOLDERS[kind], make_seeing_model(kind, path)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
+        info = ModelInfo(ModelConfig(model=str(path)))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self.processor: Any = load_processor(FAMILIES[kind], info, tokenizer)
+
+    def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """All images in one call, as they come."""
+        given = self.processor(
+            text=[text], images=[list(images)] if images else None, return_tensors="pt"
+        )
+        output = self.model.generate(
+            **given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
+        found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
+        return found
+
+    def prompts(self) -> list[tuple[str, list[Any]]]:
+        """None to four images each, two of them in more than one prompt."""
+        mark, sizes = self.mark, [(70, 40), (30, 30), (25, 90), (64, 64)]
+        a, b, c, d = (picture(i, *size) for i, size in enumerate(sizes))
+        return [
+            (f"{mark} What is this?", [a]),
+            (f"Say: {mark} and {mark}, what?", [b, c]),
+            (f"{mark}{mark} to be {mark} or not {mark} to be", [d, a, b, c]),
+            ("No picture at all, my lord", []),
+            (f"The same again {mark}", [a]),
+            (f"Who's there? {mark}", [a]),
+        ]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, tuple[Path, Reference]] = {}
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seeing]:
+    made: dict[str, Seeing] = {}
 
-    def get(kind: str) -> tuple[Path, Reference]:
+    def get(kind: str) -> Seeing:
         if kind not in made:
-            path = make_seeing_model(kind, tmp_path_factory.mktemp(kind))
-            made[kind] = (path, Reference(kind, path))
+            made[kind] = Seeing(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return get
 
 
-class Reference:
-    """The same model, by `generate`."""
-
-    def __init__(self, kind: str, path: Path) -> None:
-        from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-        from aioserve.images.families import FAMILIES
-        from aioserve.images.processing import _load
-        from aioserve.model_info import ModelInfo
-
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        self.processor = _load(FAMILIES[kind], ModelInfo(ModelConfig(model=str(path))), tokenizer)
-
-    def tokens(self, text: str, images: Sequence[Any], num_tokens: int = NUM_TOKENS) -> list[int]:
-        inputs = self.processor(
-            text=[text], images=[list(images)] if images else None, return_tensors="pt"
-        )
-        output = self.model.generate(
-            **inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-        )
-        found: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
-        return found
-
-
-def make_config(path: Path, **scheduler: Any) -> EngineConfig:
-    policy = scheduler.pop("policy", "chunked_prefill")
-    cache = CacheConfig(num_kv_blocks=scheduler.pop("num_kv_blocks", 200), block_size=16)
+def make_config(
+    model: Seeing,
+    *,
+    fused: bool = True,
+    num_kv_blocks: int = 400,
+    policy: str = "chunked_prefill",
+    kv_cache_dtype: Any = "auto",
+    **scheduler: Any,
+) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=str(path), dtype="float32", fused=scheduler.pop("fused", True)),
+        model=ModelConfig(model=str(model.path), dtype="float32", fused=fused),
         runner=RunnerConfig(threads=1),
-        cache=cache,
+        cache=CacheConfig(
+            num_kv_blocks=num_kv_blocks,
+            block_size=8,
+            watermark=0,
+            kv_cache_dtype=kv_cache_dtype,
+        ),
         scheduler=SchedulerConfig(policy=policy, **scheduler),
     )
 
 
-async def collect(engine: AsyncEngine, prompt: Any, num_tokens: int = NUM_TOKENS) -> list[int]:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    tokens: list[int] = []
-    async for output in engine.generate(prompt, params):
-        tokens += output.token_ids
-    return tokens
+async def collect(engine: AsyncEngine, text: Any, images: Sequence[Any], **params: Any) -> Any:
+    wanted = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **params}
+    samples: list[list[int]] = [[] for _ in range(wanted.get("n", 1))]
+    async for output in engine.generate(Illustrated(text, images), SamplingParams(**wanted)):
+        samples[output.index] += output.token_ids
+    return samples if "n" in wanted else samples[0]
 
 
-def prompts_of(kind: str) -> list[tuple[str, list[Any]]]:
-    mark = PLACEHOLDERS[kind]
-    a, b, c, d = (
-        picture(i, *size) for i, size in enumerate([(70, 40), (30, 30), (25, 90), (64, 64)])
-    )
-    return [
-        (f"{mark} What is this?", [a]),
-        (f"Say: {mark} and {mark}, what?", [b, c]),
-        (f"{mark}{mark} to be {mark} or not {mark} to be", [d, a, b, c]),
-        ("No picture at all, my lord", []),
-        (f"The same again {mark}", [a]),
-    ]
+async def serve(config: EngineConfig, prompts: Sequence[tuple[str, Sequence[Any]]]) -> Any:
+    async with AsyncEngine(config) as engine:
+        tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
+        return tokens, stats_of(engine)
+
+
+def stats_of(engine: AsyncEngine) -> Any:
+    assert engine._parts is not None
+    return engine._parts.core.scheduler.make_stats()
+
+
+def encoder_of(engine: AsyncEngine) -> Any:
+    runner: Any = engine._runner
+    return runner._executor._encoder
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "chunks": {"options": {"chunk_size": 37}},
+    "unfused": {"options": {"chunk_size": 37}, "fused": False},
+    "whole": {"policy": "fcfs", "max_encoder_tokens": 2048},
+    "small chunks": {"options": {"chunk_size": 5}},
+    "starved": {"options": {"chunk_size": 16}, "num_kv_blocks": 25},
+    "encoder": {"options": {"chunk_size": 64}, "max_encoder_tokens": 60},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name == "chunks" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+@pytest.mark.parametrize("kind", SEEING_KINDS)
+async def test_tokens_are_those_of_generate(
+    seeing: Callable[[str], Seeing], kind: str, case: str
+) -> None:
+    model = seeing(kind)
+    prompts = model.prompts()
+    tokens, stats = await serve(make_config(model, **CASES[case]), prompts)
+    expected = [model.tokens(text, images) for text, images in prompts]
+    assert tokens == expected
+    assert expected[4] != expected[5] != model.tokens(prompts[5][0], prompts[1][1][:1])
+    assert stats.num_encoder_inputs >= 4
+    if case == "starved":
+        assert stats.num_preemptions > 0
+
+
+async def test_one_image_in_many_prompts_is_encoded_once(seeing: Callable[[str], Seeing]) -> None:
+    model, same = seeing(ONE), picture(7, 50, 50)
+    prompts = [(f"{number} {model.mark} is it?", [same]) for number in range(5)]
+    tokens, stats = await serve(make_config(model), prompts)
+    assert tokens == [model.tokens(*prompt) for prompt in prompts]
+    assert stats.num_encoder_inputs == 1
+    assert stats.num_encoder_hits == 4
 
 
 @pytest.mark.parametrize("kind", SEEING_KINDS)
-async def test_tokens_are_those_of_generate(models: Any, kind: str) -> None:
-    path, reference = models(kind)
-    options = {"chunk_size": 37}
-    async with AsyncEngine(make_config(path, options=options)) as engine:
-        prompts = prompts_of(kind)
-        found = await asyncio.gather(
-            *(collect(engine, Illustrated(text, images)) for text, images in prompts)
+async def test_a_cached_prefix_is_found_for_the_same_image_alone(
+    seeing: Callable[[str], Seeing], kind: str
+) -> None:
+    model = seeing(kind)
+    text = f"A long beginning of a prompt before any picture {model.mark} and then some words"
+    images = [picture(1, 60, 60), picture(2, 60, 60)]
+    config = make_config(model, options={"chunk_size": 50})
+    cached = []
+    async with AsyncEngine(config) as engine:
+        for image in (images[0], images[0], images[1]):
+            tokens, num_cached = [], 0
+            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+            async for output in engine.generate(Illustrated(text, [image]), params):
+                tokens += output.token_ids
+                num_cached = output.num_cached_tokens
+                num_prompt = output.num_prompt_tokens
+            assert tokens == model.tokens(text, [image])
+            cached.append(num_cached)
+    assert cached[0] == 0
+    assert cached[1] > num_prompt - 10  # all but the last block
+    assert 0 < cached[2] < cached[1] - 3  # what is before the image
+
+
+async def test_samples_of_a_prompt_share_its_image(seeing: Callable[[str], Seeing]) -> None:
+    model = seeing(ONE)
+    text, images = model.prompts()[1]
+    async with AsyncEngine(make_config(model)) as engine:
+        samples = await collect(engine, text, images, n=3)
+        stats = stats_of(engine)
+    assert samples == [model.tokens(text, images)] * 3
+    assert stats.num_encoder_inputs == 2
+
+
+async def test_a_request_waits_for_room_for_its_image(
+    seeing: Callable[[str], Seeing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeing(ONE)
+    prompts = [(f"{model.mark} number {i}", [picture(i, 60, 60)]) for i in range(4)]
+    reasons: set[WaitReason] = set()
+    async with AsyncEngine(make_config(model, policy="fcfs", max_encoder_tokens=40)) as engine:
+        assert engine._parts is not None
+        scheduler = engine._parts.core.scheduler
+        schedule = scheduler.schedule
+
+        def noting() -> Any:
+            output = schedule()
+            reasons.update(scheduler.get_wait_reasons().values())
+            return output
+
+        monkeypatch.setattr(scheduler, "schedule", noting)
+        encode = encoder_of(engine)._encode
+
+        def slowly(batch: Any) -> None:
+            time.sleep(0.1)  # so that others come meanwhile
+            encode(batch)
+
+        monkeypatch.setattr(encoder_of(engine), "_encode", slowly)
+        tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
+    assert tokens == [model.tokens(*prompt) for prompt in prompts]
+    assert WaitReason.ENCODER_BUDGET in reasons
+
+
+@contextmanager
+def broken(engine: AsyncEngine, is_bad: Callable[[Any], bool]) -> Iterator[None]:
+    """Its encoder raises where it meets such pixels."""
+    encoder = encoder_of(engine)
+    features = encoder._module.get_image_features
+
+    def get(pixel_values: Any, **arguments: Any) -> Any:
+        if is_bad(pixel_values):
+            raise ValueError("what is this?")
+        return features(pixel_values=pixel_values, **arguments)
+
+    encoder._module.get_image_features = get
+    yield
+    encoder._module.get_image_features = features
+
+
+async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing(ONE)
+    bad, good = picture(1, 30, 30).point(lambda _: 255), picture(2, 30, 30)
+    text = f"{model.mark} What is this?"
+    prompts = [(text, [bad]), (text, [good]), (f"It: {model.mark}", [bad]), ("Nothing", [])]
+    async with AsyncEngine(make_config(model)) as engine:
+        with broken(engine, lambda pixels: bool((pixels == 1).flatten(1).all(1).any())):
+            found = await asyncio.gather(
+                *(collect(engine, *prompt) for prompt in prompts), return_exceptions=True
+            )
+        again = await collect(engine, *prompts[0])  # nothing of the failure is left
+    for failure in (found[0], found[2]):
+        assert isinstance(failure, RequestFailedError)
+        assert "an image of this request could not be encoded: what is this?" in str(failure)
+    assert [found[1], found[3]] == [model.tokens(*prompts[1]), model.tokens(*prompts[3])]
+    assert again == model.tokens(*prompts[0])
+
+
+def in_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+async def test_messages_mention_images_as_parts(seeing: Callable[[str], Seeing]) -> None:
+    model, image = seeing(ONE), picture(3, 40, 40)
+    image_part, text_part = {"type": "image"}, {"type": "text", "text": "What is this?"}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [image_part, text_part]},
+    ]
+    plain = [{"role": "user", "content": "Hello"}]
+    rendered, hello = (
+        model.processor.tokenizer.apply_chat_template(
+            [{**one, "content": in_parts(one["content"])} for one in given],
+            tokenize=False,
+            add_generation_prompt=True,
         )
-    for (text, images), tokens in zip(prompts, found, strict=True):
-        assert tokens == reference.tokens(text, images), text
+        for given in (messages, plain)
+    )
+    assert "brief" in rendered
+    assert "Hello" in hello
+    async with AsyncEngine(make_config(model)) as engine:
+        assert await collect(engine, messages, [image]) == model.tokens(rendered, [image])
+        assert await collect(engine, plain, []) == model.tokens(hello, [])
+        expected = model.processor.tokenizer(hello, add_special_tokens=False)["input_ids"]
+        assert await engine.tokenize(plain) == expected
+        for content, images, said in (
+            ([image_part, image_part], [image], "the messages mention 2 images, and 1 come"),
+            ([{"type": "video"}], [image], r"messages\[0\].content\[0\] must be"),
+            ([{**text_part, "text": model.mark}, image_part], [image], "mentions 2 images"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                await collect(engine, [{"role": "user", "content": content}], images)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("a name", "an image must be one of PIL, or an array"),
+        (picture(0, 8, 8).resize((1, 8)).crop((0, 0, 0, 8)), "has no pixels"),
+    ],
+)
+async def test_what_is_no_image_is_refused_by_its_number(
+    seeing: Callable[[str], Seeing], image: Any, said: str
+) -> None:
+    model = seeing(ONE)
+    async with AsyncEngine(make_config(model)) as engine:
+        with pytest.raises(RequestError, match=said) as raised:
+            await collect(engine, model.mark * 2, [picture(0, 8, 8), image])
+    assert raised.value.param == "images[1]"
+
+
+async def test_prompts_too_long_with_their_images_are_refused_unprepared(
+    seeing: Callable[[str], Seeing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeing(ONE)
+    async with AsyncEngine(make_config(model)) as engine:
+        assert engine._parts is not None
+        illustrations = engine._parts.input_processor._illustrations
+        monkeypatch.setattr(illustrations._processor, "prepare", None)
+        with pytest.raises(RequestError, match=r"at least \d+ tokens"):
+            await collect(engine, model.mark * 40, [picture(0, 70, 70)] * 40)
+        with pytest.raises(RequestError, match="truncate_prompt_tokens cannot be served"):
+            await collect(engine, model.mark, [picture(0, 8, 8)], truncate_prompt_tokens=5)
+
+
+async def test_arrays_and_images_of_other_modes_are_seen_alike(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    import numpy as np
+    import torch
+
+    model, image = seeing(ONE), picture(3, 40, 30)
+    array = np.asarray(image)
+    text = f"{model.mark} What?"
+    expected = model.tokens(text, [image])
+    async with AsyncEngine(make_config(model)) as engine:
+        for same in (array, torch.from_numpy(array.copy()), image.convert("RGBA")):
+            assert await collect(engine, text, [same]) == expected
+        assert stats_of(engine).num_encoder_inputs == 1
+
+
+async def test_speculation_structure_and_prompt_logprobs_go_with_images(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing("qwen2_5_vl")
+    text, images = model.prompts()[0]
+    config = make_config(model, options={"chunk_size": 16})
+    speculation = msgspec.structs.replace(config.speculation, speculative_method="ngram")
+    config = msgspec.structs.replace(config, speculation=speculation)
+    expected = model.tokens(text, images, 60)
+    async with AsyncEngine(config) as engine:
+        tokens = await collect(engine, text, images, max_tokens=60)
+        params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True)
+        told = []
+        async for output in engine.generate(Illustrated(text, images), params):
+            told += output.prompt_logprobs or []
+    assert tokens == expected
+    given = model.processor(text=[text], images=[images], return_tensors="pt")
+    ids = given["input_ids"][0]
+    logprobs = model.model(**given).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    assert [entry.logprob for entry in told[1:]] == pytest.approx(logprobs.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param(
+            {"runner": RunnerConfig(threads=2, tensor_parallel_size=2)},
+            "is a model that sees",
+            marks=pytest.mark.slow,
+        ),
+        ({"quantization": "int8"}, "is a model that sees"),
+    ],
+)
+async def test_what_is_not_served_of_models_that_see_is_refused_at_start(
+    seeing: Callable[[str], Seeing], settings: dict[str, Any], said: str
+) -> None:
+    config = make_config(seeing(ONE))
+    if quantization := settings.pop("quantization", None):
+        settings["model"] = msgspec.structs.replace(config.model, quantization=quantization)
+    with pytest.raises(ConfigError, match=said):
+        async with AsyncEngine(msgspec.structs.replace(config, **settings)):
+            pass
+
+
+async def test_without_its_processor_a_model_that_sees_serves_text(
+    seeing: Callable[[str], Seeing], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeing(ONE)
+    shutil.copytree(model.path, tmp_path / "blind")
+    (tmp_path / "blind" / "preprocessor_config.json").unlink()
+    config = make_config(model)
+    blind = msgspec.structs.replace(config.model, model=str(tmp_path / "blind"))
+    async with AsyncEngine(msgspec.structs.replace(config, model=blind)) as engine:
+        assert await collect(engine, "Nothing", []) == model.tokens("Nothing", [])
+        with pytest.raises(RequestError, match="cannot read the image processor of"):
+            await collect(engine, model.mark, [picture(0, 8, 8)])
+        assert "cannot read the image processor of" in engine.refuses_images
+    assert "images are refused" in caplog.text

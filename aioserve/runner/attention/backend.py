@@ -34,6 +34,8 @@ class StepInputs:
     #: Draft tokens by row of the batch: its last packed tokens. It is in S once more for each.
     drafts: dict[int, list[int]] = field(default_factory=dict)
     states: Sequence[StatePieces] = ()  # of a model with states
+    given: "GivenRows | None" = None  # of a model that sees
+    turns: IntArray | None = None  # T, by which heads turn; None: `positions`
     #: The step as layers see it that have blocks of their own: other slots, another table.
     windows: "StepInputs | None" = None
 
@@ -43,13 +45,14 @@ class GivenRows(NamedTuple):
 
     places: Tensor  # N of the T, int64
     rows: Tensor  # [N, hidden]
+    axes: Tensor | None = None  # [3, N], by which their heads turn instead of a position
 
 
 class ModelInputs(NamedTuple):
     """What a model reads of a step: int64, on the device of its weights."""
 
     input_ids: Tensor  # T
-    positions: Tensor  # T
+    positions: Tensor  # T, by which heads turn
     slots: Tensor  # T, `slot_mapping`
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
     adapters: TokenAdapters | None = None  # of the T; None: nobody has one
@@ -58,19 +61,15 @@ class ModelInputs(NamedTuple):
     given: GivenRows | None = None
 
     @classmethod
-    def of(
-        cls,
-        step: StepInputs,
-        owners: AdapterOwners | None = None,
-        given: GivenRows | None = None,
-    ) -> "ModelInputs":
+    def of(cls, step: StepInputs, owners: AdapterOwners | None = None) -> "ModelInputs":
         """On the CPU, where numpy and torch share memory."""
-        arrays = (step.input_ids, step.positions, step.slot_mapping, step.logits_indices)
+        turns = step.positions if step.turns is None else step.turns
+        arrays = (step.input_ids, turns, step.slot_mapping, step.logits_indices)
         ids, positions, slots, rows = map(torch.from_numpy, arrays)
         if owners is None:
-            return cls(ids, positions, slots, rows, states=step.states, given=given)
+            return cls(ids, positions, slots, rows, states=step.states, given=step.given)
         of_logits = owners.take(step.logits_indices).on_cpu()
-        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits, given=given)
+        return cls(ids, positions, slots, rows, owners.on_cpu(), of_logits, given=step.given)
 
 
 @dataclass(frozen=True, slots=True)

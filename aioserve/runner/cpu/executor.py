@@ -118,16 +118,16 @@ class StepExecutor:
         self._backend.prepare(inputs)
         try:
             owners = self._batch.adapter_rows.of(inputs)
-            seen = None if self._encoder is None else self._encoder.see(inputs, scheduler_output)
-            given, unseen = seen or (None, {})
+            unseen: dict[str, str] = {}
+            if self._encoder is not None:
+                inputs, unseen = self._encoder.see(inputs, scheduler_output)
             if wanted is None and pooled is None:
-                model_inputs = ModelInputs.of(inputs, owners, given)
-                logits = self._model.forward(model_inputs, self._backend)
+                logits = self._model.forward(ModelInputs.of(inputs, owners), self._backend)
             else:
                 halves = self._model.halves
                 assert halves is not None, "`tells_prompts`"
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    halves, inputs, owners, self._backend, wanted, pooled, given
+                    halves, inputs, owners, self._backend, wanted, pooled
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()

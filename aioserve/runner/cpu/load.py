@@ -74,7 +74,8 @@ def load_on_cpu(
             _check_memory(config, info, draft_info, num_ranks)
         if has_states(info):
             _check_states(config, ranks)
-        model = load_model_on_cpu(config.model, info, ranks, sees=sees)
+        num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
+        model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
         draft: Draft | None = None
         if draft_info is not None:
             draft = load_draft(
@@ -171,11 +172,11 @@ def sees_images(info: ModelInfo) -> bool:
 
 
 def load_model_on_cpu(
-    config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None, *, sees: bool = False
+    config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None, *, num_seen: int = 0
 ) -> ServedModel:
-    """Load the weights of `info.source`; as to `sees`, see `load_model`. Raises `ConfigError`."""
+    """As `load_model`, on this CPU."""
     resolved = with_dtype(config)
-    model = load_model(resolved, info, CpuPlace(ranks), sees=sees)
+    model = load_model(resolved, info, CpuPlace(ranks), num_seen=num_seen)
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"
     if config.dtype != "auto" or is_right:
         return model
@@ -183,7 +184,7 @@ def load_model_on_cpu(
     del model
     gc.collect()  # modules know each other
     resolved = msgspec.structs.replace(config, dtype="float32")
-    return load_model(resolved, info, CpuPlace(ranks), sees=sees)
+    return load_model(resolved, info, CpuPlace(ranks), num_seen=num_seen)
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:

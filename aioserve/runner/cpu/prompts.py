@@ -11,7 +11,6 @@ from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs, Vector
 from aioserve.runner.attention.backend import (
-    GivenRows,
     IntArray,
     LayerAttention,
     ModelInputs,
@@ -31,7 +30,6 @@ def forward_and_look(
     attention: LayerAttention,
     wanted: WantedLogprobs | None,
     pooled: WantedStates | None,
-    given: GivenRows | None = None,
 ) -> tuple[Tensor, dict[str, list[TokenLogprobs]], dict[str, Vector]]:
     """Logits [S, V] as `ServedModel.forward` gives them, and what is complete of what prompts want.
 
@@ -45,7 +43,7 @@ def forward_and_look(
     sampling = step.logits_indices
     parts = [sampling, *(part.places for part in (wanted, pooled) if part is not None)]
     rows = np.sort(np.concatenate(parts))
-    inputs = ModelInputs.of(replace(step, logits_indices=rows), owners, given)
+    inputs = ModelInputs.of(replace(step, logits_indices=rows), owners)
     states = model.hidden(inputs, attention)
 
     def of(places: IntArray) -> Tensor:

@@ -20,7 +20,13 @@ from aioserve.runner.fused.experts import ExpertParts
 from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
 from aioserve.runner.fused.proof import Proof
-from aioserve.runner.fused.recognize import DecoderParts, GatedParts, LayerParts, find_parts
+from aioserve.runner.fused.recognize import (
+    DecoderParts,
+    GatedParts,
+    LayerParts,
+    OwnTurns,
+    find_parts,
+)
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
@@ -42,7 +48,9 @@ class FusedModel(ServedModel, Halves):
         decoder: FusedDecoder,
         is_compiled: bool,
         device: torch.device,
+        own_turns: OwnTurns | None = None,
     ) -> None:
+        self._own_turns = own_turns
         self.name = f"{original.name}, fused"
         self.num_parameters = original.num_parameters
         self.kv_cache_spec = original.kv_cache_spec
@@ -53,7 +61,7 @@ class FusedModel(ServedModel, Halves):
         self.adapter_sites = fused_sites(decoder, original.kv_cache_spec.dtype, device)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        return self.decoder.forward(inputs, attention)
+        return self.decoder.forward(self._turned(inputs), attention)
 
     def tap(self, layers: Sequence[int]) -> Taps:
         self.decoder.taps = Taps(tuple(layers), self.decoder.embedding)
@@ -64,7 +72,15 @@ class FusedModel(ServedModel, Halves):
         return self
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        return self.decoder.hidden(inputs, attention)
+        return self.decoder.hidden(self._turned(inputs), attention)
+
+    def _turned(self, inputs: ModelInputs) -> ModelInputs:
+        if (given := inputs.given) is None or given.axes is None:
+            return inputs
+        assert self._own_turns is not None, "fused for that"
+        positions = inputs.positions.clone()
+        positions[given.places] = self._own_turns.place(given.axes)
+        return inputs._replace(positions=positions)
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         return self.decoder.logits(hidden, adapters)
@@ -77,14 +93,16 @@ def fuse(
     probe: AttentionProbe,
     max_model_len: int,
     place: Place,
+    num_turns: int = 0,
 ) -> FusedModel:
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
+    With `num_turns`, so many tokens of a step may turn by axes.
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
     `ConfigError` for a setting that is wrong, or if a part of `module` is gone by then.
     """
     try:
-        parts = find_parts(module, probe, max_model_len)
+        parts = find_parts(module, probe, max_model_len, num_turns)
         ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
         with unpacked_in_turn(module):
             proof = Proof(original, parts, max_model_len, place)
@@ -108,7 +126,7 @@ def fuse(
             logger.warning(
                 "%s: the compiled loop over layers is not used: %s", original.name, difference
             )
-    return FusedModel(original, decoder, ops.is_compiled, place.device)
+    return FusedModel(original, decoder, ops.is_compiled, place.device, parts.own_turns)
 
 
 def _prove(

@@ -53,6 +53,7 @@ class DecoderParts:
     layers: list[LayerParts]
     norm: RMSNorm
     head: nn.Linear
+    own_turns: "OwnTurns | None" = None
 
     @property
     def row_sizes(self) -> set[int]:
@@ -60,8 +61,27 @@ class DecoderParts:
         return {len(self.norm.weight)} | {layer.mlp.inner_size for layer in self.layers}
 
 
-def find_parts(module: nn.Module, probe: AttentionProbe, max_model_len: int) -> DecoderParts:
-    """The parts of a causal language model. Raises `NotFusedError`."""
+class OwnTurns:
+    """Heads of some tokens turn by axes, not by a position: rows behind those of the positions."""
+
+    def __init__(self, rotary: nn.Module, table: Tensor, num_positions: int) -> None:
+        """`table` is the `cos_sin` of all layers; what is behind `num_positions` rows is spare."""
+        self._rotary, self._table, self._first = rotary, table, num_positions
+
+    def place(self, axes: Tensor) -> Tensor:
+        """Rows [N] of the table by which N tokens turn, `axes` [3, N]; until it is called again."""
+        cos, sin = self._rotary(self._table.new_empty(1), axes[:, None])
+        end, half = self._first + axes.shape[1], cos.shape[-1] // 2
+        self._table[self._first : end] = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+        return torch.arange(self._first, end)
+
+
+def find_parts(
+    module: nn.Module, probe: AttentionProbe, max_model_len: int, num_turns: int = 0
+) -> DecoderParts:
+    """The parts of a causal language model, of which so many tokens of a step may turn by axes.
+    Raises `NotFusedError`.
+    """
     head = child(module, "lm_head", nn.Linear)
     decoders = [part for name, part in module.named_children() if name != "lm_head"]
     if len(decoders) != 1:
@@ -71,6 +91,10 @@ def find_parts(module: nn.Module, probe: AttentionProbe, max_model_len: int) -> 
     layers = list(child(decoder, "layers", nn.ModuleList))
     head_dim = probe.spec(torch.float32).layers[0].key_head_dim
     turning = _cos_sin(decoder.rotary_emb, max_model_len, head_dim)
+    own_turns = None
+    if num_turns:
+        turning = torch.cat((turning, turning.new_zeros(num_turns, turning.shape[1])))
+        own_turns = OwnTurns(decoder.rotary_emb, turning, max_model_len)
     still = turning
     if not all(_turns(layer) for layer in layers):
         half = turning.shape[1] // 2
@@ -85,6 +109,7 @@ def find_parts(module: nn.Module, probe: AttentionProbe, max_model_len: int) -> 
         ],
         norm=_rms_norm(decoder.norm, head.weight.dtype),
         head=head,
+        own_turns=own_turns,
     )
 
 
