@@ -144,6 +144,7 @@ ALLOWED = {
         "aioserve.engine.builder",
         "aioserve.engine.clock",
         "aioserve.engine.core",
+        "aioserve.engine.illustrations",
         "aioserve.engine.request_log",
         "aioserve.errors",
         "aioserve.kv_cache",

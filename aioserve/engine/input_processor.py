@@ -30,7 +30,8 @@ from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 R = TypeVar("R")
 
 #: Text, token ids, chat messages with "role" and "content", those and tools, or what has images.
-Prompt = str | Sequence[int] | Messages | Conversation | Illustrated
+#: Token ids with encoder inputs are for runners of which it is known that these suit them.
+Prompt = str | Sequence[int] | Messages | Conversation | Illustrated | Encoded
 
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
@@ -103,6 +104,8 @@ class InputProcessor:
         in a thread, megabytes of text cost everybody time.
         """
         num_image_tokens = 0
+        if isinstance(prompt, Encoded):
+            prompt = prompt.token_ids
         if isinstance(prompt, Illustrated):
             if not self._has_tokenizer:
                 raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
@@ -145,6 +148,10 @@ class InputProcessor:
         if isinstance(prompt, Illustrated):
             work = self._illustrations.encode
             return await self._run(True, work, prompt, room, add_special_tokens, self._encode)
+        if isinstance(prompt, Encoded):
+            assert room.keep is None, "what is cut off would take its images along"
+            token_ids = self._check_vocabulary(prompt.token_ids, "prompt")
+            return Encoded(token_ids, prompt.encoder_inputs)
         return Encoded(room.cut(await self._encode_all(prompt, room, add_special_tokens)))
 
     async def _encode_all(

@@ -117,6 +117,7 @@ class Load(Clients):
         self, target: Target, workload: Workload, progress: Progress = lambda count: None
     ) -> None:
         super().__init__(workload, time.perf_counter, progress)
+        workload.refuse_images("bench sends text alone")
         self.target = target
         self.exchanges = [Exchange() for _ in workload.requests]
         self.model = target.model

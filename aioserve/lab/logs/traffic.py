@@ -55,8 +55,13 @@ def read_traffic(log: DecisionLog) -> Traffic:
 def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
     """The requests of a log: when they came, what their prompts share, how long the replies were.
 
-    Raises `ConfigError` if it has none.
+    Raises `ConfigError` if it has none, or if they have images.
     """
+    if any(life.spec.encoder_inputs for life in traffic.lives):
+        raise ConfigError(
+            f"decision log {path} has requests with images, whose time in a step it does not tell: "
+            "`replay` decides on it anew"
+        )
     chains = [_chain(life) for life in traffic.lives]
     num_holders = Counter(name for chain in chains for name in chain)
     lives = sorted(zip(traffic.lives, chains, strict=True), key=lambda pair: pair[0].arrival)

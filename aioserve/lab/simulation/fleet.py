@@ -18,7 +18,7 @@ from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
-from aioserve.lab.workloads.workload import Workload, build_prompt, replied_to
+from aioserve.lab.workloads.workload import Workload, build_images, build_prompt, replied_to
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
@@ -180,6 +180,7 @@ class _Run:
             eos_token_ids=info.eos_token_ids,
             priority=asked.priority,
             user=asked.user,
+            encoder_inputs=build_images(asked),
             deadline=None if asked.timeout is None else arrival + asked.timeout,
         )
         request = Request(spec)

@@ -15,13 +15,20 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
-from aioserve.errors import AioserveError, EngineOverloadedError, RequestFailedError
+from aioserve.engine.illustrations import Encoded
+from aioserve.errors import (
+    AioserveError,
+    ConfigError,
+    EngineOverloadedError,
+    RequestFailedError,
+)
 from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.outcome import ObservedRunner, RequestOutcome, RunObserver, RunOutcome
 from aioserve.lab.workloads.workload import (
     Workload,
     WorkloadRequest,
+    build_images,
     build_prompt,
     text_tokens,
 )
@@ -57,6 +64,12 @@ def check_fits(config: EngineConfig, workload: Workload) -> None:
     # The last token is never computed, so a request needs one slot less than its length.
     num_slots = blocks * config.cache.block_size + 1
     workload.check_fits(num_slots, f"the KV pool of {blocks} blocks of {config.cache.block_size}")
+    room = min(config.scheduler.max_encoder_tokens, config.scheduler.encoder_cache_tokens)
+    if workload.largest_image > room:
+        raise ConfigError(
+            f"{workload.name}: an image has {workload.largest_image} tokens, but the smaller of "
+            f"max_encoder_tokens and encoder_cache_tokens is {room}"
+        )
 
 
 def simulate(
@@ -105,6 +118,8 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
 
 
 async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:
+    if config.runner.runner == "model":
+        workload.refuse_images("a model would have to see them: they are simulated alone")
     runner = ObservedRunner(make_runner(config, ModelInfo(config.model)))
     async with AsyncEngine(config, runner=runner) as engine:
         await _warm_up(engine)
@@ -174,7 +189,7 @@ class _EngineClients(Clients):
             output_kind="delta" if self._is_live else "final_only",
         )
         stream = await self._engine.add_request(
-            build_prompt(request, self._vocab_size, self.replies),
+            Encoded(build_prompt(request, self._vocab_size, self.replies), build_images(request)),
             params,
             request_id=str(i),
             priority=request.priority,

@@ -137,6 +137,14 @@ class Prefixes(Spec, frozen=True, kw_only=True):
     zipf: NonNegative = 1.0
 
 
+class Images(Spec, frozen=True, kw_only=True):
+    """Pictures before the text of a prompt, or of a turn: of that share of them, one."""
+
+    tokens: Distribution  # that a picture stands for
+    share: Chance = 1.0
+    count: Count | None = None  # so many are sent again and again, evenly; none: each is new
+
+
 class Session(Spec, frozen=True, kw_only=True):
     """Conversations: each turn's prompt is all that was said before, and a new `prompt`."""
 
@@ -159,6 +167,7 @@ class ClientClass(Spec, frozen=True, kw_only=True):
     draft_acceptance: Chance | None = None  # of a guessed token, if the one before it was right
     prefixes: Prefixes | None = None
     session: Session | None = None
+    images: Images | None = None
 
     @property
     def user_names(self) -> list[str]:
@@ -261,6 +270,10 @@ class _Maker:
         self._num_made = 0
         self._prefixes: list[Piece] = []
         self._popularity: list[float] = []  # cumulative
+        self._num_images = 0
+        self._images: list[Piece] = []
+        if kind.images is not None:
+            self._images = [self._image(kind.images) for _ in range(kind.images.count or 0)]
         if kind.prefixes is not None:
             self._prefixes = [
                 Piece(
@@ -284,6 +297,9 @@ class _Maker:
         num_turns = 1 if kind.session is None else max(1, round(kind.session.turns.draw(rng)))
         requests = []
         for turn in range(num_turns):
+            if kind.images is not None and rng.random() < kind.images.share:
+                new = not self._images
+                said.append(self._image(kind.images) if new else rng.choice(self._images))
             said.append(Piece(self._text(), _tokens(kind.prompt, rng)))
             num_output = _tokens(kind.output, rng)
             requests.append(
@@ -310,6 +326,11 @@ class _Maker:
             return []
         draw = self._rng.random() * self._popularity[-1]
         return [self._prefixes[bisect_left(self._popularity, draw)]]
+
+    def _image(self, images: Images) -> Piece:
+        self._num_images += 1
+        name = text_name("image", self._seed, self._kind.name, self._num_images)
+        return Piece(name, _tokens(images.tokens, self._rng), is_image=True)
 
     def _text(self) -> int:
         self._num_texts += 1

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.incidents import Incidents
+from aioserve.request import EncoderInput
 
 NOISE_LENGTH = 65536  # tokens; prompts are pieces of it
 CROWD_STRIDE, MASK = 0x9E3779B97F4A7C15, 2**64 - 1  # from one crowd's names of texts to the next's
@@ -22,7 +24,8 @@ FIRST_TOKEN_ID = 16  # tokenizers keep their special tokens below; a live model 
 
 
 class Piece(NamedTuple):
-    """So many tokens of a text that is named by a number: equal names, equal tokens.
+    """So many tokens of a text, or of an image, that is named by a number: equal names, equal
+    tokens.
 
     With `reply_of`, the first `length` tokens that the request of that number was answered; what
     is missing, because it was cut short, is filled up with the text named `text`.
@@ -31,6 +34,7 @@ class Piece(NamedTuple):
     text: int
     length: int
     reply_of: int = -1
+    is_image: bool = False
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
@@ -173,6 +177,16 @@ class Workload(msgspec.Struct, frozen=True):
         num_clipped = sum(a is not b for a, b in zip(requests, self.requests, strict=True))
         return msgspec.structs.replace(self, requests=tuple(requests)), num_clipped
 
+    @property
+    def largest_image(self) -> int:
+        """In tokens; 0 if there is none."""
+        return max((p.length for r in self.requests for p in r.pieces if p.is_image), default=0)
+
+    def refuse_images(self, why: str) -> None:
+        """Raises `ConfigError` if there are any."""
+        if self.largest_image:
+            raise ConfigError(f"{self.name}: it has images, and {why}")
+
     def check_fits(self, max_model_len: int, why: str = "max_model_len") -> None:
         """Raises `ConfigError` that names the first request longer than `max_model_len`."""
         too_long = [i for i, r in enumerate(self.requests) if r.num_tokens > max_model_len]
@@ -204,6 +218,16 @@ def build_prompt(
         else:
             token_ids = tokens
     return token_ids
+
+
+def build_images(request: WorkloadRequest) -> list[EncoderInput]:
+    """Where in such a prompt images are."""
+    ends = accumulate(piece.length for piece in request.pieces)
+    return [
+        EncoderInput(end - piece.length, piece.length, f"{request.crowd}-{piece.text:x}")
+        for piece, end in zip(request.pieces, ends, strict=True)
+        if piece.is_image
+    ]
 
 
 def text_tokens(text: int, length: int, vocab_size: int) -> list[int]:
@@ -292,6 +316,7 @@ def _clip(request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:
     pieces: list[Piece] = []
     for piece in request.pieces:
         if room > 0:
-            pieces.append(piece._replace(length=min(piece.length, room)))
+            is_image = piece.is_image and piece.length <= room
+            pieces.append(piece._replace(length=min(piece.length, room), is_image=is_image))
             room -= pieces[-1].length
     return msgspec.structs.replace(request, pieces=tuple(pieces), max_tokens=max_tokens)

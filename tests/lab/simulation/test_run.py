@@ -51,6 +51,36 @@ def test_times_of_one_request_are_those_of_the_step_time_model() -> None:
     assert outcome.num_scheduled_tokens == 103
 
 
+def illustrated(arrival: float, image: int, text: int = 100) -> WorkloadRequest:
+    """A picture of that name, 80 tokens large, before so many tokens of a text of its own."""
+    pieces = (Piece(image, 80, is_image=True), Piece(int(1000 * arrival) + 7, text))
+    return WorkloadRequest(arrival, pieces, 2)
+
+
+def test_an_image_takes_its_time_once() -> None:
+    """20 us for each of its tokens, on top of those of the prompt."""
+    outcome = simulate(
+        msgspec.structs.replace(config(), cache=CacheConfig(enable_prefix_caching=False)),
+        workload(illustrated(1.0, 1), illustrated(2.0, 1), illustrated(3.0, 2), request(4, 180, 2)),
+    )
+    seconds = [r.token_times[0] - r.arrival for r in outcome.requests]
+    plain = 0.004 + 180 * 50e-6
+    assert seconds == pytest.approx([plain + 80 * 20e-6, plain, plain + 80 * 20e-6, plain])
+
+
+def test_images_that_no_step_has_room_for_are_refused_before_the_run() -> None:
+    load = workload(illustrated(0.0, 1))
+    check_fits(config(max_encoder_tokens=80), load)
+    with pytest.raises(ConfigError, match=r"an image has 80 tokens, .* is 79"):
+        check_fits(config(encoder_cache_tokens=79), load)
+
+
+def test_a_model_is_not_shown_what_is_no_image() -> None:
+    real = msgspec.structs.replace(config(), runner=RunnerConfig())
+    with pytest.raises(ConfigError, match="test: it has images, and a model would have to see"):
+        run_live(real, workload(illustrated(0.0, 1)))
+
+
 def test_a_turn_begins_after_the_pause_and_finds_the_conversation_cached() -> None:
     first = Piece(1, 160)
     turns = (

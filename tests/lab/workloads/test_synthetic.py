@@ -94,6 +94,19 @@ def test_each_turn_of_a_conversation_holds_all_that_was_said_before() -> None:
     assert second.pieces[1].length == first.max_tokens
 
 
+def test_images_come_before_the_text_and_some_again() -> None:
+    tokens = {"kind": "uniform", "min": 20, "max": 60}
+    images = {"share": 0.25, "tokens": tokens, "count": 5}
+    requests = generate(spec(classes=[CLASS | {"images": images}])).requests
+    seen = [r.pieces[0] for r in requests if r.pieces[0].is_image]
+    assert len(seen) / len(requests) == pytest.approx(0.25, abs=0.03)
+    assert len(set(seen)) == 5
+    assert all(20 <= piece.length <= 60 for piece in seen)
+    assert not any(r.pieces[-1].is_image for r in requests)
+    new = generate(spec(classes=[CLASS | {"images": {"tokens": tokens}}])).requests
+    assert len({r.pieces[0] for r in new}) == len(new)
+
+
 def test_classes_may_arrive_by_a_clock_of_their_own() -> None:
     own = CLASS | {"name": "steady", "arrivals": {"kind": "poisson", "rate": 5}}
     requests = generate(spec(classes=[CLASS, own])).requests

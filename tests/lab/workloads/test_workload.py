@@ -9,6 +9,7 @@ from aioserve.lab.workloads.workload import (
     Piece,
     Workload,
     WorkloadRequest,
+    build_images,
     build_prompt,
     text_name,
     text_tokens,
@@ -43,6 +44,20 @@ def test_a_reply_is_part_of_the_next_prompt_and_filled_up_if_it_was_cut_short() 
     assert prompt[10:13] == [5, 6, 7]
     assert prompt[13:15] == text_tokens(9, 2, 2048)
     assert len(prompt) == THREE.requests[1].num_prompt_tokens == 18
+
+
+def test_images_are_where_their_pieces_are() -> None:
+    pieces = (Piece(1, 10), Piece(7, 4, is_image=True), Piece(2, 3), Piece(8, 5, is_image=True))
+    load = Workload("seen", (WorkloadRequest(0.0, pieces, 5),))
+    own, copy = (build_images(r) for r in load.times(2).requests)
+    assert [(item.position, item.end) for item in own] == [(10, 14), (17, 22)]
+    assert [item.content_hash for item in own] != [item.content_hash for item in copy]
+    assert load.largest_image == 5
+    clipped, _ = load.clipped(25)
+    assert [item.end for item in build_images(clipped.requests[0])] == [14]
+    with pytest.raises(ConfigError, match="seen: it has images, and so on"):
+        load.refuse_images("so on")
+    THREE.refuse_images("never")
 
 
 def test_scaling_moves_arrivals_and_leaves_pauses() -> None:
