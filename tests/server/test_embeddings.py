@@ -64,7 +64,8 @@ async def test_fields_reach_the_engine(server, monkeypatch):
     assert answer.json()["usage"]["prompt_tokens"] == 2
     params = PoolingParams(pooling="mean", normalize=False, truncate_prompt_tokens=2)
     fields = {"user": "ann", "priority": -1, "timeout": 60, "cache_salt": "s", "request_id": "x"}
-    assert asked == [([5, 6, 7], params, {**fields, "adapter": "embedded"})]
+    fields |= {"client": "127.0.0.1", "adapter": "embedded"}
+    assert asked == [([5, 6, 7], params, fields)]
 
 
 async def test_more_inputs_than_the_queue_holds_are_served_a_few_at_a_time(start_server):

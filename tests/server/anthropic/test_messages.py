@@ -183,7 +183,8 @@ async def test_the_client_and_the_extensions_reach_the_engine(server, monkeypatc
     monkeypatch.setattr(server.front, "add_request", note)
     own = {"request_id": "x", "priority": -1, "timeout": 60.0, "cache_salt": "s"}
     assert (await ask(server, metadata={"user_id": "ann"}, **own)).json()["id"] == "x"
-    assert asked == [{**own, "user": "ann", "adapter": "embedded"}]
+    own |= {"user": "ann", "client": "127.0.0.1", "adapter": "embedded"}
+    assert asked == [own]
 
 
 @pytest.mark.parametrize(
