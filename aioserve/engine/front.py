@@ -61,7 +61,7 @@ class EngineFront(EngineClient, Generic[Parts]):
         if isinstance(params, PoolingParams):
             pooling = parts.pooling.complete(params)
         else:
-            sampling = parts.input_processor.complete_params(params or SamplingParams())
+            sampling = parts.input_processor.sampling.complete(params or SamplingParams())
         request_id = request_id or f"req-{uuid4().hex}"
         if self.config.server.log_prompts:
             log_prompt(request_id, prompt, sampling)

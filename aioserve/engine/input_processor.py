@@ -4,8 +4,7 @@ Everything that can be wrong with a request is refused here. Knows nothing about
 """
 
 import asyncio
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar, cast
@@ -20,12 +19,13 @@ from aioserve.engine.chat_template import (
 )
 from aioserve.engine.illustrations import Encoded, Illustrations
 from aioserve.engine.prompt_room import Room
+from aioserve.engine.sampling_door import NO_TOKENIZER, SamplingDoor
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.images import Illustrated
 from aioserve.model_info import ModelInfo
 from aioserve.pooling_params import PoolingParams
-from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from aioserve.sampling_params import SamplingParams
 
 R = TypeVar("R")
 
@@ -42,8 +42,6 @@ INLINE_MESSAGES = 20
 INLINE_TOOLS = 4
 # What a template may take of the event loop's time before it is rendered there again.
 INLINE_TEMPLATE_SECONDS = 0.05
-
-NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 
 
 class InputProcessor:
@@ -62,11 +60,9 @@ class InputProcessor:
         """`grammars` is what the runner masks by; None if it does not. `tells_prompts` and
         `reads_images` are the runner's.
         """
-        self._tells_prompts = tells_prompts
         self._grammars = grammars
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
-        self._eos_token_ids = frozenset(model_info.eos_token_ids)
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
         if self._has_tokenizer:
@@ -83,7 +79,9 @@ class InputProcessor:
             self._max_token_bytes = max(map(len, vocabulary), default=1)
             # A tokenizer may know tokens that were added without weights for them.
             self._has_strangers = max(vocabulary.values(), default=0) >= self._vocab_size
-        self._random = random.Random(seed)
+        self.sampling = SamplingDoor(
+            model_info, seed, self._encode_word, tells_prompts=tells_prompts
+        )
         # One thread: tokenizing beside the model's threads gains nothing from more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
 
@@ -192,39 +190,6 @@ class InputProcessor:
         ids = self._check_vocabulary(token_ids, "tokens")
         return await self._run(len(ids) > INLINE_CHARACTERS, self._decode, ids)
 
-    def complete_params(self, params: SamplingParams) -> SamplingParams:
-        """Check token ids against the vocabulary, look bad words up in it, and give a request that
-        draws a seed of its own. Raises `RequestError`.
-        """
-        if params.detokenize and not self._has_tokenizer:
-            raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
-        if params.prompt_logprobs is not None and not self._tells_prompts:
-            raise RequestError(
-                "prompt_logprobs cannot be served: this engine's runner, or this model, does not "
-                "give the logits of prompts",
-                param="prompt_logprobs",
-            )
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            self._check_known(name, getattr(params, name) or ())
-        for token_ids in params.bad_words_ids:
-            self._check_known("bad_words_ids", token_ids)
-        if params.bad_words:
-            bad = tuple(dict.fromkeys([*params.bad_words_ids, *self._spell(params.bad_words)]))
-            params = msgspec.structs.replace(params, bad_words_ids=bad, bad_words=())
-        if params.min_tokens and params.allowed_token_ids:
-            ending = set(params.stop_token_ids)
-            if not params.ignore_eos:
-                ending |= self._eos_token_ids
-            if ending.issuperset(params.allowed_token_ids):
-                raise RequestError(
-                    "allowed_token_ids holds nothing but stop tokens, and min_tokens "
-                    f"({params.min_tokens}) forbids them: nothing is left",
-                    param="allowed_token_ids",
-                )
-        if params.seed is None and not params.is_greedy:
-            return msgspec.structs.replace(params, seed=self._random.getrandbits(62))
-        return params
-
     async def check_grammar(self, params: SamplingParams) -> None:
         """Compile what the text must look like. Raises `RequestError` that says what cannot be."""
         wanted = params.structured_outputs
@@ -244,33 +209,6 @@ class InputProcessor:
     def close(self) -> None:
         """Let the tokenizer thread end; who still waits for it is refused afterwards."""
         self._executor.shutdown(wait=False)
-
-    def _check_known(self, name: str, token_ids: Collection[int]) -> None:
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            unknown = next(i for i in token_ids if not 0 <= i < self._vocab_size)
-            raise RequestError(
-                f"{name} names token {unknown}, but the vocabulary has {self._vocab_size} tokens",
-                param=name,
-            )
-
-    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """How each of `words` may be said: after something else, and after a space."""
-        if not self._has_tokenizer:
-            raise RequestError(f"{NO_TOKENIZER}: give bad_words_ids", param="bad_words")
-        spelled = []
-        for word in words:
-            for text in (word, f" {word.lstrip()}"):
-                token_ids = tuple(self._encode(text, add_special_tokens=False, field="bad_words"))
-                if len(token_ids) > MAX_BAD_WORD_TOKENS:
-                    raise RequestError(
-                        f"bad_words must have at most {MAX_BAD_WORD_TOKENS} tokens each, {text!r} "
-                        f"has {len(token_ids)}",
-                        param="bad_words",
-                    )
-                self._check_known("bad_words", token_ids)
-                if token_ids:
-                    spelled.append(token_ids)
-        return spelled
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -303,6 +241,9 @@ class InputProcessor:
         text = self._chat_template.render(conversation, seconds)
         room.check(room.kept(self._least_tokens_of(text)), "at least ")
         return self._encode(text, add_special_tokens=False)
+
+    def _encode_word(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False, field="bad_words")
 
     def _encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:
