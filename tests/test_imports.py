@@ -130,6 +130,7 @@ ALLOWED = {
         "aioserve.watch.frames",
         "aioserve.watch.onlooker",
         "aioserve.watch.recorder",
+        "aioserve.watch.records",
         "aioserve.watch.shadow",
         "aioserve.watch.shadow_turns",
         "aioserve.watch.writer",

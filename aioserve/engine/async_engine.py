@@ -26,6 +26,7 @@ from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.pulse import Pulse, StateLog
 from aioserve.engine.questions import (
     AbortElsewhere,
+    FindReport,
     Health,
     HowAreYou,
     LoadAdapter,
@@ -36,10 +37,12 @@ from aioserve.engine.questions import (
     ShowMetrics,
     ShowSteps,
     SwitchPolicy,
+    TryPolicy,
     UnloadAdapter,
 )
 from aioserve.engine.samples import Samples, SampleState
 from aioserve.engine.stream import RequestStream
+from aioserve.engine.trial import Trials
 from aioserve.errors import EngineDeadError, EngineStartError
 from aioserve.kv_cache import KVEvent
 from aioserve.model_info import ModelInfo
@@ -107,6 +110,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._adapters: Adapters | None = None
         self._parts: EngineParts | None = None  # between start and shutdown
         self._gallery: Gallery | None = None  # once somebody has looked
+        self._trials: Trials | None = None  # once somebody has asked for one
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._start_is_over: asyncio.Event | None = None  # None: there was none
@@ -207,11 +211,23 @@ class AsyncEngine(EngineFront[EngineParts]):
                 self.adapters.unload(name)
             case ShowSteps(after):
                 answer = await self._look(after)
+            case TryPolicy(policy, options, seconds):
+                settings = msgspec.structs.replace(
+                    self.config.scheduler, policy=policy, options=options
+                )
+                answer = await self._trials_of(self._alive()).try_policy(settings, seconds)
+            case FindReport(report_id):
+                answer = self._trials_of(self._alive()).find(report_id)
             case AbortElsewhere():
                 answer = False  # nobody else is in front of it
             case _:
                 raise NotImplementedError(question)
         return cast(Answer, answer)
+
+    def _trials_of(self, parts: EngineParts) -> Trials:
+        if self._trials is None:
+            self._trials = Trials(parts.core, parts.clock, lambda: self.config, self.max_model_len)
+        return self._trials
 
     async def _look(self, after: int) -> Seen:
         parts = self._alive()

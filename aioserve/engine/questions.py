@@ -120,6 +120,32 @@ class ShowSteps(Question[Seen], frozen=True):
     answer_type = Seen
 
 
+class Report(msgspec.Struct, frozen=True):
+    """What came of a trial of another policy."""
+
+    report_id: str  # to be asked for with `FindReport`
+    num_requests: int  # that both policies were given
+    words: str  # the comparison as a table
+
+
+class TryPolicy(Question[Report], frozen=True):
+    """As `Trials.try_policy`; answered when the comparison is made."""
+
+    policy: str
+    options: dict[str, Any]
+    seconds: float
+
+    answer_type = Report
+
+
+class FindReport(Question[bytes | None], frozen=True):
+    """As `Trials.find`."""
+
+    report_id: str
+
+    answer_type = bytes | None
+
+
 class AdapterPaths(msgspec.Struct, frozen=True):
     """Adapters that can be asked for, by name, in the order in which they were loaded."""
 

@@ -30,6 +30,8 @@ from aioserve.server.errors import (
 from aioserve.server.openapi import Route, serve_document
 from aioserve.server.page.files import get_file, show_page
 from aioserve.server.page.steps import stream_steps
+from aioserve.server.page.trial import Trial, get_report, try_policy
+from aioserve.server.page.trial import decoder as trial_decoder
 from aioserve.server.responses import protocol as responses
 from aioserve.server.responses import routes as response
 from aioserve.watch.frames import Frame, Snapshot
@@ -245,6 +247,16 @@ PAGE_ROUTES = (
         raises=(RequestError, EngineDeadError),
         media_types=("text/event-stream",),
     ),
+    Route(
+        "GET",
+        "/watch/reports/{id}",
+        get_report,
+        "A comparison of policies that was asked for.",
+        str,
+        raises=(UnknownFileError, EngineDeadError),
+        media_types=("text/html",),
+        needs="nothing",
+    ),
 )
 
 #: Only where the settings enable them.
@@ -257,6 +269,16 @@ ADMIN_ROUTES = (
         admin.PolicyChange,
         body=admin.policy_decoder,
         raises=_ENDED,
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/try_policy",
+        try_policy,
+        "Record requests, and compare another policy on them.",
+        Trial,
+        body=trial_decoder,
+        raises=(EngineDeadError, EngineOverloadedError),
         needs="admin_key",
     ),
     Route(

@@ -6,7 +6,7 @@ same calls at the same times can be made again. Knows nothing about files or thr
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -93,8 +93,12 @@ class RecordingScheduler(DelegatingScheduler):
         clock: Clock,
         sink: RecordSink,
         loop_lag: Clock | None = None,
+        there: Sequence[Request] = (),
     ) -> None:
-        """`loop_lag` says by how many seconds the event loop was late since it was last asked."""
+        """`loop_lag` says by how many seconds the event loop was late since it was last asked.
+        `there` are the requests that the scheduler has already: what they have is told as if it
+        were found in the cache.
+        """
         self.clock = FrozenClock(clock)
         self._loop_lag = loop_lag
         self._kv_cache = kv_cache
@@ -106,10 +110,32 @@ class RecordingScheduler(DelegatingScheduler):
             make_scheduler(config, kv_cache, max_model_len=max_model_len, clock=self.clock)
         )
         self.clock.thaw()
-        sink.write(self._header(now, config))
+        sink.write(self._header(now, config, len(there)))
+        self._first_step_id = 0  # results of steps up to this one are not noted
+        self.num_added = 0  # requests that were accepted since
+        if there:
+            self._note_there(now, there)
         sink.flush()
 
-    def _header(self, now: float, config: SchedulerConfig) -> Header:
+    def _note_there(self, now: float, there: Sequence[Request]) -> None:
+        for request in there:
+            self._short.add(request.request_id)
+            spec = msgspec.structs.replace(request.spec, prompt_token_ids=request.token_ids)
+            self._sink.write(Added(now, spec.without_arrays(), None))
+        # Who runs enters with a step without rows: the last that was planned.
+        stats = self.live.make_stats()
+        self._first_step_id = step_id = max(1, 0 if stats is None else stats.num_steps)
+        entered = [
+            (self._short.name(request.request_id), request.num_computed_tokens, list[int]())
+            for request in there
+            if request.status is RequestStatus.RUNNING
+        ]
+        counts, measured = self._counts(), (0.0, 0.0)
+        self._sink.write(
+            Planned(now, None, step_id, [], [], entered, [], [], [], [], [], [], *counts, *measured)
+        )
+
+    def _header(self, now: float, config: SchedulerConfig, num_there: int) -> Header:
         states, windows = self._kv_cache.states, self._kv_cache.windows
         return Header(
             time=now,
@@ -123,6 +149,7 @@ class RecordingScheduler(DelegatingScheduler):
             num_watermark_blocks=self._kv_cache.num_watermark_blocks,
             num_state_slots=None if states is None else states.num_slots,
             windows=None if windows is None else windows.spec,
+            num_there=num_there,
         )
 
     # What is recorded.
@@ -130,6 +157,7 @@ class RecordingScheduler(DelegatingScheduler):
     def add_request(self, request: Request) -> None:
         now, _, error = self._call(lambda: self.live.add_request(request))
         if error is None:
+            self.num_added += 1
             self._short.add(request.request_id)
         self._note(lambda: Added(now, request.spec.without_arrays(), _text(error)))
         if error is not None:
@@ -152,6 +180,12 @@ class RecordingScheduler(DelegatingScheduler):
         # In most steps nobody ends, and then nobody has to be looked for.
         num_ended = num_before - self.live.get_num_unfinished_requests()
         ended = _ended(outputs) if outputs and num_ended else []
+        if scheduler_output.step_id <= self._first_step_id:  # planned before the log began
+            names = self._short.names(request_id for request_id, _ in ended)
+            stopped = int(RequestStatus.FINISHED_STOPPED)
+            self._note(lambda: Finished(now, names, stopped, names, None))
+            self._forget(request_id for request_id, _ in ended)
+            return _result(outputs, error)
         self._note(
             lambda: Updated(
                 now,

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioserve.config import SchedulerConfig
+from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, WindowSpec
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
-FORMAT_VERSION = 7  # raise it with every change of a record, or of what is in one
+FORMAT_VERSION = 8  # raise it with every change of a record, or of what is in one
 MAGIC = b"aioserve decision log "  # the first line of a file; the version follows
 
 Name = int | str  # of a request
@@ -41,11 +42,20 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
     num_watermark_blocks: int
     num_state_slots: int | None = None  # of a model whose layers have states
     windows: WindowSpec | None = None  # of one whose layers see only what is near
+    num_there: int = 0  # requests that were there when the log began: the first that it tells of
 
     @property
     def config(self) -> SchedulerConfig:
         """Raises `msgspec.ValidationError` if this version does not know the settings."""
         return msgspec.convert(self.scheduler, SchedulerConfig)
+
+    def check_is_whole(self) -> None:
+        """Raises `ConfigError` if there were requests before the first record."""
+        if self.num_there:
+            raise ConfigError(
+                f"this decision log begins with {self.num_there} requests that were there before: "
+                "`compare --replay` takes it, which leaves them out; nothing else does"
+            )
 
     def make_kv_cache(self) -> KVCacheManager:
         """An empty one of the same geometry."""

@@ -62,6 +62,7 @@ class Replay:
 
     def __init__(self, header: Header, make_scheduler: MakeScheduler | None = None) -> None:
         """`make_scheduler` replaces the policy that the header names. Raises `ConfigError`."""
+        header.check_is_whole()
         self._now = header.time
         self._sink = _ListSink()
         self._ids: list[str] = []  # of requests, by number

@@ -15,6 +15,7 @@ from aioserve.engine.questions import (
     AbortElsewhere,
     AdapterPaths,
     Counted,
+    FindReport,
     HowAreYou,
     LoadAdapter,
     Question,
@@ -22,6 +23,7 @@ from aioserve.engine.questions import (
     ShowMetrics,
     ShowSteps,
     SwitchPolicy,
+    TryPolicy,
     UnloadAdapter,
 )
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
@@ -283,6 +285,8 @@ EngineQuestion = (
     HowAreYou
     | ShowMetrics
     | ShowSteps
+    | TryPolicy
+    | FindReport
     | SwitchPolicy
     | ResetPrefixCache
     | LoadAdapter

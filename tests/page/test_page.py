@@ -23,6 +23,8 @@ CONFIG = EngineConfig(
 )
 LIVE = "document.getElementById('connection').textContent === 'live'"
 
+WORDS = "document.getElementById('report-words').textContent"
+
 
 def text_of(name):
     return f"document.getElementById('{name}').innerText"
@@ -40,6 +42,13 @@ async def page(browser, **sections):
 
 async def click(tab, name):
     await tab.run(f"document.getElementById('{name}').click()")
+
+
+async def choose_policy(tab, name):
+    await tab.run(
+        "(() => { const select = document.getElementById('policies');"
+        f" select.value = '{name}'; select.dispatchEvent(new Event('change')); }})()"
+    )
 
 
 async def ask(tab, text):
@@ -98,8 +107,8 @@ async def test_the_policy_is_switched_and_a_bad_option_is_said(browser):
         await click(tab, "do-switch")
         await tab.until(f"/must be a JSON object/.test({text_of('switch-status')})")
         tab.problems.clear()  # a browser logs every 400
-        await tab.run("document.getElementById('options').value = ''")
-        await tab.run("document.getElementById('policies').value = 'fcfs'")
+        await choose_policy(tab, "fcfs")
+        assert await tab.run("document.getElementById('options').value") == ""
         await click(tab, "do-switch")
         await tab.until(f"{text_of('policy')} === 'fcfs'")
         assert server.engine.config.scheduler.policy == "fcfs"
@@ -111,6 +120,30 @@ async def test_a_server_without_admin_routes_says_so(browser):
         await click(tab, "do-switch")
         await tab.until(f"/--enable-admin/.test({text_of('switch-status')})")
         tab.problems.clear()
+
+
+async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browser):
+    async with page(browser) as (server, tab):
+
+        async def load():
+            while True:
+                asked = [server.complete([i + 5] * 40, max_tokens=30) for i in range(4)]
+                await asyncio.gather(*asked)
+
+        loading = asyncio.create_task(load())
+        await tab.until("aioserve.story.steps.length > 20")
+        await choose_policy(tab, "fcfs")
+        await tab.run("document.getElementById('seconds').value = '2'")
+        await click(tab, "try")
+        await tab.until("!document.getElementById('report').hidden")
+        loading.cancel()
+        assert "fcfs" in await tab.run(WORDS)
+        await tab.until(f"/requests, under both policies/.test({text_of('switch-status')})")
+        report = await tab.run("document.getElementById('report-link').href")
+        await tab.go(report)
+        await tab.until("document.querySelectorAll('svg').length > 2")  # drawn, in its sandbox
+        assert await tab.run("window.origin") == "null"
+        assert tab.problems == []
 
 
 async def test_why_a_request_waited_and_who_was_preferred_to_it(browser):

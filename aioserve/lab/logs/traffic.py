@@ -31,8 +31,8 @@ class Traffic(NamedTuple):
 
     @property
     def lives(self) -> list[Life]:
-        """Of all requests that were accepted, with their prompts."""
-        return self.chronicle.lives
+        """Of all requests that were accepted while it was written, with their prompts."""
+        return self.chronicle.lives[self.header.num_there :]
 
 
 def read_traffic(log: DecisionLog) -> Traffic:

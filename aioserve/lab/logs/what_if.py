@@ -62,6 +62,7 @@ def what_if(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]
     Call it outside of a loop. Raises `ConfigError` for settings that cannot work, a damaged log, or
     one with too few steps to learn from.
     """
+    log.header.check_is_whole()
     make_config(log.header, policy, settings)  # before the file is read: it may not make sense
     traffic = read_traffic(log)
     same = make_plan(traffic, None, [])

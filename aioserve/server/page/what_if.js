@@ -14,18 +14,30 @@ export class WhatIf {
       event.preventDefault();
       this.switch();
     });
-    byId("policies").addEventListener("change", () => this.describe());
+    this.trying = null;
+    byId("try").addEventListener("click", () => (this.trying ? this.trying.abort() : this.try()));
+    byId("report-close").addEventListener("click", () => { byId("report").hidden = true; });
+    byId("policies").addEventListener("change", () => {
+      this.showOptions(); // those of another policy would be refused
+      this.describe();
+    });
   }
 
   onSnapshot() {
-    const { policies, policy, options } = this.story.about;
+    const { policies, policy } = this.story.about;
     const names = Object.keys(policies);
     if (!names.includes(policy)) names.unshift(policy);
     byId("policies").replaceChildren(...names.map((name) => new Option(name, name, false, name === policy)));
-    byId("options").value = Object.keys(options).length ? JSON.stringify(options) : "";
+    this.showOptions();
     this.first = null;
     this.describe();
     this.words();
+  }
+
+  showOptions() {
+    const { policy, options } = this.story.about;
+    const isLive = byId("policies").value === policy && Object.keys(options).length;
+    byId("options").value = isLive ? JSON.stringify(options) : "";
   }
 
   describe() {
@@ -46,20 +58,55 @@ export class WhatIf {
     return options;
   }
 
+  say(words, isBad = false) {
+    byId("switch-status").textContent = words;
+    byId("switch-status").classList.toggle("bad", isBad);
+  }
+
+  refuse(error) {
+    const isOff = error instanceof Refusal && error.status === 404;
+    this.say(isOff ? "This server was started without --enable-admin: policies cannot be tried or switched from here." : error.message, true);
+  }
+
   async switch() {
-    const status = byId("switch-status");
-    status.classList.remove("bad");
     byId("do-switch").disabled = true;
     try {
       const policy = byId("policies").value;
       const { before } = await post("admin/policy", { policy, options: this.options() });
-      status.textContent = `${policy} decides from the next step on; before, it was ${before.policy}.`;
+      this.say(`${policy} decides from the next step on; before, it was ${before.policy}.`);
     } catch (error) {
-      status.classList.add("bad");
-      const isOff = error instanceof Refusal && error.status === 404;
-      status.textContent = isOff ? "This server was started without --enable-admin: its policy cannot be switched from here." : error.message;
+      this.refuse(error);
     } finally {
       byId("do-switch").disabled = false;
+    }
+  }
+
+  // Records, has both policies simulated, and shows the report.
+  async try() {
+    this.trying = new AbortController();
+    byId("try").textContent = "Stop";
+    const policy = byId("policies").value, seconds = Number(byId("seconds").value);
+    const begun = performance.now();
+    const clock = setInterval(() => {
+      const left = Math.ceil(seconds - (performance.now() - begun) / 1e3);
+      this.say(left > 0 ? `Recording, ${left} s to go.` : "Simulating what was recorded under both policies.");
+    }, 1000);
+    try {
+      const value = { policy, options: this.options(), seconds };
+      this.say("Recording.");
+      const { report, requests, table } = await post("admin/try_policy", value, this.trying.signal);
+      this.say(`${count(requests)} requests, under both policies: the comparison is below.`);
+      byId("report-link").href = byId("report-frame").src = report;
+      byId("report-words").textContent = table;
+      byId("report").hidden = false;
+      byId("report").scrollIntoView();
+    } catch (error) {
+      if (error.name === "AbortError") this.say("Stopped.");
+      else this.refuse(error);
+    } finally {
+      clearInterval(clock);
+      this.trying = null;
+      byId("try").textContent = "Try";
     }
   }
 

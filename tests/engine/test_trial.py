@@ -1,0 +1,150 @@
+"""A trial of another policy on live traffic: what is recorded, what is refused, what is left."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import RunnerConfig, SchedulerConfig
+from aioserve.engine.questions import FindReport, TryPolicy
+from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
+from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.recorder import RecordingScheduler
+from aioserve.watch.replay import replay
+from aioserve.watch.writer import LogWriter
+
+CONFIG = EngineConfig(
+    runner=RunnerConfig(runner="simulated", step_base_ms=2, step_decode_us=1),
+    scheduler=SchedulerConfig(policy="chunked_prefill", options={"chunk_size": 64}),
+)
+
+
+def scheduler_of(engine: AsyncEngine) -> Any:
+    assert engine._parts is not None
+    return engine._parts.core.scheduler
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("aioserve-trial-*"))
+
+
+async def generate(engine: AsyncEngine, length: int, num_tokens: int) -> None:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    async for _ in engine.generate([3] * length, params):
+        pass
+
+
+@asynccontextmanager
+async def busy() -> AsyncIterator[AsyncEngine]:
+    """Some requests are there for long, others come and go."""
+
+    async def come_and_go() -> None:
+        while True:
+            await asyncio.gather(*(generate(engine, 100, 20) for _ in range(3)))
+
+    async with AsyncEngine(CONFIG) as engine:
+        tasks = [asyncio.create_task(generate(engine, 50, 3000)) for _ in range(4)]
+        tasks.append(asyncio.create_task(come_and_go()))
+        await asyncio.sleep(0.1)
+        try:
+            yield engine
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_log_that_begins_amid_traffic_tells_of_what_came_and_what_steps_took(
+    tmp_path: Path,
+) -> None:
+    async with busy() as engine:
+        assert engine._parts is not None
+        core, chain = engine._parts.core, scheduler_of(engine)
+        sink = LogWriter(tmp_path / "log")
+        num_there = len(chain.get_requests())
+        core.scheduler = recorder = RecordingScheduler(
+            lambda *args, **kwargs: chain,
+            CONFIG.scheduler,
+            chain.kv_cache,
+            max_model_len=engine.max_model_len,
+            clock=engine._parts.clock,
+            sink=sink,
+            there=chain.get_requests(),
+        )
+        await asyncio.sleep(0.6)
+        core.scheduler = chain
+        sink.close()
+    log = DecisionLog(tmp_path / "log")
+    assert log.header.num_there == num_there >= 4
+    traffic = read_traffic(log)
+    assert len(traffic.lives) == recorder.num_added > 5
+    assert all(life.arrival >= 0 for life in traffic.lives)
+    assert {life.num_prompt_tokens for life in traffic.lives} == {100}
+    ended = [life for life in traffic.lives if life.end is not None]
+    assert ended
+    assert all(len(life.tokens) == 20 for life in ended)
+    assert len(make_workload(traffic, "log").requests) == recorder.num_added
+    long = [
+        life for life in traffic.chronicle.lives if life.spec.sampling_params.max_tokens == 3000
+    ]
+    assert len(long) == 4
+    assert all(life.num_computed > life.num_prompt_tokens > 50 for life in long)
+    with pytest.raises(ConfigError, match=f"begins with {num_there} requests that were there"):
+        replay(log)
+
+
+async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
+    before = folders()
+    async with busy() as engine:
+        chain = scheduler_of(engine)
+        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 1.5)))
+        await asyncio.sleep(0.3)
+        with pytest.raises(EngineOverloadedError, match="another trial goes on"):
+            await engine.ask(TryPolicy("hrrn", {}, 2))
+        report = await asked
+        assert scheduler_of(engine) is chain
+        assert report.num_requests > 3
+        assert "chunked_prefill" in report.words
+        assert "fcfs" in report.words
+        html = await engine.ask(FindReport(report.report_id))
+        assert html is not None
+        assert html.startswith(b"<!doctype html>")
+        assert await engine.ask(FindReport("another")) is None
+    assert folders() <= before
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "seconds", "error", "words"),
+    [
+        ("fcsf", {}, 2, ConfigError, "did you mean 'fcfs'"),
+        ("chunked_prefill", {"chunk": 5}, 2, ConfigError, "chunk_size"),
+        ("fcfs", {}, 0.5, RequestError, "seconds must be from 1 to 300"),
+        ("fcfs", {}, 1e9, RequestError, "seconds must be from 1 to 300"),
+        ("fcfs", {}, 1, RequestError, "nobody came in 1 s"),
+    ],
+)
+async def test_what_cannot_be_tried_is_refused_in_words(
+    policy: str, options: dict[str, Any], seconds: float, error: type[AioserveError], words: str
+) -> None:
+    async with AsyncEngine(CONFIG) as engine:
+        with pytest.raises(error, match=words):
+            await engine.ask(TryPolicy(policy, options, seconds))
+
+
+async def test_who_leaves_ends_the_recording() -> None:
+    async with busy() as engine:
+        chain = scheduler_of(engine)
+        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
+        await asyncio.sleep(0.2)
+        assert isinstance(scheduler_of(engine), RecordingScheduler)
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert scheduler_of(engine) is chain
+        with pytest.raises(RequestError, match="seconds must be"):  # and another may begin
+            await engine.ask(TryPolicy("fcfs", {}, 0))
