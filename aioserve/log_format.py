@@ -8,6 +8,8 @@ import logging
 import time
 from typing import Literal
 
+from aioserve.progress import BesideBars
+
 LogFormat = Literal["text", "json"]
 
 
@@ -38,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 def set_up_logging(level: str, log_format: LogFormat, process: str = "") -> None:
     """To stderr. `process` names it in every line; empty: the engine's, which text need not say."""
-    handler = logging.StreamHandler()
+    handler = BesideBars()
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process or "engine"))
     else:

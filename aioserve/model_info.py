@@ -14,6 +14,7 @@ from aioserve.errors import ConfigError
 from aioserve.model_source import Directory, GgufFile, ModelSource
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
 from aioserve.model_source.source import one_line
+from aioserve.progress import download_bars
 
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
@@ -170,6 +171,7 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
             snapshot_download(
                 config.model,
                 revision=config.revision,
+                tqdm_class=download_bars(),
                 allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
             )
         )

@@ -1,20 +1,24 @@
 """What a start says, and when: the first line, bars on a terminal, a wrong folder."""
 
 import importlib
+import json
+import logging
 import os
 import pty
 import re
 import subprocess
 import sys
 import termios
+import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.runner.progress import BAR
+from aioserve.progress import BAR, BesideBars, stage
 from tests.processes import serving, started, until
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +65,7 @@ def test_loading_shows_bars_on_a_terminal_and_logs_lines_elsewhere(
     with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
         monkeypatch.setattr(sys, "stderr", stderr)
         config = ModelConfig()
-        caplog.set_level("INFO", "aioserve.runner.progress")
+        caplog.set_level("INFO", "aioserve.progress")
         loading.load_model_on_cpu(config, ModelInfo(config))
         monkeypatch.undo()
         stderr.write("end")
@@ -78,14 +82,80 @@ def test_loading_shows_bars_on_a_terminal_and_logs_lines_elsewhere(
         assert shown == b"end"
 
 
-def test_the_log_of_a_server_tells_each_stage_of_loading(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "-m", "aioserve", "--port", "0"]
-        with started(*command, stderr=log) as process:
-            log_text = (tmp_path / "log").read_text
-            until(lambda: "listening on" in log_text() or process.poll() is not None, "it serves")
-    lines = re.findall(r"progress: (.*): (\d+) of \2, \d+\.\d s\n", log_text())
-    assert [title for title, _ in lines] == TITLES
+class Hub(BaseHTTPRequestHandler):
+    """Of the Hugging Face hub, what a download asks of it; its one model is the embedded one."""
+
+    sha = "5" * 40
+
+    def do_GET(self, with_body: bool = True) -> None:
+        files = {path.name: path for path in (ROOT / "aioserve/embedded").iterdir()}
+        path = self.path.partition("?")[0]
+        if path == "/api/models/owner/name/revision/main":
+            body = json.dumps({"id": "owner/name", "sha": self.sha, "siblings": []}).encode()
+        elif path == f"/api/models/owner/name/tree/{self.sha}":
+            entries = [
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": name}
+                for name, file in files.items()
+            ]
+            body = json.dumps(entries).encode()
+        elif path.startswith(f"/owner/name/resolve/{self.sha}/"):
+            body = files[path.rpartition("/")[2]].read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("ETag", f'"{path.rpartition("/")[2]}"')
+        self.send_header("X-Repo-Commit", self.sha)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET(with_body=False)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing of it."""
+
+
+def test_the_log_tells_each_stage_of_a_start(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub, (tmp_path / "log").open("w") as log:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+        }
+        command = [sys.executable, "-m", "aioserve", "--model", "owner/name", "--port", "0"]
+        read = (tmp_path / "log").read_text
+        with started(*command, stderr=log, env=environment) as process:
+            until(lambda: "listening on" in read() or process.poll() is not None, "it serves")
+        hub.shutdown()
+    lines = re.findall(r"aioserve\.progress: (.*): (\d+) of \2, \d+\.\d s\n", read())
+    fetching, *loading = [title for title, _ in lines]
+    assert re.fullmatch(r"Fetching \d+ files", fetching)
+    assert loading == TITLES
+
+
+def test_a_line_of_the_log_takes_bars_away_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (25, 80))
+    monkeypatch.setitem(BAR, "delay", 0.0)
+    with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        handler = BesideBars(stderr)
+        for number in stage(range(2), "Loading", "layer"):
+            record = logging.LogRecord("", logging.INFO, "", 0, "line %d", (number,), None)
+            handler.emit(record)
+        monkeypatch.undo()
+        stderr.write("end")
+        stderr.flush()
+        shown = b""
+        while not shown.endswith(b"end"):
+            shown += terminal.read(65536)
+    assert re.search(rb"Loading: +0%[^\n]*\r +\rline 0\r\n\rLoading: ", shown)
+    assert re.search(rb"\r +\rline 1\r\n", shown)
 
 
 def test_the_parent_of_a_clone_called_aioserve_is_told_apart(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding, one_line
+from aioserve.progress import as_stage
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -38,7 +39,6 @@ from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.image_encoder import ImageEncoder
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.progress import as_stage
 from aioserve.runner.row_by_row import RowByRowModel
 from aioserve.runner.seeing import TextPart, take_text_part
 from aioserve.runner.served_model import Halves, ServedModel

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
+from aioserve.progress import stage
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
 from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
@@ -30,7 +31,6 @@ from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan,
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
-from aioserve.runner.progress import stage
 from aioserve.runner.served_model import ServedModel
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
+from aioserve.progress import stage
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.adapters import fused_sites
@@ -30,7 +31,6 @@ from aioserve.runner.fused.recognize import (
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.progress import stage
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
 

@@ -4,6 +4,7 @@ A bar shows what lasts longer than a moment, and goes when that is done. In a lo
 line when it is done, and one now and then before. Knows tqdm; knows no stage.
 """
 
+import io
 import logging
 import sys
 import time
@@ -83,3 +84,53 @@ def as_stage(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[
     if not sys.stderr.isatty():
         return Lines(*arguments, **options)
     return bar(*arguments, **options | BAR)
+
+
+def download_bars() -> Any:
+    """A class of bars for `huggingface_hub`; None on a terminal: those that it has.
+
+    It shows one of files, and some of bytes. Of the files, the last line is told, of bytes what is
+    there meanwhile.
+    """
+    if sys.stderr.isatty():
+        return None
+    from huggingface_hub.utils import tqdm
+
+    class Told(tqdm):  # its base does the counting, in whatever way this version of it counts
+        monitor_interval = 0  # no thread
+
+        def __init__(self, *items: Any, **options: Any) -> None:
+            self.last_said = time.monotonic()
+            super().__init__(*items, **options | {"file": io.StringIO(), "disable": False})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if time.monotonic() - self.last_said >= SECONDS and "econstruct" not in self.desc:
+                self.tell()
+
+        def tell(self) -> None:
+            self.last_said = time.monotonic()
+            show = self.format_sizeof if self.unit == "B" else str
+            of_all = f" of {show(self.total)}" if self.total else ""
+            seconds = self.format_dict["elapsed"]
+            title = self.desc.removesuffix(": ")
+            logger.info("%s: %s%s, %.1f s", title, show(self.n), of_all, seconds)
+
+        def close(self) -> None:
+            if not self.disable and self.unit != "B":
+                self.tell()
+            super().close()
+
+    return Told
+
+
+class BesideBars(logging.StreamHandler[Any]):
+    """Logs where bars may stand: takes them away for the time of a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As its base, on a line of its own."""
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if tqdm is None or not getattr(tqdm, "_instances", None):
+            super().emit(record)
+            return
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)

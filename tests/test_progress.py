@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioserve.runner.progress import SECONDS, Lines
+from aioserve.progress import SECONDS, Lines, download_bars
 
 
 class Clock:
@@ -53,3 +53,24 @@ def test_how_many_there_are_need_not_be_known() -> None:
     told: list[str] = []
     assert list(Lines(iter("ab"), "Reading", say=told.append, clock=Clock())) == ["a", "b"]
     assert told == ["Reading: 2, 0.0 s"]
+
+
+def test_a_download_tells_its_bytes_meanwhile_and_its_files_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "aioserve.progress")
+    bars = download_bars()
+    files = bars(total=2, desc="Fetching 2 files")
+    transfer = bars(total=2_000_000, desc="Downloading bytes", unit="B", unit_scale=True)
+    written = bars(total=2_000_000, desc="Reconstructing", unit="B", unit_scale=True)
+    transfer.update(1_500_000)
+    transfer.refresh()  # too early
+    monkeypatch.setattr("aioserve.progress.SECONDS", 0.0)
+    transfer.refresh()
+    written.refresh()
+    monkeypatch.undo()
+    files.update(2)
+    for bar in (transfer, written, files):
+        bar.close()
+    told = [record.message.rpartition(",")[0] for record in caplog.records]
+    assert told == ["Downloading bytes: 1.50M of 2.00M", "Fetching 2 files: 2 of 2"]
