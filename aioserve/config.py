@@ -426,8 +426,8 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
 
 
 class ImageConfig(Section, frozen=True, kw_only=True):
-    """Images that come by HTTP, to a model that reads them: what a request may bring, and whether
-    they are fetched.
+    """Images for a model that reads them: what a request may bring by HTTP, whether they are
+    fetched, and what they may take of memory.
     """
 
     max_images: Annotated[PositiveInt, Meta(description="most images of one request")] = 16
@@ -462,6 +462,10 @@ class ImageConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)],
         Meta(description="seconds in which an image must have been fetched"),
     ] = 10.0
+    image_memory_gib: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="most memory for prepared images of requests that wait or run; more: 429"),
+    ] = 4.0
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
+from aioserve.engine.image_memory import ImageMemory
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.samples import Samples
@@ -32,12 +33,14 @@ class Arrivals:
         core: EngineCore,
         metrics: EngineMetrics,
         clock: Clock,
+        image_memory: ImageMemory,
     ) -> None:
         self._input_processor = input_processor
         self._adapters = adapters
         self._core = core
         self._metrics = metrics
         self._clock = clock
+        self._image_memory = image_memory
         self._num_arriving = 0
         self._arriving_tokens = 0  # of these, at least
 
@@ -62,9 +65,11 @@ class Arrivals:
     async def prepare(
         self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None
     ) -> RequestSpec:
-        """Compiles what the text must look like, has the adapter brought, if there is a name,
-        within so many seconds: what is asked for then, in full.
+        """Counts its images, compiles what the text must look like, has the adapter brought, if
+        there is a name, within so many seconds: what is asked for then, in full. Raises what
+        these do, `EngineOverloadedError` for images that are too many.
         """
+        self._image_memory.hold(spec)
         await self._input_processor.check_grammar(spec.sampling_params)
         if adapter:
             await self._adapters.hold(samples, adapter, seconds)

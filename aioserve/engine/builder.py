@@ -18,6 +18,7 @@ from aioserve.engine.arrivals import Arrivals
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.core import EngineCore
 from aioserve.engine.delivery import Delivery
+from aioserve.engine.image_memory import ImageMemory
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
 from aioserve.engine.kv_events import KVEventRelay
@@ -184,7 +185,14 @@ class EngineBuilder:
             relay,
             turns,
             self._request_log,
-            Arrivals(input_processor, self.adapters, core, metrics, clock),
+            Arrivals(
+                input_processor,
+                self.adapters,
+                core,
+                metrics,
+                clock,
+                ImageMemory(config.images.image_memory_gib),
+            ),
             delivery,
         )
 

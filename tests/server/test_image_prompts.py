@@ -19,7 +19,7 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine import Conversation
-from aioserve.images import decoding, fetching
+from aioserve.images import decoding, fetching, processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.scheduler.registry import available_policies
@@ -300,6 +300,39 @@ async def test_a_redirect_to_a_private_address_is_refused(seeing, monkeypatch):
             )
     finally:
         await runner.cleanup()
+
+
+async def test_without_pillow_the_text_is_served_and_an_image_names_what_to_install(
+    seeing, monkeypatch
+):
+    monkeypatch.setattr(processing, "find_spec", lambda name: None)
+    async with seeing() as server:
+        assert ids_of(await look(server))
+        answer = await ask(server, "chat", url_of(0))
+        assert "pip install 'aioserve[images]'" in names(answer, "chat", 0)
+
+
+async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(seeing):
+    async with seeing(images={"image_memory_gib": 1e-6}) as server:
+        body = {
+            "messages": [{"role": "user", "content": [TEXT, chat_part(url_of(0))]}],
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        url = f"{server.url}/v1/chat/completions"
+        async with server.session.post(url, json=body) as response:
+            await response.content.readany()  # it runs
+            refused = await server.request("POST", "/v1/chat/completions", json=body)
+            assert check(refused, 429)["message"].startswith("prepared images of requests take")
+            assert "Retry-After" in refused.headers
+            assert ids_of(await look(server))  # text needs none of it
+        body |= {"max_tokens": 2, "stream": False}
+        statuses = [429]
+        while statuses[-1] == 429:  # until a step has told the runner of the end
+            answer = await server.request("POST", "/v1/chat/completions", json=body)
+            statuses.append(answer.status)
+        assert statuses[-1] == 200
 
 
 async def test_what_takes_long_is_done_off_the_loop(seeing, monkeypatch):
