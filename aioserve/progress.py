@@ -25,6 +25,11 @@ BAR: dict[str, Any] = {
 }
 
 
+def show_no_bars() -> None:
+    """In this process: another one shows the same."""
+    BAR["disable"] = True
+
+
 class Lines(Generic[T]):
     """A stage as lines: "Checking fused layers: 12 of 30, 10.1 s". Takes what tqdm would take."""
 
@@ -59,8 +64,9 @@ class Lines(Generic[T]):
             self._tell()
 
     def close(self) -> None:
-        """There is no more to do, or it has failed: how far it came."""
-        self._tell()
+        """There is no more to do, or it has failed: how far it came. Of nothing, nothing."""
+        if self._total != 0:
+            self._tell()
 
     def _tell(self) -> None:
         self._last_said = self._clock()

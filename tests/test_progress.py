@@ -21,6 +21,12 @@ def test_a_quick_stage_is_one_line() -> None:
     assert told == ["Loading: 3 of 3, 0.0 s"]
 
 
+def test_a_stage_of_nothing_is_no_line() -> None:
+    told: list[str] = []
+    assert list(Lines((), "Loading", say=told.append, clock=Clock())) == []
+    assert told == []
+
+
 def test_a_long_stage_has_a_line_now_and_then() -> None:
     told: list[str] = []
     clock = Clock()

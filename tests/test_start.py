@@ -18,7 +18,7 @@ import pytest
 
 from aioserve.config import ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.progress import BAR, BesideBars, stage
+from aioserve.progress import BAR, BesideBars, show_no_bars, stage
 from tests.processes import serving, started, until
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +51,19 @@ def test_a_simulated_server_answers_without_torch() -> None:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "uvloop" in maps
     assert "torch" not in maps
+
+
+def test_a_process_beside_the_first_shows_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pty.openpty()
+    monkeypatch.setitem(BAR, "delay", 0.0)
+    monkeypatch.setitem(BAR, "disable", None)  # as it was, afterwards
+    with os.fdopen(writer, "w") as stderr, os.fdopen(reader, "rb", 0) as terminal:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        show_no_bars()
+        assert list(stage(range(3), "Loading", "layer")) == [0, 1, 2]
+        stderr.write("end")
+        stderr.flush()
+        assert terminal.read(65536) == b"end"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioserve.errors import RunnerDeadError
 from aioserve.log_format import set_up_logging
 from aioserve.model_info import ModelInfo
+from aioserve.progress import show_no_bars
 from aioserve.runner.tensor_parallel.messages import Answer, Start, Step, decode
 from aioserve.runner.tensor_parallel.processes import FirstRank, in_a_line
 from aioserve.scheduler.output import SchedulerOutput
@@ -62,6 +63,7 @@ def _run(first: FirstRank, start: Start, load: Load) -> int:
     # What it loads and serves is told by the first rank.
     level = "debug" if server.log_level == "debug" else "warning"
     set_up_logging(level, server.log_format, f"rank {start.rank}")
+    show_no_bars()
     info = ModelInfo(start.config.model)
     check_model(start.config, info)
     execute = load(first, start, info)

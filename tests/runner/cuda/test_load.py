@@ -152,8 +152,10 @@ def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
     model_path: Callable[..., Path],
     generate_reference: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(loading, "why_not", lambda *_: None)
+    caplog.set_level(logging.INFO)
     prompt = list(range(30, 70))
     for enforce_eager in (False, True):
         device = FakeDevice()
@@ -166,6 +168,9 @@ def test_with_flashinfer_decodes_are_captured_unless_that_is_switched_off(
         executor = build(settings(model_path("llama"), enforce_eager=enforce_eager), device)
         assert generate(executor, prompt, 6) == generate_reference("llama", prompt, 6)
         assert (fake.num_captured_plans > 4) is not enforce_eager
+        assert "Warming up: 3 of 3, " in caplog.text
+        assert ("Capturing CUDA graphs: " in caplog.text) is not enforce_eager
+        caplog.clear()
 
 
 def test_a_torch_without_cuda_is_refused_with_what_to_do(model_path: Callable[..., Path]) -> None:
