@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 3_080,
     "aioserve/console": 1_500,
-    "aioserve/engine": 5_600,
+    "aioserve/engine": 6_100,
     "aioserve/grammars": 650,
     "aioserve/images": 1_000,
     "aioserve/kernels": 3_640,
@@ -31,7 +31,7 @@ LIMITS = {
     "aioserve/workers": 1_900,
     "benchmarks": 5_080,
     "policies": 650,
-    "tests": 43_400,
+    "tests": 44_600,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
