@@ -86,13 +86,14 @@ def _dispatch(words: Sequence[str]) -> int:
         )
     # Not a positional of argparse: after a misspelt flag it would be blamed for the value.
     command = COMMANDS.get(first, _serve)
-    config = load_config(build_parser().parse_args(rest if first in COMMANDS else words))
+    given = build_parser().parse_args(rest if first in COMMANDS else words)
+    config = load_config(given)
     set_up_logging(config.server.log_level, config.server.log_format)
-    run(command(config))
+    run(command(config, lambda: load_config(given)))
     return 0
 
 
-async def _serve(config: EngineConfig) -> None:
+async def _serve(config: EngineConfig, read_again: Callable[[], EngineConfig]) -> None:
     # Said before the imports that take seconds.
     logger.info(
         "aioserve %s starts: model %s, policy %s",
@@ -110,14 +111,17 @@ async def _serve(config: EngineConfig) -> None:
             from aioserve.workers.pool import check_platform, workers_listening
 
             check_platform()
-            await serve(config, workers_listening)
+            await serve(config, workers_listening, read_again=read_again)
         else:
-            await serve(config)  # on again once it serves
+            await serve(config, read_again=read_again)  # on again once it serves
     finally:
         gc.enable()
 
 
-COMMANDS: dict[str, Callable[[EngineConfig], Coroutine[Any, Any, None]]] = {"serve": _serve}
+#: Given the settings, and what reads them again.
+Command = Callable[[EngineConfig, Callable[[], EngineConfig]], Coroutine[Any, Any, None]]
+
+COMMANDS: dict[str, Command] = {"serve": _serve}
 
 # Commands with arguments of their own: module and function, which returns the exit code.
 TOOLS = {

@@ -21,6 +21,7 @@ from aioserve.yaml_file import read_yaml
 EMBEDDED_MODEL = "embedded"
 DEFAULT_STEP_BUDGET = 2048
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
@@ -536,9 +537,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(gt=0, description="seconds that a step may take before GET /ready says that it hangs"),
     ] = 60.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
-    ] = "info"
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="lines of the log; json: an object each")
     ] = "text"

@@ -7,6 +7,7 @@
     │   ├── UnknownKeyError     no key, or one that the server does not know: HTTP 401
     │   └── ForbiddenError      more than its key allows: HTTP 403
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
+    │   ├── EnginePausedError   an operator has paused the engine: HTTP 503 with Retry-After
     │   └── KeyLimitError       its key has as much as it may have for now: HTTP 429
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
@@ -69,6 +70,10 @@ class EngineOverloadedError(AioserveError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class EnginePausedError(EngineOverloadedError):
+    """An operator has paused the engine, and wants new requests refused."""
 
 
 class KeyLimitError(EngineOverloadedError):

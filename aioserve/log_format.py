@@ -38,6 +38,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def set_log_level(level: str) -> None:
+    """The least level that is logged of this package, whoever set up logging."""
+    logging.getLogger("aioserve").setLevel(level.upper())
+
+
 def set_up_logging(level: str, log_format: LogFormat, process: str = "") -> None:
     """To stderr. `process` names it in every line; empty: the engine's, which text need not say."""
     handler = BesideBars()

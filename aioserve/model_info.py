@@ -182,3 +182,22 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"cannot fetch model {config.model!r}: {one_line(error)}") from error
+
+
+def read_same_model(config: ModelConfig, known: ModelInfo) -> ModelInfo:
+    """The model that `config` names, which is to differ from `known` in its weights alone. Raises
+    `ConfigError` that names what else is different.
+    """
+    info = ModelInfo(config)
+    ours, theirs = known.hf_config.to_dict(), info.hf_config.to_dict()
+    for name in sorted((ours.keys() | theirs.keys()) - _NOT_OF_THE_WEIGHTS):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"{config.model} is another model than {known.config.model}: its {name} is "
+                f"{theirs.get(name)!r}, not {ours.get(name)!r}"
+            )
+    return info
+
+
+# Of a configuration: where it came from, and how files are written.
+_NOT_OF_THE_WEIGHTS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}

@@ -4,6 +4,7 @@ Knows `Popen` and patience; knows nothing about what a test wants of them.
 """
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -72,6 +73,21 @@ def serving(*argv: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str],
                 yield process, found[1]
                 return
         raise AssertionError("".join(lines))
+
+
+def read_lines(process: subprocess.Popen[str]) -> "queue.Queue[str]":
+    """What it writes to stderr from here on, line by line: read at once, so that it never waits."""
+    lines: queue.Queue[str] = queue.Queue()
+    stderr = process.stderr
+    assert stderr is not None
+
+    def read() -> None:
+        with suppress(ValueError):  # it was closed
+            for line in stderr:
+                lines.put(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:

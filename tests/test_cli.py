@@ -252,7 +252,7 @@ def test_a_dead_engine_can_be_kept_up_until_a_signal(tmp_path):
 
 
 def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
-    async def interrupted(config):
+    async def interrupted(config, read_again):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(COMMANDS, "serve", interrupted)

@@ -119,6 +119,7 @@ ALLOWED = {
         "aioserve.images.families",
         "aioserve.images.processing",
         "aioserve.kv_cache",
+        "aioserve.log_format",
         "aioserve.model_info",
         "aioserve.model_source.adapter",
         "aioserve.outputs",

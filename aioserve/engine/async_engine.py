@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, cast
@@ -20,31 +20,44 @@ from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.client import Answer
 from aioserve.engine.clock import LoopLag, is_real
+from aioserve.engine.control import Control
 from aioserve.engine.front import EngineFront
 from aioserve.engine.gallery import Gallery
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.pulse import Pulse, StateLog
 from aioserve.engine.questions import (
     AbortElsewhere,
+    Arrivals,
+    EngineState,
     FindReport,
     Health,
     HowAreYou,
     LoadAdapter,
+    Pause,
     PolicyAndOptions,
     Question,
+    Reload,
     ResetPrefixCache,
+    Resume,
+    Running,
     Seen,
+    SetLogLevel,
     ShowMetrics,
     ShowSteps,
+    Sleep,
+    State,
     SwitchPolicy,
+    SwitchShadow,
     TryPolicy,
     UnloadAdapter,
+    Wake,
 )
 from aioserve.engine.samples import Samples, SampleState
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.trial import Trials
 from aioserve.errors import EngineDeadError, EngineStartError
 from aioserve.kv_cache import KVEvent
+from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
@@ -108,6 +121,9 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._runner = runner
         self._on_kv_event = on_kv_event
         self._adapters: Adapters | None = None
+        self._builder: EngineBuilder | None = None
+        self._control: Control | None = None  # once somebody wants any
+        self._doings: set[asyncio.Task[None]] = set()  # of an operator, that are not done
         self._parts: EngineParts | None = None  # between start and shutdown
         self._gallery: Gallery | None = None  # once somebody has looked
         self._trials: Trials | None = None  # once somebody has asked for one
@@ -168,7 +184,7 @@ class AsyncEngine(EngineFront[EngineParts]):
     async def _start(self) -> None:
         builder = EngineBuilder(self.config, self.model_info, self._runner, self.metrics)
         self.config, self._runner = builder.config, builder.runner
-        self._adapters = builder.adapters
+        self._adapters, self._builder = builder.adapters, builder
         try:
             await self._runner.load()
             if self._is_closing:
@@ -205,6 +221,25 @@ class AsyncEngine(EngineFront[EngineParts]):
                 answer = PolicyAndOptions(before.policy, before.options)
             case ResetPrefixCache():
                 answer = self.reset_prefix_cache()
+            case Pause(running, arrivals):
+                await self.pause(running=running, arrivals=arrivals)
+                answer = EngineState(self.state)
+            case Resume():
+                await self.resume()
+                answer = EngineState(self.state)
+            case Sleep(weights, running, arrivals):
+                await self.sleep(weights=weights, running=running, arrivals=arrivals)
+                answer = EngineState(self.state)
+            case Wake():
+                await self.wake()
+                answer = EngineState(self.state)
+            case Reload(path, running):
+                await self.reload(path, running=running)
+                answer = EngineState(self.state)
+            case SetLogLevel(level):
+                set_log_level(level)
+            case SwitchShadow(shadow_policy, options):
+                self.switch_shadow(shadow_policy, options)
             case LoadAdapter(name, path):
                 await self.adapters.load(name, path)
             case UnloadAdapter(name):
@@ -244,6 +279,8 @@ class AsyncEngine(EngineFront[EngineParts]):
             return Health("draining", "the server is shutting down")
         if (parts := self._parts) is None:
             return Health("loading", "the model is being loaded")
+        if self.state != "running":
+            return Health(self.state, "an operator wants it so")
         seconds = parts.core.step_seconds()
         if seconds > self.config.server.hung_step_seconds:
             return Health("hanging", f"a step has not come back for {seconds:.0f} s")
@@ -270,6 +307,86 @@ class AsyncEngine(EngineFront[EngineParts]):
         parts.core.switch(settings)
         self.config = msgspec.structs.replace(self.config, scheduler=settings)
         logger.info("policy is now %s %s", policy, options or {})
+
+    def switch_shadow(self, policy: str | None, options: dict[str, Any] | None = None) -> None:
+        """Have another policy evaluated on the traffic from now on, or none. Raises `ConfigError`;
+        what there was goes on then.
+        """
+        parts = self._alive()
+        shadow = msgspec.structs.replace(
+            self.config.shadow, shadow_policy=policy, shadow_options=options or {}
+        )
+        config = msgspec.structs.replace(self.config, shadow=shadow)
+        assert self._builder is not None
+        turns = self._builder.switch_shadow(config, parts)
+        self.config, self._parts = config, parts._replace(shadow_turns=turns)
+        logger.info("shadow policy is now %s %s", policy, options or {})
+
+    @property
+    def state(self) -> State:
+        """Whether it computes, or an operator has paused it or put it to sleep."""
+        return "running" if self._control is None else self._control.state
+
+    async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
+        """Return when no step is computed, and none will be until `resume`.
+
+        `running`: what becomes of requests that run or wait; kept ones go on with the same tokens.
+        `arrivals`: whether those that come meanwhile wait, in the queue and its limits, or get
+        `EnginePausedError`. Deadlines and queue timeouts pass.
+        """
+        await self._controlled(self._controls().pause(running, arrivals))
+
+    async def resume(self) -> None:
+        """Go on. Does nothing if it runs. Raises `ConfigError` if it sleeps."""
+        await self._controlled(self._controls().resume())
+
+    async def sleep(
+        self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
+    ) -> None:
+        """As `pause`, and give back the memory of the KV cache, with `weights` that of the model as
+        well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
+        served: on a CUDA device, with ranks, with a KV connector; nothing has changed then.
+        """
+        await self._controlled(self._controls().sleep(running, arrivals, frees_weights=weights))
+
+    async def wake(self) -> None:
+        """Take back what `sleep` gave, and go on. Raises `ConfigError`; it sleeps on then."""
+        await self._controlled(self._controls().wake())
+
+    async def reload(self, path: str, *, running: Running = "keep") -> None:
+        """Serve the weights of a model directory which is the same but for them; cached prefixes
+        are forgotten. Kept requests go on after their tokens so far. Raises `ConfigError` if they
+        cannot be read, are of another model, or have no room beside the old ones, which serve on.
+        """
+        await self._controlled(self._controls().reload(path, running))
+
+    def _controls(self) -> Control:
+        parts = self._alive()
+        if self._control is None:
+            assert self._runner is not None
+            self._control = Control(
+                self.config, parts.core, self._runner, self.adapters, lambda: self._end(None, parts)
+            )
+        return self._control
+
+    async def _controlled(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Wait for it, but not for an engine that has ended: raises `EngineDeadError` then. It is
+        done whole, also if its caller leaves.
+        """
+        assert self._task is not None
+        task = asyncio.create_task(doing)
+        self._doings.add(task)
+        task.add_done_callback(self._forget_doing)
+        await asyncio.wait({task, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._alive()
+        await task
+
+    def _forget_doing(self, task: asyncio.Task[None]) -> None:
+        self._doings.remove(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; True if the KV cache is now empty."""
@@ -318,6 +435,8 @@ class AsyncEngine(EngineFront[EngineParts]):
     async def _drain(self, parts: EngineParts, seconds: float) -> None:
         if parts.shadow_turns is not None:
             parts.shadow_turns.close()
+        if self._control is not None and not self._control.let_go():
+            seconds = 0.0
         deadline = parts.clock() + seconds
         # Polled: it happens once in a life, which an event of its own would not be worth.
         while (  # noqa: ASYNC110
@@ -438,6 +557,8 @@ class AsyncEngine(EngineFront[EngineParts]):
             parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
 
     def _arriving(self, num_tokens: int, parts: EngineParts) -> AbstractContextManager[None]:
+        if self._control is not None:
+            self._control.check_arrival()
         return parts.arrivals.counted(num_tokens)
 
     async def _submit(

@@ -34,6 +34,7 @@ from aioserve.output_file import check_writable
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
+from aioserve.watch.delegate import DelegatingScheduler, without
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.shadow import Shadow, ShadowedScheduler
 from aioserve.watch.shadow_turns import ShadowTurns
@@ -110,6 +111,7 @@ class EngineBuilder:
         self.adapters = Adapters(config, runner, metrics.adapters)
         self._connector: KVConnectorBase | None = None
         self._request_log: RequestLog | None = None
+        self._num_kv_blocks = 0
         if config.scheduler.request_log is not None:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
 
@@ -133,6 +135,7 @@ class EngineBuilder:
             record_events=on_kv_event is not None,
             connector=self._connector,
         )
+        self._num_kv_blocks = kv_cache.pool.num_blocks
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         _check_windows(config, self.runner.windows, max_model_len)
         scheduler = self._make_scheduler(kv_cache, max_model_len)
@@ -157,7 +160,7 @@ class EngineBuilder:
         relay = None
         if on_kv_event is not None:
             relay = KVEventRelay(
-                kv_cache, on_kv_event, lambda error: core.log_failure("on_kv_event", error)
+                kv_cache, on_kv_event, lambda error: core.failures.log("on_kv_event", error)
             )
         delivery = Delivery(output_processor, clock, turns)
         deliver = delivery.deliver
@@ -195,6 +198,36 @@ class EngineBuilder:
             ),
             delivery,
         )
+
+    def switch_shadow(self, config: EngineConfig, parts: EngineParts) -> ShadowTurns | None:
+        """Another shadow, or none, as `config` has it. Raises `ConfigError` or `PolicyError` before
+        anything has changed. The requests that are there are not told to it.
+        """
+        watched, shadow = parts.core.scheduler, None
+        layer = watched
+        while isinstance(layer, DelegatingScheduler):
+            if isinstance(layer, ShadowedScheduler):
+                watched = without(watched, layer)
+            layer = layer.live
+        before, self.config = self.config, config
+        try:
+            if config.shadow.shadow_policy is not None:
+                policy = _load_shadow_policy(_shadow_settings(config), self._model_info)
+                num_blocks = self._num_kv_blocks
+                shadow = self._make_shadow(policy, num_blocks, parts.max_model_len, self._metrics)
+        except BaseException:
+            self.config = before
+            raise
+        if parts.shadow_turns is not None:
+            parts.shadow_turns.close()
+        turns = None
+        if shadow is None:
+            self._metrics.shadow.begin(None)
+        else:
+            watched = ShadowedScheduler(watched, shadow, self._clock)
+            turns = ShadowTurns(shadow, self._clock)
+        parts.core.scheduler, parts.delivery.shadow_turns = watched, turns
+        return turns
 
     def _make_kv_cache(
         self,
@@ -256,7 +289,7 @@ class EngineBuilder:
         shadow = Shadow(
             make_scheduler, metrics.shadow, max_share=self.config.shadow.shadow_max_share
         )
-        metrics.shadow.shadow = shadow
+        metrics.shadow.begin(shadow)
         return shadow
 
     def _fit_max_model_len(self, num_slots: int) -> int:
@@ -359,6 +392,6 @@ def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
         from aioserve.runner.cpu.sharded_runner import ShardedRunner
 
         return ShardedRunner(config, model_info)
-    from aioserve.runner.cpu.runner import ThreadedRunner
+    from aioserve.runner.cpu.sleeper import SleepingRunner
 
-    return ThreadedRunner(config, model_info)
+    return SleepingRunner(config, model_info)

@@ -5,12 +5,12 @@ The one place where the order of these is decided. Knows nothing about text, HTT
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from aioserve.config import SchedulerConfig
+from aioserve.engine.failure_log import FailureLog
 from aioserve.errors import AioserveError, PolicyError, RequestFailedError, RunnerDeadError
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
@@ -18,14 +18,9 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import describe_result, place
 
-logger = logging.getLogger(__name__)
-
 # When a policy holds everybody back, it is asked again after so many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
 IDLE_POLL_SECONDS = 0.01
-
-# A policy or runner that fails in every step would fill the log: a line of each kind so often.
-LOG_SECONDS = 1.0
 
 # Loops round their timers to a millisecond: one that comes too early asks again so much later.
 TIMER_SECONDS = 0.001
@@ -77,12 +72,14 @@ class EngineCore:
         self._last_step_id = 0  # of the last step that was handed to the runner
         self._step_since = 0.0  # when the runner began the oldest step in flight, about
         self._stalled_since: float | None = None
+        self._is_paused = False
+        self._is_quiet = asyncio.Event()  # of a pause: no step is in flight any more
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._failed: list[tuple[list[str], Exception]] = []  # not yet told: their tokens go first
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
         self._timer_due = math.inf
-        self._throttles: dict[str, _Throttle] = {}
+        self.failures = FailureLog(clock)
         runner.watch(self._wakeup.set)
         if (connector := scheduler.get_kv_connector()) is not None:
             connector.wake = self._wakeup.set
@@ -108,6 +105,32 @@ class EngineCore:
         self.scheduler = self.scheduler.switch(settings)
         self.policy_failure = None
         self._wakeup.set()
+
+    async def pause(self) -> None:
+        """Plan no further step; return when those in flight are back and delivered. Idempotent."""
+        self._is_paused, self._stalled_since = True, None
+        self._is_quiet.clear()
+        self._wakeup.set()
+        await self._is_quiet.wait()
+
+    def resume(self) -> None:
+        """Go on. Idempotent."""
+        self._is_paused = False
+        self._wakeup.set()
+
+    async def vacate(self) -> None:
+        """In a pause: all that run lose their blocks, and wait. Raises what the scheduler raises,
+        and what the runner does, which is told.
+        """
+        try:
+            output = self.scheduler.vacate()
+        except PolicyError as error:
+            failed = self.scheduler.discard_step(self._last_step_id)
+            self._blame_policy(failed, error)
+            self._wakeup.set()
+            raise
+        self._last_step_id = output.step_id
+        await self._runner.execute_model(output)
 
     def step_seconds(self) -> float:
         """For how long the runner has been at the step that it computes; 0 if it is idle."""
@@ -144,11 +167,13 @@ class EngineCore:
             self._fail(*self._failed.pop(0))
         self._after_step()
         if not self._in_flight:
+            if self._is_paused:
+                self._is_quiet.set()
             await self._sleep()
 
     def _dispatch(self) -> bool:
         """Schedule one step and hand it over; False if there is nothing to run now."""
-        if not self.scheduler.has_requests():
+        if self._is_paused or not self.scheduler.has_requests():
             return False
         output = self._schedule()
         if output is None:
@@ -197,15 +222,7 @@ class EngineCore:
         self.policy_failure = error, self._clock()
         self.num_policy_failures += 1
         self._failed.append((request_ids, error))
-        self.log_failure(f"policy {self._policy}", error)
-
-    def log_failure(self, culprit: str, error: Exception) -> None:
-        """A line with a traceback, unless there was one about the same culprit just now."""
-        throttle = self._throttles.setdefault(culprit, _Throttle())
-        num_held = throttle.let_through(self._clock())
-        if num_held is not None:
-            since = f" ({num_held} more were not logged)" if num_held else ""
-            logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
+        self.failures.log(f"policy {self._policy}", error)
 
     def _as_policy_error(self, error: Exception, where: str) -> Exception:
         """With the line of the policy, if one was running."""
@@ -245,7 +262,7 @@ class EngineCore:
         except RunnerDeadError:
             raise
         except Exception as error:
-            self.log_failure("the runner's step", error)
+            self.failures.log("the runner's step", error)
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()
@@ -324,7 +341,7 @@ class EngineCore:
             await asyncio.sleep(0)
             return
         # A policy that has just failed everybody is asked again when somebody comes.
-        if not self.scheduler.has_requests() or (
+        if (self._is_paused or not self.scheduler.has_requests()) or (
             self.policy_failure is not None and not self.scheduler.has_unfinished_requests()
         ):
             await self._wakeup.wait()
@@ -332,19 +349,3 @@ class EngineCore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_POLL_SECONDS):
                 await self._wakeup.wait()
-
-
-class _Throttle:
-    """Lets something through once in `LOG_SECONDS`, and counts what it held back."""
-
-    def __init__(self) -> None:
-        self._last = -math.inf
-        self._num_held = 0
-
-    def let_through(self, now: float) -> int | None:
-        """How many were held back since the last one; None: hold this one back, too."""
-        if now - self._last < LOG_SECONDS:
-            self._num_held += 1
-            return None
-        num_held, self._num_held, self._last = self._num_held, 0, now
-        return num_held

@@ -22,7 +22,7 @@ class Delivery:
     ) -> None:
         self._output_processor = output_processor
         self._clock = clock
-        self._shadow_turns = shadow_turns
+        self.shadow_turns = shadow_turns
         #: By client that is another process: sends off what was delivered for it.
         self.send_off: dict[int, Callable[[], None]] = {}
 
@@ -33,8 +33,8 @@ class Delivery:
         stopped = self._output_processor.process_outputs(outputs, self._clock())
         if (send_off := self.send_off.get(client_index)) is not None:
             send_off()
-        if self._shadow_turns is not None:
-            self._shadow_turns.take()
+        if self.shadow_turns is not None:
+            self.shadow_turns.take()
         return stopped
 
     def expire(self, request_ids: list[str]) -> None:

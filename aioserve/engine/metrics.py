@@ -272,11 +272,15 @@ class ShadowMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.shadow: Shadow | None = None  # set once it is built
+        self.begin(None)
+        registry.register(self)
+
+    def begin(self, shadow: Shadow | None) -> None:
+        """Count for another one from now on, from nothing; None: there is none."""
+        self.shadow = shadow
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
         self.request_latency = Histogram()
-        registry.register(self)
 
     def on_first_token(self, seconds: float) -> None:
         self.time_to_first_token.observe(seconds)

@@ -8,6 +8,12 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
+from aioserve.config import LogLevel
+
+Running = Literal["keep", "abort"]  # what becomes of requests that run or wait
+Arrivals = Literal["wait", "refuse"]  # and of those that come meanwhile
+State = Literal["running", "paused", "asleep"]
+
 T = TypeVar("T")
 
 
@@ -21,13 +27,22 @@ class Health(msgspec.Struct, frozen=True):
     """Whether a new request would be served now, and if not, why.
 
     `dead`: the engine has ended, for `reason`. `silent`: it does not answer whoever asks for us.
-    `loading`, `draining`: not yet, no longer. `failing`: the policy did something wrong, and no
-    step has come back since. `stalled`: it serves none of those who wait. `hanging`: a step takes
-    longer than `server.hung_step_seconds`.
+    `loading`, `draining`: not yet, no longer. `paused`, `asleep`: an operator wants it so.
+    `failing`: the policy did something wrong, and no step has come back since. `stalled`: it
+    serves none of those who wait. `hanging`: a step takes longer than `server.hung_step_seconds`.
     """
 
     status: Literal[
-        "ready", "loading", "draining", "failing", "stalled", "hanging", "silent", "dead"
+        "ready",
+        "loading",
+        "draining",
+        "paused",
+        "asleep",
+        "failing",
+        "stalled",
+        "hanging",
+        "silent",
+        "dead",
     ] = "ready"
     reason: str = ""
 
@@ -82,6 +97,65 @@ class ResetPrefixCache(Question[bool], frozen=True):
     """As `AsyncEngine.reset_prefix_cache`."""
 
     answer_type = bool
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """Whether it computes."""
+
+    state: State
+
+
+class Pause(Question[EngineState], frozen=True):
+    """As `AsyncEngine.pause`."""
+
+    running: Running = "keep"
+    arrivals: Arrivals = "wait"
+
+    answer_type = EngineState
+
+
+class Resume(Question[EngineState], frozen=True):
+    """As `AsyncEngine.resume`."""
+
+    answer_type = EngineState
+
+
+class Sleep(Question[EngineState], frozen=True):
+    """As `AsyncEngine.sleep`."""
+
+    weights: bool = False
+    running: Running = "keep"
+    arrivals: Arrivals = "wait"
+
+    answer_type = EngineState
+
+
+class Wake(Question[EngineState], frozen=True):
+    """As `AsyncEngine.wake`."""
+
+    answer_type = EngineState
+
+
+class Reload(Question[EngineState], frozen=True):
+    """As `AsyncEngine.reload`."""
+
+    path: str
+    running: Running = "keep"
+
+    answer_type = EngineState
+
+
+class SetLogLevel(Question[None], frozen=True):
+    """Of all processes of the server."""
+
+    level: LogLevel
+
+
+class SwitchShadow(Question[None], frozen=True):
+    """As `AsyncEngine.switch_shadow`."""
+
+    policy: str | None
+    options: dict[str, Any]
 
 
 class LoadAdapter(Question[None], frozen=True):

@@ -89,6 +89,27 @@ class RunnerInterface(ABC):
     def unload_adapter(self, adapter_id: str) -> None:  # noqa: B027 - it has none
         """After the steps that were handed over, none will have it."""
 
+    def check_sleep(self, *, frees_weights: bool) -> None:
+        """Raises `ConfigError` if `sleep` is not served."""
+        raise ConfigError("sleep is served on a CPU alone, without ranks (tensor_parallel_size)")
+
+    async def sleep(self, *, frees_weights: bool) -> None:  # noqa: B027 - it has none
+        """Give back the memory of the KV cache, or of weights and all, until `wake`. No step is
+        handed over meanwhile, and no later one reads what earlier ones wrote.
+        """
+
+    async def wake(self) -> None:  # noqa: B027 - likewise
+        """Be as after `load`, with as many blocks as before. Raises `ConfigError` if that cannot
+        be; it sleeps on then.
+        """
+
+    async def load_weights(self, path: str) -> None:
+        """Those of a model directory in the place of ours, between two steps; also instead of
+        `wake`. No later step reads what earlier ones wrote. Raises `ConfigError` for a model that
+        differs in more than its weights, or has no room beside ours; nothing has changed then.
+        """
+        raise ConfigError("reload is served on a CPU alone, without ranks (tensor_parallel_size)")
+
     def check(self) -> None:  # noqa: B027 - it can
         """Raises `RunnerDeadError` if no further step can run."""
 

@@ -166,6 +166,9 @@ class SimulatedRunner(RunnerInterface):
             )
         self._num_kv_blocks = cache.num_kv_blocks or -(-slots // cache.block_size)
 
+    def check_sleep(self, *, frees_weights: bool) -> None:
+        pass  # there is nothing to give back
+
     async def load(self) -> None:
         pass
 

@@ -274,6 +274,13 @@ class BaseScheduler(Switchable):
             connector.reset()
         return self.kv_cache.pool.num_used_blocks == 0
 
+    def vacate(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in self.running:
+            step.preempt(request)
+        self.book.encoder_cache.forget_released()
+        return step.output()
+
     def get_kv_connector(self) -> KVConnectorBase | None:
         return self.kv_cache.connector
 

@@ -94,6 +94,12 @@ class SchedulerInterface(ABC):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
 
+    def vacate(self) -> SchedulerOutput:
+        """Preempt everybody, with no step in flight: a step without tokens that tells the runner.
+        Encoder outputs are forgotten as well. Raises `ConfigError` if that cannot be.
+        """
+        raise ConfigError("only policies that derive from BaseScheduler can be made to give way")
+
     def check_queue(  # noqa: B027 - a default that lets everybody pass is the point
         self, num_tokens: int, num_arriving: int, arriving_tokens: int
     ) -> None:

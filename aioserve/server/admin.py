@@ -39,7 +39,16 @@ class Ready(msgspec.Struct, kw_only=True):
     """Whether a new request would be served now, or why not: the words of `Health`."""
 
     status: Literal[
-        "ready", "loading", "draining", "failing", "stalled", "hanging", "silent", "dead"
+        "ready",
+        "loading",
+        "draining",
+        "paused",
+        "asleep",
+        "failing",
+        "stalled",
+        "hanging",
+        "silent",
+        "dead",
     ]
     reason: str | UnsetType = UNSET
 

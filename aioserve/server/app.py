@@ -18,7 +18,7 @@ from aiohttp import web
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
-from aioserve.errors import ConfigError
+from aioserve.errors import AioserveError, ConfigError
 from aioserve.server.access.access import Access, MainAccess
 from aioserve.server.access.gate import check_key
 from aioserve.server.formats.chat_format import ChatFormat
@@ -192,8 +192,13 @@ def site_here(
     return listening(engine, sockets, access=access)
 
 
-async def serve(config: EngineConfig, site: Site = site_here) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs.
+async def serve(
+    config: EngineConfig,
+    site: Site = site_here,
+    read_again: Callable[[], EngineConfig] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs. With SIGHUP
+    the keys are read again, and by `read_again` the settings, for the policy and its shadow.
 
     Raises `ConfigError` if the engine or the site cannot start as configured, and, after every
     client was told, `EngineDeadError` if the engine dies.
@@ -223,6 +228,8 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
         async with site(engine, sockets, access, signals.first.set) as url:
             await loading.aclose()
             signals.on_hangup.append(access.reload)
+            if read_again is not None:
+                signals.on_hangup.append(lambda: follow_policy(engine, read_again()))
             logger.info(
                 "listening on %s (model %s, policy %s)",
                 url,
@@ -248,6 +255,20 @@ async def serve(config: EngineConfig, site: Site = site_here) -> None:
     logger.info("stopped")
 
 
+def follow_policy(engine: AsyncEngine, wanted: EngineConfig) -> None:
+    """Have the policy and the shadow policy of `wanted`, with their options. What is a file is read
+    again. Raises `ConfigError` or `PolicyError`; what cannot work changes nothing.
+    """
+    new, old = wanted.scheduler, engine.config.scheduler
+    if (new.policy, new.options) != (old.policy, old.options) or ".py" in new.policy:
+        engine.switch_policy(new.policy, new.options)
+    shadow, before = wanted.shadow, engine.config.shadow
+    policy = shadow.shadow_policy
+    asked, had = (policy, shadow.shadow_options), (before.shadow_policy, before.shadow_options)
+    if asked != had or ".py" in (policy or ""):
+        engine.switch_shadow(policy, shadow.shadow_options)
+
+
 def exempt_from_garbage_collection() -> None:
     """Whatever was loaded so far stays: a full collection would look at it again and again.
 
@@ -265,7 +286,7 @@ class _Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        #: What SIGHUP calls, once it serves. What raises `ConfigError` has changed nothing.
+        #: What SIGHUP calls, once it serves. What raises has changed nothing.
         self.on_hangup: list[Callable[[], None]] = []
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -276,7 +297,7 @@ class _Signals:
         for reload in self.on_hangup:
             try:
                 reload()
-            except ConfigError as error:
+            except AioserveError as error:
                 logger.error("SIGHUP: %s; what was set before goes on", error)
 
     def _on_signal(self) -> None:

@@ -5,6 +5,7 @@ Knows nothing about what handlers do, nor how the document is made.
 
 from typing import Any, Literal
 
+from aioserve.engine.questions import EngineState
 from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -14,7 +15,7 @@ from aioserve.errors import (
     UnknownKeyError,
     UnknownModelError,
 )
-from aioserve.server import adapters, admin, completions, embeddings, tokenization
+from aioserve.server import adapters, admin, completions, control, embeddings, tokenization
 from aioserve.server import protocol as openai
 from aioserve.server.abort import Aborted, abort_request
 from aioserve.server.abort import decoder as abort_decoder
@@ -279,6 +280,74 @@ ADMIN_ROUTES = (
         Trial,
         body=trial_decoder,
         raises=(EngineDeadError, EngineOverloadedError),
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/pause",
+        control.pause,
+        "Compute no further step; requests wait, or are ended.",
+        EngineState,
+        body=control.pause_decoder,
+        raises=_ENDED,
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/resume",
+        control.resume,
+        "Go on after a pause.",
+        EngineState,
+        raises=(*_ENDED, RequestError),
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/sleep",
+        control.sleep,
+        "Pause, and give back the memory of the KV cache, or of the weights as well.",
+        EngineState,
+        body=control.sleep_decoder,
+        raises=_ENDED,
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/wake",
+        control.wake,
+        "Take it again, and go on.",
+        EngineState,
+        raises=(*_ENDED, RequestError),
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/reload",
+        control.reload,
+        "Serve other weights of the same model.",
+        EngineState,
+        body=control.reload_decoder,
+        raises=_ENDED,
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/shadow",
+        control.switch_shadow,
+        "Evaluate another policy on the traffic, or none.",
+        control.Done,
+        body=control.shadow_decoder,
+        raises=_ENDED,
+        needs="admin_key",
+    ),
+    Route(
+        "POST",
+        "/admin/log_level",
+        control.set_log_level,
+        "Log more, or less.",
+        control.Done,
+        body=control.log_level_decoder,
+        raises=_ENDED,
         needs="admin_key",
     ),
     Route(

@@ -68,6 +68,9 @@ class DelegatingScheduler(SchedulerInterface):
     def reset_prefix_cache(self) -> bool:
         return self.live.reset_prefix_cache()
 
+    def vacate(self) -> SchedulerOutput:
+        return self.live.vacate()
+
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         self.live = self.live.switch(settings)
         return self

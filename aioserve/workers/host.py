@@ -20,6 +20,7 @@ from aioserve.engine.questions import (
     AdapterPaths,
     LoadAdapter,
     Question,
+    SetLogLevel,
     ShowMetrics,
     UnloadAdapter,
 )
@@ -132,6 +133,8 @@ class Host:
             # Before the client hears of it, who may ask any worker next.
             paths = AdapterPaths(dict(self.engine.adapters.paths))
             await _ask_all(self.workers, KnowAdapters(paths))
+        if isinstance(question, SetLogLevel):
+            await _ask_all(self.workers, question)
         return answer
 
     async def _hear_reports(self) -> None:

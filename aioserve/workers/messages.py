@@ -18,13 +18,20 @@ from aioserve.engine.questions import (
     FindReport,
     HowAreYou,
     LoadAdapter,
+    Pause,
     Question,
+    Reload,
     ResetPrefixCache,
+    Resume,
+    SetLogLevel,
     ShowMetrics,
     ShowSteps,
+    Sleep,
     SwitchPolicy,
+    SwitchShadow,
     TryPolicy,
     UnloadAdapter,
+    Wake,
 )
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
@@ -289,6 +296,13 @@ EngineQuestion = (
     | FindReport
     | SwitchPolicy
     | ResetPrefixCache
+    | Pause
+    | Resume
+    | Sleep
+    | Wake
+    | Reload
+    | SetLogLevel
+    | SwitchShadow
     | LoadAdapter
     | UnloadAdapter
     | AbortElsewhere
@@ -298,7 +312,7 @@ EngineQuestion = (
     | EnterAccount
     | LeaveAccount
 )
-WorkerQuestion = AbortHere | MakeReport | KnowAdapters | KnowKeys
+WorkerQuestion = AbortHere | MakeReport | KnowAdapters | KnowKeys | SetLogLevel
 
 
 def _encode_other(value: Any) -> Any:

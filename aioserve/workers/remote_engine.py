@@ -22,9 +22,17 @@ from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.pulse import Pulse
-from aioserve.engine.questions import AbortElsewhere, Counted, Health, HowAreYou, Question
+from aioserve.engine.questions import (
+    AbortElsewhere,
+    Counted,
+    Health,
+    HowAreYou,
+    Question,
+    SetLogLevel,
+)
 from aioserve.engine.samples import Claims, Samples, SampleState
 from aioserve.errors import ConfigError, EngineDeadError
+from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
@@ -358,6 +366,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
                     )
                 case KnowAdapters(adapters):
                     self.adapters.paths = adapters.paths
+                case SetLogLevel(level):
+                    set_log_level(level)
                 case KnowKeys(keys):
                     self.access.keyring = Keyring(keys)
         except Exception as error:

@@ -4,7 +4,6 @@ import asyncio
 import re
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 
@@ -18,7 +17,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind
-from tests.processes import PATIENCE, started, until
+from tests.processes import PATIENCE, read_lines, started, until
 from tests.server.serving import SIMULATED
 
 
@@ -176,7 +175,7 @@ def test_the_port_answers_before_the_model_is_there(words, tmp_path):
         for line in process.stderr:
             if found := re.search(r"(http://\S+)/ready", line):
                 break
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        read_lines(process)
         url = found[1]
         assert fetch(f"{url}/health") == 200
         assert fetch(f"{url}/ready") == 503

@@ -152,6 +152,12 @@ class StepExecutor:
             inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs, vectors
         )
 
+    def release_kv(self) -> None:
+        """Give back the memory of the KV cache; nobody has blocks. It comes back as steps write."""
+        self._backend.memory.release()
+        if self._backend.window_memory is not None:
+            self._backend.window_memory.release()
+
     def make_host_blocks(self, num_bytes: int) -> HostBlocks:
         """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
         memory, model = self._backend.memory, self._model

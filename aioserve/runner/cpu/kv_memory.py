@@ -77,6 +77,20 @@ class KVMemory:
             self._num_wanted = min(soon + self._num_ahead // 2, self.num_blocks)
             self._thread.submit(self._commit, self._num_wanted)
 
+    def release(self) -> None:
+        """Give the pages back, between two steps: all is zeros again, and taken anew as it fills.
+        Where memory is not taken so (not on Linux), the zeros alone.
+        """
+        with self._lock:
+            if not hasattr(self, "_bytes"):
+                for cache in (*self.key_caches, *self.value_caches):
+                    cache.zero_()
+                return
+            address, size = ctypes.c_void_p(self._bytes.ctypes.data), len(self._bytes)
+            if _libc.madvise(address, ctypes.c_size_t(size), mmap.MADV_DONTNEED):
+                raise MemoryError(os.strerror(ctypes.get_errno()))
+            self.num_committed_blocks = self._num_wanted = 0
+
     def close(self) -> None:
         """End the thread. The tensors stay as they are. Idempotent."""
         self._thread.shutdown()

@@ -1,0 +1,154 @@
+"""What an operator does to an engine that serves: pause it, put it to sleep, give it other weights.
+
+Knows in which order scheduler and runner have to hear of it. Between two of these nothing is lost:
+who was kept goes on where it was, computed again if its blocks or weights are gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from aioserve.config import EngineConfig
+from aioserve.engine.adapters import Adapters
+from aioserve.engine.core import EngineCore
+from aioserve.engine.questions import Arrivals, Running, State
+from aioserve.errors import ConfigError, EnginePausedError, InvariantError
+from aioserve.runner.interface import RunnerInterface
+
+logger = logging.getLogger(__name__)
+
+# A client that is refused hears when to come again: nobody knows. A guess.
+RETRY_SECONDS = 5.0
+
+
+class Control:
+    """Of one engine. One thing at a time: a second one waits."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: EngineCore,
+        runner: RunnerInterface,
+        adapters: Adapters,
+        abort_all: Callable[[], object],
+    ) -> None:
+        self.state: State = "running"
+        self.arrivals: Arrivals = "wait"
+        self._config = config
+        self._core = core
+        self._runner = runner
+        self._adapters = adapters
+        self._abort_all = abort_all
+        self._lock = asyncio.Lock()
+
+    def check_arrival(self) -> None:
+        """Raises `EnginePausedError` if a new request is to be refused."""
+        if self.state != "running" and self.arrivals == "refuse":
+            raise EnginePausedError(f"the engine is {self.state}: try again later", RETRY_SECONDS)
+
+    async def pause(self, running: Running, arrivals: Arrivals) -> None:
+        """Return when no step is computed, and none will be. Who sleeps sleeps on."""
+        async with self._lock:
+            await self._pause(running, arrivals)
+
+    async def resume(self) -> None:
+        """Go on. Raises `ConfigError` if it sleeps: it has to be woken."""
+        async with self._lock:
+            if self.state == "asleep":
+                raise ConfigError("the engine is asleep: wake it, which resumes it as well")
+            self._resume()
+
+    async def sleep(self, running: Running, arrivals: Arrivals, *, frees_weights: bool) -> None:
+        """Pause, and give back the memory of the KV cache, or that of the weights as well. Raises
+        `ConfigError` if that is not served; nothing has changed then.
+        """
+        async with self._lock:
+            if self.state == "asleep":
+                raise ConfigError("the engine is asleep already: wake it first")
+            self._check("sleep", running, replaces_weights=frees_weights)
+            self._runner.check_sleep(frees_weights=frees_weights)
+            await self._pause(running, arrivals)
+            await self._vacate()
+            await self._runner.sleep(frees_weights=frees_weights)
+            self.state = "asleep"
+            logger.info("asleep; the weights are %s", "freed" if frees_weights else "kept")
+
+    async def wake(self) -> None:
+        """Have what `sleep` gave back, and go on. Raises `ConfigError` if there is no memory for it
+        any more, or the files are gone: it sleeps on then.
+        """
+        async with self._lock:
+            if self.state != "asleep":
+                raise ConfigError(f"the engine is {self.state}, not asleep")
+            await self._runner.wake()
+            self._resume()
+
+    async def reload(self, path: str, running: Running) -> None:
+        """The weights of the model in directory `path`, which is the same but for them. Raises
+        `ConfigError` if they cannot be read or there is no room for both: the old ones go on then,
+        and whoever was kept is computed again.
+
+        A pause stays one; who sleeps is woken.
+        """
+        async with self._lock:
+            self._check("reload", running, replaces_weights=True)
+            before, arrivals = self.state, self.arrivals
+            await self._pause(running, arrivals)
+            try:
+                if before != "asleep":
+                    await self._vacate()
+                await self._runner.load_weights(path)
+                self.state = "running" if before == "asleep" else before
+                logger.info("the weights are those of %s", path)
+            except BaseException:
+                self.state = before
+                raise
+            finally:
+                if self.state == "running":
+                    self._core.resume()
+
+    def let_go(self) -> bool:
+        """The engine ends: requests may finish. False if they cannot, because it sleeps."""
+        if self.state == "paused":
+            self._resume()
+        return self.state == "running"
+
+    async def _pause(self, running: Running, arrivals: Arrivals) -> None:
+        if self.state == "running":
+            self.state = "paused"
+            logger.info("paused")
+        self.arrivals = arrivals
+        await self._core.pause()
+        if running == "abort":
+            self._abort_all()
+
+    def _resume(self) -> None:
+        if self.state != "running":
+            self.state = "running"
+            logger.info("resumed")
+        self._core.resume()
+
+    async def _vacate(self) -> None:
+        """Take their blocks from all requests, and forget what was cached."""
+        await self._core.vacate()
+        if not self._core.scheduler.reset_prefix_cache():
+            raise InvariantError("a request has kept its blocks")
+
+    def _check(self, what: str, running: Running, *, replaces_weights: bool) -> None:
+        """Raises `ConfigError` where blocks, or weights, cannot be given up."""
+        config = self._config
+        if config.cache.kv_connector != "none":
+            raise ConfigError(
+                f"{what}: cache.kv_connector is {config.cache.kv_connector}, which keeps blocks "
+                "elsewhere: it is not served together"
+            )
+        if running == "keep" and config.scheduler.decision_log is not None:
+            raise ConfigError(
+                f"{what}: a decision log does not tell that requests lose their blocks: abort "
+                "them (running: abort), or serve without scheduler.decision_log"
+            )
+        if replaces_weights and self._adapters.paths:
+            raise ConfigError(
+                f"{what}: adapters are of weights that go: unload them first "
+                f"({', '.join(self._adapters.paths)})"
+            )

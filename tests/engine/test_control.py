@@ -1,0 +1,367 @@
+"""An engine is paused, put to sleep, given other weights: streams survive, tokens stay right."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve.config import (
+    CacheConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from aioserve.engine.questions import HowAreYou
+from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, RunnerDeadError
+from aioserve.lab import VirtualClockEventLoop
+from aioserve.outputs import FinishReason
+from aioserve.runner.simulated import SimulatedRunner
+from tests.models import make_model
+
+PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, detokenize=False)
+CACHE = CacheConfig(num_kv_blocks=64)
+
+
+def simulated(**scheduler: Any) -> EngineConfig:
+    return EngineConfig(
+        runner=RunnerConfig(runner="simulated"),
+        cache=CACHE,
+        scheduler=SchedulerConfig(policy="chunked_prefill", **scheduler),
+    )
+
+
+def run(main: Callable[[AsyncEngine], Any], config: EngineConfig) -> Any:
+    """In virtual time."""
+
+    async def with_engine() -> Any:
+        async with AsyncEngine(config) as engine:
+            return await main(engine)
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        return runner.run(with_engine())
+
+
+async def read(engine: AsyncEngine, prompt: Any, params: SamplingParams = PARAMS) -> list[int]:
+    outputs = engine.generate(prompt, params)
+    return [token_id async for output in outputs for token_id in output.token_ids]
+
+
+async def serve_many(engine: AsyncEngine) -> list[list[int]]:
+    return await asyncio.gather(*(read(engine, [i + 3] * (20 + 13 * i)) for i in range(12)))
+
+
+def num_steps(engine: AsyncEngine) -> int:
+    stats = engine.get_stats()
+    assert stats is not None
+    return stats.num_steps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_paused_engine_computes_no_step_and_goes_on_where_it_was(depth: int) -> None:
+    async def undisturbed(engine: AsyncEngine) -> list[list[int]]:
+        return await serve_many(engine)
+
+    async def paused(engine: AsyncEngine) -> list[list[int]]:
+        task, late = asyncio.create_task(serve_many(engine)), []
+        for _ in range(5):
+            await asyncio.sleep(0.02)
+            await engine.pause()
+            before = num_steps(engine)
+            late.append(asyncio.create_task(read(engine, [9] * 30)))
+            await asyncio.sleep(50)  # longer than a policy may serve nobody
+            assert num_steps(engine) == before
+            assert not task.done()
+            assert (await engine.ask(HowAreYou())).status == "paused"
+            await engine.resume()
+        assert [len(tokens) for tokens in await asyncio.gather(*late)] == [PARAMS.max_tokens] * 5
+        assert engine.policy_error is None
+        return await task
+
+    config = simulated(pipeline_depth=depth)
+    assert run(paused, config) == run(undisturbed, config)
+
+
+def test_requests_that_come_in_a_pause_wait_or_are_refused_as_it_says() -> None:
+    async def main(engine: AsyncEngine) -> None:
+        await engine.pause(arrivals="refuse")
+        with pytest.raises(EnginePausedError, match="paused") as refused:
+            await engine.add_request([5], PARAMS)
+        assert refused.value.retry_after > 0
+        await engine.pause(arrivals="wait")
+        waits = asyncio.create_task(read(engine, [5]))
+        await asyncio.sleep(1)
+        assert not waits.done()
+        await engine.resume()
+        assert len(await waits) == PARAMS.max_tokens
+
+    run(main, simulated())
+
+
+def test_requests_that_are_not_kept_end_with_what_they_have() -> None:
+    async def main(engine: AsyncEngine) -> None:
+        stream = await engine.add_request([5] * 20, PARAMS)
+        first = await anext(stream)
+        await engine.pause(running="abort")
+        assert first.finish_reason is None
+        reasons = [output.finish_reason async for output in stream]
+        assert reasons[-1] is FinishReason.ABORT
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_used_kv_blocks == 0
+        await engine.resume()
+        assert len(await read(engine, [5])) == PARAMS.max_tokens
+
+    run(main, simulated())
+
+
+def test_deadlines_pass_in_a_pause() -> None:
+    async def main(engine: AsyncEngine) -> None:
+        stream = await engine.add_request([5] * 20, PARAMS, timeout=3)
+        await engine.pause()
+        async with asyncio.timeout(10):
+            reasons = [output.finish_reason async for output in stream]
+        assert reasons[-1] is FinishReason.TIMEOUT
+
+    run(main, simulated())
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_paused_engine_can_be_shut_down(sleeps: bool) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        stream = await engine.add_request([5] * 20, PARAMS)
+        await (engine.sleep() if sleeps else engine.pause())
+        await engine.shutdown(drain_timeout=100)
+        reasons = [output.finish_reason async for output in stream]
+        assert reasons[-1] is (FinishReason.ABORT if sleeps else FinishReason.LENGTH)
+        with pytest.raises(EngineDeadError):
+            await engine.resume()
+
+    run(main, simulated())
+
+
+async def test_who_waits_for_a_pause_hears_that_the_engine_dies(monkeypatch: Any) -> None:
+    async with AsyncEngine(simulated()) as engine:
+        held: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(SimulatedRunner, "execute_model", lambda self, step: held)
+        stream = await engine.add_request([5], PARAMS)
+        await asyncio.sleep(0.01)
+        pausing = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        held.set_exception(RunnerDeadError("gone"))
+        with pytest.raises(EngineDeadError, match="gone"):
+            await pausing
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+
+
+# With a real model.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return make_model("llama", folder / "one")
+
+
+@pytest.fixture(scope="module")
+def other_weights(folder: Path, model: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    copy = shutil.copytree(model, folder / "two")
+    weights = load_file(copy / "model.safetensors")
+    for name, weight in weights.items():
+        weights[name] = weight.roll(1, 0).contiguous() if "embed" in name else weight
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def of_model(path: Path, **sections: Any) -> EngineConfig:
+    config = EngineConfig(
+        model=ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True),
+        cache=CACHE,
+        runner=RunnerConfig(threads=1, device="cpu"),
+    )
+    return msgspec.structs.replace(config, **sections)
+
+
+PROMPTS = ([5] * 40, [6, 7, 8] * 20, [9] * 3)
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(config) as engine:
+        yield engine
+
+
+async def whole_replies(engine: AsyncEngine) -> list[list[int]]:
+    return list(await asyncio.gather(*(read(engine, prompt) for prompt in PROMPTS)))
+
+
+async def begin(engine: AsyncEngine) -> list[Any]:
+    """Streams of which something was read, with what that was."""
+    streams = [await engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    return [(stream, (await anext(stream)).token_ids) for stream in streams]
+
+
+async def finish(begun: list[Any]) -> list[list[int]]:
+    rest = [[t async for output in stream for t in output.token_ids] for stream, _ in begun]
+    return [first + more for (_, first), more in zip(begun, rest, strict=True)]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(model: Path, weights: bool) -> None:
+    async with serving(of_model(model)) as engine:
+        expected = await whole_replies(engine)
+        begun = await begin(engine)
+        await engine.sleep(weights=weights)
+        executor = engine._runner._executor  # type: ignore[union-attr]
+        if weights:
+            assert executor is None
+        else:
+            assert executor._backend.memory.num_committed_blocks == 0
+        stats = engine.get_stats()
+        assert stats is not None
+        assert (stats.num_used_kv_blocks, stats.num_running_reqs) == (0, 0)
+        assert (await engine.ask(HowAreYou())).status == "asleep"
+        with pytest.raises(ConfigError, match="asleep: wake it"):
+            await engine.resume()
+        late = asyncio.create_task(read(engine, PROMPTS[0]))
+        await engine.wake()
+        assert await finish(begun) == expected
+        assert await late == expected[0]
+        with pytest.raises(ConfigError, match="not asleep"):
+            await engine.wake()
+
+
+async def test_the_kv_cache_of_a_sleeper_is_zeros_and_found_by_nobody(model: Path) -> None:
+    async with serving(of_model(model)) as engine:
+        await whole_replies(engine)
+        memory = engine._runner._executor._backend.memory  # type: ignore[union-attr]
+        assert any(cache.any() for cache in memory.key_caches)
+        await engine.sleep()
+        assert not any(cache.any() for cache in (*memory.key_caches, *memory.value_caches))
+        await engine.wake()
+        stream = await engine.add_request(PROMPTS[0], PARAMS)
+        assert (await anext(stream)).num_cached_tokens == 0
+        stream.close()
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+async def test_other_weights_of_the_same_model_are_served(
+    model: Path, other_weights: Path, sleeps: bool
+) -> None:
+    async with serving(of_model(other_weights)) as engine:
+        expected = await whole_replies(engine)
+    async with serving(of_model(model)) as engine:
+        before = await whole_replies(engine)
+        assert before != expected
+        begun = await begin(engine)
+        if sleeps:
+            await engine.sleep(weights=True)
+        await engine.reload(str(other_weights))
+        assert engine.state == "running"
+        told = await finish(begun)
+        assert [len(tokens) for tokens in told] == [PARAMS.max_tokens] * len(PROMPTS)
+        for own, old, (_, first) in zip(told, before, begun, strict=True):
+            assert own[: len(first)] == old[: len(first)]  # what was told stays told
+            assert own != old
+        assert await whole_replies(engine) == expected
+        await engine.pause()
+        await engine.reload(str(model))
+        assert engine.state == "paused"
+        await engine.resume()
+        assert await whole_replies(engine) == before
+
+
+async def test_weights_that_do_not_fit_leave_the_old_ones(model: Path, folder: Path) -> None:
+    wider = make_model("llama", folder / "wider", hidden_size=96)
+    async with serving(of_model(model)) as engine:
+        expected = await whole_replies(engine)
+        begun = await begin(engine)
+        with pytest.raises(ConfigError, match=r"another model .* its hidden_size is 96, not"):
+            await engine.reload(str(wider))
+        with pytest.raises(ConfigError, match="no/such/model"):
+            await engine.reload("/no/such/model")
+        assert engine.state == "running"
+        assert await finish(begun) == expected
+        assert await whole_replies(engine) == expected
+
+
+async def test_who_asked_for_weights_may_leave(model: Path, other_weights: Path) -> None:
+    async with serving(of_model(other_weights)) as engine:
+        expected = await whole_replies(engine)
+    async with serving(of_model(model)) as engine:
+        asking = asyncio.create_task(engine.reload(str(other_weights)))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await engine.pause()  # after it
+        await engine.resume()
+        assert await whole_replies(engine) == expected
+
+
+async def test_what_cannot_lose_its_blocks_is_told_before_anything_changes(
+    model: Path, tmp_path: Path
+) -> None:
+    refused = {
+        "kv_connector": of_model(model, cache=CacheConfig(num_kv_blocks=64, kv_connector="memory")),
+        "decision log": of_model(
+            model, scheduler=SchedulerConfig(decision_log=str(tmp_path / "log"))
+        ),
+    }
+    for what, config in refused.items():
+        async with serving(config) as engine:
+            begun = await begin(engine)
+            with pytest.raises(ConfigError, match=what):
+                await engine.sleep()
+            with pytest.raises(ConfigError, match=what):
+                await engine.reload(str(model))
+            assert engine.state == "running"
+            assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
+
+
+async def test_with_a_decision_log_who_is_aborted_does_not_hinder(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = SchedulerConfig(decision_log=str(tmp_path / "log"))
+    async with serving(of_model(model, scheduler=settings)) as engine:
+        expected = await whole_replies(engine)
+        begun = await begin(engine)
+        await engine.sleep(running="abort")
+        assert all(len(tokens) < PARAMS.max_tokens for tokens in await finish(begun))
+        await engine.wake()
+        assert await whole_replies(engine) == expected
+
+
+async def test_a_shadow_is_switched_on_and_off_while_requests_run() -> None:
+    async with AsyncEngine(simulated()) as engine:
+        reading = asyncio.create_task(serve_many(engine))
+        await asyncio.sleep(0.05)
+        assert b"aioserve_shadow" not in engine.metrics.render()
+        engine.switch_shadow("fcfs")
+        assert b'aioserve_shadow_policy_info{policy="fcfs"} 1.0' in engine.metrics.render()
+        with pytest.raises(ConfigError, match="unknown policy 'fcsf'"):
+            engine.switch_shadow("fcsf")
+        with pytest.raises(ConfigError, match="chunk_size"):
+            engine.switch_shadow("chunked_prefill", {"chunk_size": 0})
+        assert b'aioserve_shadow_policy_info{policy="fcfs"} 1.0' in engine.metrics.render()
+        engine.switch_policy("priority")  # it watches on
+        engine.switch_shadow("chunked_prefill", {"chunk_size": 64})
+        assert b'chunk_size="64",policy="chunked_prefill"' in engine.metrics.render()
+        engine.switch_shadow(None)
+        assert b"aioserve_shadow" not in engine.metrics.render()
+        replies = await reading
+        assert all(len(tokens) == PARAMS.max_tokens for tokens in replies)
+        assert engine.config.scheduler.policy == "priority"
