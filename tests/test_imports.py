@@ -291,6 +291,7 @@ ALLOWED = {
         "aioserve.outputs",
         "aioserve.sampling_params",
         "aioserve.version",
+        "aioserve.server.protocol",
     },
     "aioserve.cli": {
         "aioserve.arguments",

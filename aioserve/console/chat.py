@@ -22,9 +22,11 @@ from aioserve.console.message_lines import (
 )
 from aioserve.console.slash import COMMANDS, Quit, run_command
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
+from aioserve.server.protocol import ModelCard
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AIOSERVE_API_KEY"
+LOADING_SECONDS = 0.5  # until a server that loads is asked again
 
 # A reply may hold what would drive the terminal: shown, as ^[ for escape, instead of done.
 CONTROL = {code: f"^{chr(code ^ 0x40)}" for code in (*range(32), 127) if code not in (9, 10)}
@@ -92,7 +94,7 @@ class _Chat:
     def run(self) -> int:
         """Until there is no more to read, or to say. Returns the exit code."""
         client = self._conversation.client
-        cards = self._runner.run(client.models())
+        cards = self._runner.run(_meet(client))
         if self._is_terminal:
             model = client.model or cards[0].id
             _note(f"{model} at {client.base_url}; /help lists commands, Ctrl-D leaves")
@@ -147,6 +149,21 @@ class _Chat:
         async with aclosing(self._conversation.ask(message)) as texts:
             async for text in texts:
                 print(text.translate(CONTROL) if self._is_terminal else text, end="", flush=True)
+
+
+async def _meet(client: AsyncClient) -> list[ModelCard]:
+    """The models of the server, as soon as it serves."""
+    is_told = False
+    while True:
+        try:
+            return await client.models()
+        except EngineDeadError as error:
+            if "being loaded" not in str(error):
+                raise
+            if not is_told:
+                _note("the model is being loaded; Ctrl-C leaves")
+            is_told = True
+            await asyncio.sleep(LOADING_SECONDS)
 
 
 def _complete(before: str, word: str) -> Iterable[str]:

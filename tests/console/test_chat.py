@@ -1,19 +1,26 @@
 """A conversation in a real terminal, and through a pipe, with a real server."""
 
+import asyncio
 import os
 import re
 import shutil
 import subprocess
 import sys
 import urllib.request
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from aioserve import AsyncEngine
 from aioserve.cli import main
+from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.console.chat import CONTROL
+from aioserve.server.app import listening, url_of
+from aioserve.server.loading import answering_while_loading
+from aioserve.server.sockets import bind
 from tests import processes
 from tests.console.terminal import Terminal, at_terminal
 from tests.processes import PATIENCE, serving, until
@@ -145,6 +152,23 @@ def test_what_was_said_goes_with_the_next_message(url: str) -> None:
     assert first == anew
     assert second > first + 3
     assert with_system > first
+
+
+async def test_a_server_that_loads_is_waited_for() -> None:
+    sockets = bind("127.0.0.1", 0)
+    url = url_of(sockets)
+    command = [sys.executable, "-m", "aioserve", "chat", url, "--sampling", "max_tokens=3"]
+    async with answering_while_loading(sockets, shares_port=False):
+        chat = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        assert chat.stderr is not None
+        assert await chat.stderr.readline() == b"[the model is being loaded; Ctrl-C leaves]\n"
+    config = EngineConfig(runner=RunnerConfig(runner="simulated"))
+    async with AsyncEngine(config) as engine, listening(engine, sockets):
+        reply, _ = await asyncio.wait_for(chat.communicate(b"Hello\n"), PATIENCE)
+    for sock in sockets:
+        sock.close()
+    assert chat.returncode == 0
+    assert reply.strip()
 
 
 def test_a_server_with_keys_is_given_the_one_of_the_environment(
