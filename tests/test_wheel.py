@@ -190,7 +190,10 @@ def test_a_command_of_the_readme_works(installed: Installed, command: str) -> No
     if not model.exists():
         shutil.copytree(Path(code.strip()) / "embedded", model)
     words = shlex.split(command, comments=True)[3:]
-    if words[0].startswith("--") and words[0] != "--help":
+    if words == ["chat"]:  # with the server of the lines above it
+        with installed.serving("python -m aioserve") as (url, _):
+            assert installed.run(f"echo Hello | python -m aioserve chat {url}").strip()
+    elif words[0].startswith("--") and words[0] != "--help":
         with installed.serving(command):
             pass
     else:
