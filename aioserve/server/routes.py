@@ -247,6 +247,7 @@ PAGE_ROUTES = (
         events=(Snapshot, Frame, openai.ErrorResponse),
         raises=(RequestError, EngineDeadError),
         media_types=("text/event-stream",),
+        needs="admin_key",  # it tells everybody's ids and names
     ),
     Route(
         "GET",

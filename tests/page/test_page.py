@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from aioserve.config import (
+    AccessConfig,
     CacheConfig,
     EngineConfig,
     RunnerConfig,
@@ -215,6 +216,28 @@ async def test_a_thousand_requests_are_all_drawn(browser):
         draws, lanes = await tab.run("[aioserve.numDraws, aioserve.now.lanes.numDrawn]")
         assert draws > begun[0]
         assert lanes - begun[1] > draws - begun[0]
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab(browser, tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: root, key: sk-root-0123456789, admin: true}]")
+    path.chmod(0o600)
+    config = msgspec.structs.replace(CONFIG, access=AccessConfig(api_keys_file=str(path)))
+    async with running(config) as server, browser.tab(server.url) as tab:
+        await tab.until("document.getElementById('key-dialog').open")
+        await tab.run("document.querySelector('#key-dialog .plain').click()")  # not now
+        await tab.until("document.getElementById('connection').classList.contains('lost')")
+        await click(tab, "key")
+        await tab.type("sk-root-0123456789")
+        await tab.press("Enter", 13)
+        await tab.until("!document.getElementById('key-dialog').open")
+        await tab.until(LIVE)
+        await ask(tab, "What news?")
+        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.go(server.url)
+        await tab.until(LIVE)
+        assert await tab.run("Object.keys(localStorage).length") == 0
+        assert await tab.run("document.cookie") == ""
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1360])

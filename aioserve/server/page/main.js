@@ -24,6 +24,7 @@ const parts = [now, why, chat, whatIf];
 // The stream.
 
 let listening = null; // what ends it
+let keyGiven = () => {}; // whoever waits for a key
 
 function say(words, isLost = false) {
   const node = byId("connection");
@@ -49,6 +50,7 @@ async function listen() {
     } catch (error) {
       if (document.hidden && listening.signal.aborted) break;
       if (!listening.signal.aborted) say(error.message, true);
+      if (error.status === 401 || error.status === 403) await new Promise((done) => { keyGiven = done; });
     }
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -92,11 +94,13 @@ async function askForKey(words) {
   return asked;
 }
 onKeyWanted(askForKey);
+byId("key-cancel").addEventListener("click", () => dialog.close(""));
 byId("key").addEventListener("click", async () => {
   const key = await askForKey("");
   if (key !== null) {
     setKey(key);
     listening?.abort();
+    keyGiven();
   }
 });
 
