@@ -86,7 +86,7 @@ class Trials:
 
     async def _try(self, settings: SchedulerConfig, seconds: float, folder: Path) -> Report:
         before = self._config().scheduler
-        num_requests = await self._record(folder / "log", seconds)
+        num_requests = await self._record(folder / "recording", seconds)
         if not num_requests:
             raise RequestError(f"nobody came in {seconds:g} s: there is nothing to compare")
         if self._config().scheduler is not before:
@@ -134,7 +134,7 @@ class Trials:
 
     async def _compare(self, paths: list[Path], folder: Path) -> str:
         """Have the report written; what is said of it."""
-        words = ["compare", *map(str, paths), "--replay", str(folder / "log")]
+        words = ["compare", *map(str, paths), "--replay", str(folder / "recording")]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", RUN, *words, "--jobs", "1"),
             *("--html", str(folder / "report.html")),

@@ -129,7 +129,7 @@ export class Lanes extends Plot {
           this.drawLife(life, i * this.lane - top, story.chosen, hovered);
     });
     if (this.lane >= LABELS_FROM) {
-      const room = Math.floor((this.gutter - 10) / 6.4);
+      const room = Math.floor((this.gutter - 8) / 7.3);
       for (let i = first; i < last; i++) {
         const life = this.shown[i]?.at(-1);
         if (!life) continue;
