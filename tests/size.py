@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/testing": 3_580,
     "aioserve/watch": 2_350,
     "aioserve/workers": 1_900,
-    "benchmarks": 5_080,
+    "benchmarks": 5_350,
     "policies": 650,
     "tests": 44_600,
 }
