@@ -52,9 +52,10 @@ def picture(seed: int, width: int, height: int) -> Any:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _idefics3(
-    marks: dict[str, int], kind: str = "idefics3"
-) -> tuple[dict[str, Any], dict[str, Any]]:
+Fields = dict[str, Any]
+
+
+def _idefics3(marks: dict[str, int], kind: str = "idefics3") -> tuple[Fields, Fields]:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}
     config = {
         "vision_config": _VISION,
@@ -73,7 +74,7 @@ def _idefics3(
     return config, processor
 
 
-def _qwen2_5_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _qwen2_5_vl(marks: dict[str, int]) -> tuple[Fields, Fields]:
     config = {
         "vision_config": {
             "depth": 2,
@@ -110,7 +111,7 @@ def _qwen2_5_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, processor
 
 
-def _qwen2_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _qwen2_vl(marks: dict[str, int]) -> tuple[Fields, Fields]:
     config, processor = _qwen2_5_vl(marks)
     vision = {
         "depth": 2,
@@ -124,7 +125,39 @@ def _qwen2_vl(marks: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**config, "vision_config": vision}, {**processor, "processor_class": "Qwen2VLProcessor"}
 
 
+def _llava(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "text_config": {"model_type": "llama", **_TEXT},
+        "image_token_index": marks["<image>"],
+        "image_seq_length": 16,
+    }
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+        "patch_size": 8,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    return config, processor
+
+
+def _llava_next(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config, processor = _llava(marks)
+    pinpoints = [[32, 64], [64, 32]]
+    return {**config, "image_grid_pinpoints": pinpoints}, {
+        **processor,
+        "processor_class": "LlavaNextProcessor",
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": pinpoints,
+    }
+
+
 _KINDS = {
+    "llava": _llava,
+    "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "idefics3": _idefics3,
@@ -136,6 +169,7 @@ _MARKS = {
         *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
     ],
 }
+_MARKS["llava"] = _MARKS["llava_next"] = ["<image>"]
 _MARKS["smolvlm"] = _MARKS["idefics3"]
 _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
     "<|vision_start|>",
@@ -144,8 +178,19 @@ _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
     "<|vision_end|>",
 ]
 SEEING_KINDS = tuple(_KINDS)
+# Of the processor itself; the rest is of its image processor.
+_OWN_FIELDS = (
+    "processor_class",
+    "image_seq_len",
+    "image_seq_length",
+    "num_additional_image_tokens",
+    "patch_size",
+    "vision_feature_select_strategy",
+)
 #: What stands for an image in a text.
 PLACEHOLDERS = {
+    "llava": "<image>",
+    "llava_next": "<image>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -171,8 +216,6 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    own = {
-        name: processor[name] for name in ("processor_class", "image_seq_len") if name in processor
-    }
+    own = {name: processor[name] for name in _OWN_FIELDS if name in processor}
     (path / "processor_config.json").write_text(json.dumps(own))
     return path

@@ -24,6 +24,8 @@ class Family(msgspec.Struct, frozen=True):
 _FAMILIES = [
     Family("idefics3", ("pixel_values", "pixel_attention_mask")),
     Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
+    Family("llava", ("pixel_values",)),
+    Family("llava_next", ("pixel_values", "image_sizes")),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),
     Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
 ]
