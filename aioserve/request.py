@@ -158,6 +158,7 @@ class Request:
         "client_index",
         "deadline",
         "draft_token_ids",
+        "encoder_end",
         "encoder_inputs",
         "max_total_tokens",
         "num_cached_blocks",
@@ -195,6 +196,8 @@ class Request:
         self.cache_salt = spec.cache_salt
         self.adapter_id = spec.adapter_id
         self.encoder_inputs = tuple(spec.encoder_inputs)
+        # the first position after all of them: from there on it is like any other
+        self.encoder_end = self.encoder_inputs[-1].end if self.encoder_inputs else 0
         self.deadline = spec.deadline
         self.client_index = spec.client_index
         self.pooling_params = spec.pooling_params

@@ -155,7 +155,32 @@ def _llava_next(marks: dict[str, int]) -> tuple[Fields, Fields]:
     }
 
 
+def _gemma3(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": _VISION,
+        "text_config": {
+            **_TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+        },
+        "image_token_index": marks["<image_soft_token>"],
+        "boi_token_index": marks["<start_of_image>"],
+        "eoi_token_index": marks["<end_of_image>"],
+        "mm_tokens_per_image": 16,
+    }
+    processor = {
+        "processor_class": "Gemma3Processor",
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_seq_length": 16,
+    }
+    return config, processor
+
+
 _KINDS = {
+    "gemma3": _gemma3,
     "llava": _llava,
     "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
@@ -170,6 +195,14 @@ _MARKS = {
     ],
 }
 _MARKS["llava"] = _MARKS["llava_next"] = ["<image>"]
+_MARKS["gemma3"] = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+_NAMED_MARKS = {
+    "gemma3": {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+}
 _MARKS["smolvlm"] = _MARKS["idefics3"]
 _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
     "<|vision_start|>",
@@ -189,6 +222,7 @@ _OWN_FIELDS = (
 )
 #: What stands for an image in a text.
 PLACEHOLDERS = {
+    "gemma3": "<start_of_image>",
     "llava": "<image>",
     "llava_next": "<image>",
     "idefics3": "<image>",
@@ -205,7 +239,9 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer = AutoTokenizer.from_pretrained(
+        EMBEDDED, extra_special_tokens=_NAMED_MARKS.get(kind, {})
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": _MARKS[kind]})
     marks = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in _MARKS[kind]}
     tokenizer.chat_template = _TEMPLATE.replace("IMAGE", PLACEHOLDERS[kind])
@@ -213,6 +249,12 @@ def make_seeing_model(kind: str, path: Path, **overrides: Any) -> Path:
     fields["text_config"] |= overrides
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
+    if kind == "gemma3":  # else images are zeros, and layers too quiet beside the embedding
+        for name, parameter in model.named_parameters():
+            if "mm_input_projection" in name:
+                torch.nn.init.normal_(parameter)
+            if "layernorm" in name and "post" in name:
+                torch.nn.init.constant_(parameter, 6.0)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -19,11 +19,14 @@ class Family(msgspec.Struct, frozen=True):
     arrays: tuple[str, ...]
     #: Whether its tokens turn by time, height and width, and text goes on behind the largest.
     axes: bool = False
+    #: Whether its tokens see each other in both directions: all of them run in one step.
+    together: bool = False
 
 
 _FAMILIES = [
     Family("idefics3", ("pixel_values", "pixel_attention_mask")),
     Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
+    Family("gemma3", ("pixel_values",), together=True),
     Family("llava", ("pixel_values",)),
     Family("llava_next", ("pixel_values", "image_sizes")),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),

@@ -94,7 +94,11 @@ class ImageProcessor:
         items, first = [], 0
         for own in prepared:
             begin, end = int(places[first]), int(places[first + own.num_rows - 1]) + 1
-            items.append(EncoderInput(begin, end - begin, own.content_hash, own.arrays))
+            items.append(
+                EncoderInput(
+                    begin, end - begin, own.content_hash, own.arrays, self._family.together
+                )
+            )
             first += own.num_rows
         return items
 

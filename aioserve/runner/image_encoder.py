@@ -69,7 +69,10 @@ class ImageEncoder:
                 if content_hash in self._failures
             }
         if spans or rows.has_axes:
-            inputs = replace(inputs, given=self._give(spans), turns=rows.turns(inputs))
+            together = rows.together(spans) if self._family.together else ()
+            inputs = replace(
+                inputs, given=self._give(spans), turns=rows.turns(inputs), together=together
+            )
         return inputs, failed
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 Knows tokens and positions; knows no pixels and no model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ from aioserve.scheduler.output import NewRequestData
 class Span(NamedTuple):
     """Tokens of one request in a step that stand for one image."""
 
+    row: int  # of the step
     request_id: str
     content_hash: str
+    positions: IntArray  # of these tokens
     rows: slice  # of the image
     places: IntArray  # as many packed tokens of the step
     axes: IntArray | None  # [3, as many], if the model has axes
@@ -95,12 +97,24 @@ class ImageRows:
                 if a < b:
                     places = own.places[a:b]
                     yield Span(
+                        row,
                         request_id,
                         item.content_hash,
+                        places,
                         slice(a - start, b - start),
                         places - begin + first,
                         None if own.axes is None else own.axes[:, places],
                     )
+
+    @staticmethod
+    def together(spans: Iterable[Span]) -> list[tuple[int, int, int]]:
+        """Their tokens without gaps, as `StepInputs.together`."""
+        found = []
+        for span in spans:
+            gaps = np.flatnonzero(np.diff(span.positions) != 1) + 1
+            for part in np.split(span.positions, gaps):
+                found.append((span.row, int(part[0]), int(part[-1]) + 1))
+        return found
 
     @property
     def has_axes(self) -> bool:

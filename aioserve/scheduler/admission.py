@@ -32,13 +32,29 @@ def check_size(request: Request, kv_cache: KVCacheManager) -> None:
         )
 
 
-def check_encoder_inputs(request: Request, config: SchedulerConfig, *, whole: bool) -> None:
-    """Each input must fit a step and the cache; all together, if prompts run `whole`. Raises
-    `RequestError`.
+def check_encoder_inputs(
+    request: Request, config: SchedulerConfig, max_chunk: int, *, whole: bool
+) -> None:
+    """Each input must be in the prompt, and fit a step and the cache; all together, if prompts run
+    `whole`. One that runs whole itself must fit the `max_chunk` tokens of a request in a step.
+    Raises `RequestError`.
     """
     room, num_tokens = min(config.max_encoder_tokens, config.encoder_cache_tokens), 0
     for i, item in enumerate(request.encoder_inputs):
         num_tokens = item.num_tokens + (num_tokens if whole else 0)
+        if item.end > request.num_prompt_tokens:
+            raise RequestError(
+                f"encoder_inputs[{i}] ends at {item.end}, but the prompt has "
+                f"{request.num_prompt_tokens} tokens",
+                param=f"encoder_inputs[{i}]",
+            )
+        if item.whole and item.num_tokens > max_chunk:
+            raise RequestError(
+                f"encoder_inputs[{i}] does not fit: its {item.num_tokens} tokens have to run in "
+                f"one step, and max_num_batched_tokens or long_prefill_token_threshold is "
+                f"{max_chunk}",
+                param=f"encoder_inputs[{i}]",
+            )
         if num_tokens > room:
             what = "it has, with those before it," if whole and i else "it has"
             raise RequestError(

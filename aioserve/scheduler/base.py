@@ -153,6 +153,7 @@ class BaseScheduler(Switchable):
             limit,
             self.max_num_seqs,
             None if self._step_time is None else self._note_planned,
+            self.max_num_batched_tokens,
         )
 
     def take_over(self, other: "BaseScheduler") -> None:
@@ -215,7 +216,7 @@ class BaseScheduler(Switchable):
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         request.bound_length(self.max_model_len)
         check_size(request, self.kv_cache)
-        check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
+        self._check_encoder_inputs(request)
         self.check_queue(request.num_tokens, 0, 0)
         if (connector := self.kv_cache.connector) is not None:
             connector.step_time = self._step_time  # that of the policy in charge
@@ -301,10 +302,14 @@ class BaseScheduler(Switchable):
                 f"{place(error, type(self))}"
             ) from error
 
+    def _check_encoder_inputs(self, request: Request) -> None:
+        max_chunk = self._config.max_chunk(self.max_model_len)
+        check_encoder_inputs(request, self._config, max_chunk, whole=self.runs_whole_prompts)
+
     def _check_takeover(self, request: Request) -> None:
         """What was accepted for another policy must be able to run under this one."""
         try:
-            check_encoder_inputs(request, self._config, whole=self.runs_whole_prompts)
+            self._check_encoder_inputs(request)
         except RequestError as error:
             raise ConfigError(
                 f"policy {type(self).__name__} cannot run request {request.request_id!r}, which "

@@ -18,9 +18,11 @@ class EncoderPlan:
         self._token_budget = token_budget
         self._fresh: dict[str, Request] = {}  # contents that only this step computes
 
-    def fit(self, request: Request, num_tokens: int, start: int | None = None) -> int:
-        """How many of `num_tokens` tokens may run: up to the first input that has no room."""
-        start = request.num_computed_tokens if start is None else start
+    def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:
+        """How many of `num_tokens` tokens may run: up to the first input that has no room. If they
+        would end inside one that runs whole: up to its end, of at most `most` tokens, else up to
+        its beginning.
+        """
         needed, seen = 0, set[str]()
         for _, item in _overlapping(request, start, num_tokens):
             if item.content_hash not in self._cache and item.content_hash not in seen:
@@ -30,7 +32,10 @@ class EncoderPlan:
             seen.add(item.content_hash)
             if needed > self._token_budget or not self._cache.can_allocate(needed, seen):
                 return max(item.position - start, 0)
-        return num_tokens
+        end = start + num_tokens
+        if seen and item.whole and item.position < end < item.end:  # the last that they reach
+            end = item.end if item.end - start <= most else max(item.position, start)
+        return end - start
 
     def take(self, request: Request, start: int, num_tokens: int) -> set[Request]:
         """Schedule and hold what these tokens need; return who else computes it in this step."""

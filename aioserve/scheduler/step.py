@@ -31,6 +31,7 @@ class Step(OpenStep):
         "_fresh_blocks",
         "_kv_cache",
         "_max_num_seqs",
+        "_max_num_tokens",
         "_new_block_ids",
         "_num_lookahead_tokens",
         "_num_prefill_tokens",
@@ -50,12 +51,16 @@ class Step(OpenStep):
         token_budget: int,
         max_num_seqs: int,
         on_output: Callable[[SchedulerOutput], None] | None = None,
+        max_num_tokens: int | None = None,
     ) -> None:
-        """`on_output` is told the plan. Raises `PolicyError` if a step of the book is open."""
+        """`on_output` is told the plan; no plan has more than `max_num_tokens`. Raises
+        `PolicyError` if a step of the book is open.
+        """
         book.begin_step(self)
         self.step_id = book.num_steps + 1  # counts the steps planned
         self.token_budget = token_budget  # tokens that remain
         self._request_limit = config.long_prefill_token_threshold or token_budget
+        self._max_num_tokens = token_budget if max_num_tokens is None else max_num_tokens
         self._max_num_seqs = max_num_seqs
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._config = config
@@ -97,7 +102,7 @@ class Step(OpenStep):
                 end == request.num_target_tokens
                 and request.status is running
                 and budget > 0
-                and not request.encoder_inputs
+                and request.encoder_end < end
                 and not request.draft_token_ids
                 and request not in tokens
             ):  # one token, and nothing but room to be seen to
@@ -120,7 +125,8 @@ class Step(OpenStep):
         return [r for r in prefills if r.status is running]  # victims of the others are not
 
     def run(self, request: Request, max_tokens: int | None = None) -> int:
-        """Give a running request what it lacks, within the budget and `max_tokens`.
+        """Give a running request what it lacks, within the budget and `max_tokens`; more, to the
+        end of an image that has to run whole, once it has begun.
 
         Preempts `victim()` until there are blocks for it. Returns the tokens granted; 0 if it
         lacks nothing, was served or preempted in this step, or cannot be served.
@@ -135,10 +141,12 @@ class Step(OpenStep):
             num_tokens = self._request_limit
         if max_tokens is not None and num_tokens > max_tokens:
             num_tokens = max_tokens
-        if request.encoder_inputs:
-            num_tokens = self._encoder.fit(request, num_tokens)
         if num_tokens <= 0:
             return 0
+        if num_computed < request.encoder_end:
+            num_tokens = self._encoder.fit(request, num_tokens, num_computed, self._most())
+            if num_tokens <= 0:
+                return 0
         end = num_computed + num_tokens
         if end + self._num_lookahead_tokens > request.num_slots:
             if request.draft_token_ids:  # nobody loses its place for a guess
@@ -156,7 +164,7 @@ class Step(OpenStep):
                 self._take_drafts(request, end)
             elif end < request.max_total_tokens - 1:
                 request.num_target_tokens = end + 1  # the token that it samples
-            if num_tokens == 1 and not request.encoder_inputs:
+            if num_tokens == 1 and num_computed >= request.encoder_end:
                 return 1
         self._note_chunk(request, num_computed, num_tokens)
         return num_tokens
@@ -198,7 +206,7 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.BUDGET)
         if request.encoder_inputs:
             wanted = min(num_lacking, limit)
-            fitting = self._encoder.fit(request, wanted, num_computed)
+            fitting = self._encoder.fit(request, wanted, num_computed, self._most())
             if fitting <= 0 or (whole and fitting < num_lacking):
                 return self.hold(request, WaitReason.ENCODER_BUDGET)
         num_slots = self._num_slots(request, request.num_target_tokens)
@@ -297,6 +305,11 @@ class Step(OpenStep):
             self._encoder_plan = EncoderPlan(self._book.encoder_cache, max_tokens)
         return self._encoder_plan
 
+    def _most(self) -> int:
+        """Tokens that a request may still get for an image that runs whole, beyond the budget."""
+        room = self._max_num_tokens - sum(self.tokens.values())
+        return min(room, self._config.long_prefill_token_threshold or room)
+
     def _num_slots(self, request: Request, num_tokens: int) -> int:
         """Slots for so many tokens and for the drafts ahead of them; the last needs none."""
         return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1)
@@ -330,7 +343,7 @@ class Step(OpenStep):
             self._num_prefill_tokens += num_tokens
         for block_id in self._kv_cache.cache_full_blocks(request):
             self._fresh_blocks[block_id] = request
-        if request.encoder_inputs:
+        if start < request.encoder_end:
             for owner in self._encoder.take(request, start, num_tokens):
                 self._dependents.setdefault(owner, []).append(request)
 

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 
 from aioserve.errors import EngineOverloadedError
 from aioserve.outputs import FinishReason
-from aioserve.request import RequestStatus
+from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, run_machine
@@ -280,6 +280,25 @@ class PolicyContract:
                 stats = harness.connector and harness.connector.stats
                 if not num_refused and not (stats and stats.num_hit_tokens):
                     raise ContractViolation("what a connector has was computed again")
+
+    def test_images_that_run_whole_are_not_split(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """At all places of prompts, beside others, found in the cache up to the middle."""
+        for max_num_batched_tokens in (7, 20, None):
+            with subject.harness(
+                pipeline_depth=pipeline_depth,
+                max_num_seqs=3,
+                max_model_len=40,
+                max_num_batched_tokens=max_num_batched_tokens,
+            ) as harness:
+                for i in range(9):
+                    image = EncoderInput(1 + i % 5, 6, f"image-{i % 2}", whole=True)
+                    prompt = [i % 5] * (9 + i)
+                    arrive(harness, f"r{i}", prompt, max_tokens=4, encoder_inputs=(image,))
+                    arrive(harness, f"s{i}", [i] * 5, max_tokens=3)
+                    harness.step()
+                harness.run_until_idle()
 
     def test_states_are_those_of_the_tokens_before(
         self, subject: Subject, pipeline_depth: int

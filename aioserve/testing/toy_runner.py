@@ -243,6 +243,11 @@ class ToyRunner:
                             f"step {output.step_id}: {request_id} computes a token of the encoder "
                             f"input at {item.position}, whose output is not there"
                         )
+                    if item.whole and row.num_computed + num_tokens < item.end:
+                        raise ContractViolation(
+                            f"step {output.step_id}: {request_id} computes a part of the encoder "
+                            f"input at {item.position}, which runs whole"
+                        )
 
     def _check_encoder_limits(self, step_id: int, num_encoded: int) -> None:
         limit = self._max_encoder_tokens

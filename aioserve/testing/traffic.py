@@ -141,8 +141,9 @@ _STRUCTURED = st.fixed_dictionaries(
 def _encoder_inputs(gaps_and_contents: list[tuple[int, int]]) -> tuple[EncoderInput, ...]:
     items, position = [], 0
     for gap, content in gaps_and_contents:
-        # A content has one size, of one to four tokens; contents repeat.
-        item = EncoderInput(position + gap, content % 4 + 1, f"image-{content}")
+        # A content has one size, of one to four tokens; contents repeat. Some run whole.
+        name, is_whole = f"image-{content}", content in (2, 5)
+        item = EncoderInput(position + gap, content % 4 + 1, name, whole=is_whole)
         items.append(item)
         position = item.end
     return tuple(items)

@@ -15,6 +15,7 @@ import msgspec
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
+from aioserve.scheduler.encoder_plan import EncoderPlan
 
 CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
 
@@ -505,6 +506,29 @@ class ForgetsEncoderInputs(SoundScheduler):
         output = super().schedule()
         output.scheduled_encoder_inputs.clear()
         return output
+
+
+class SplittingPlan(EncoderPlan):
+    """Knows of no input that runs whole."""
+
+    def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:
+        items = [msgspec.structs.replace(i, whole=False) for i in request.encoder_inputs]
+        return super().fit(
+            Request(msgspec.structs.replace(request.spec, encoder_inputs=items)),
+            num_tokens,
+            start,
+            most,
+        )
+
+
+@caught_by(r"\w+ computes a part of the encoder input at \d+, which runs whole")
+class SplitsImages(SoundScheduler):
+    """Spends its budget to the last token."""
+
+    def new_step(self, token_budget: int | None = None) -> Step:
+        step = super().new_step(token_budget)
+        step._encoder_plan = SplittingPlan(self.book.encoder_cache, self._config.max_encoder_tokens)
+        return step
 
 
 @caught_by(r"\w+ verifies drafts \[.*\], but \[.*\] were proposed")

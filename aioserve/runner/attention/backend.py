@@ -36,6 +36,8 @@ class StepInputs:
     states: Sequence[StatePieces] = ()  # of a model with states
     given: "GivenRows | None" = None  # of a model that sees
     turns: IntArray | None = None  # T, by which heads turn; None: `positions`
+    #: Rows, and from where to where their tokens see each other, in both directions.
+    together: Sequence[tuple[int, int, int]] = ()
     #: The step as layers see it that have blocks of their own: other slots, another table.
     windows: "StepInputs | None" = None
 

@@ -111,7 +111,7 @@ class TorchPagedAttention(AttentionBackend):
         )
         for group in plan.groups(shape):
             for heads in group.passes:
-                _attend(group, heads, query, key_cache, value_cache, out, options)
+                attend_group(group, heads, query, key_cache, value_cache, out, options)
         return out
 
 
@@ -126,7 +126,7 @@ class _LayerShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """B items of Q queries each, padded to one context length of L tokens (whole blocks)."""
 
     size: int  # B
@@ -153,7 +153,7 @@ class _StepPlan:
         self._token = step.query_start_loc[row] + offset  # of the item's first query
         self._position = step.seq_lens[row] - query_lens[row] + offset  # likewise
         self._cache_slots: dict[int, Tensor] = {}
-        self._groups: dict[_LayerShape, list[_Group]] = {}
+        self._groups: dict[_LayerShape, list[Group]] = {}
 
     def cache_slots(self, num_kv_heads: int) -> Tensor:
         """[T * Hkv] rows of the cache seen as [blocks * Hkv * block_size, head_dim]."""
@@ -165,14 +165,14 @@ class _StepPlan:
             slots = self._cache_slots[num_kv_heads] = torch.from_numpy(rows.reshape(-1))
         return slots
 
-    def groups(self, shape: _LayerShape) -> list[_Group]:
+    def groups(self, shape: _LayerShape) -> list[Group]:
         """All items, so grouped that padding and the size of a pass are bounded."""
         groups = self._groups.get(shape)
         if groups is None:
             groups = self._groups[shape] = self._make_groups(shape)
         return groups
 
-    def _make_groups(self, shape: _LayerShape) -> list[_Group]:
+    def _make_groups(self, shape: _LayerShape) -> list[Group]:
         first_block = np.zeros_like(self._position)
         if shape.window is not None:
             first_block = np.maximum(self._position + 1 - shape.window, 0) // self._block_size
@@ -207,7 +207,7 @@ class _StepPlan:
         num_blocks: int,
         shape: _LayerShape,
         passes: list[slice],
-    ) -> _Group:
+    ) -> Group:
         query = np.minimum(np.arange(query_len), self._query_len[items, None] - 1)  # [B, Q]
         column = first_block[items, None] + np.arange(num_blocks)
         # columns beyond a row's own table are masked below: any block will do there
@@ -223,7 +223,7 @@ class _StepPlan:
             hidden |= key_position <= position - shape.window
         if shape.chunk is not None:
             hidden |= key_position < position // shape.chunk * shape.chunk
-        return _Group(
+        return Group(
             size=len(items),
             queries=torch.from_numpy((self._token[items, None] + query).reshape(-1)),
             kv_rows=torch.from_numpy(kv_rows),
@@ -272,8 +272,8 @@ def _gather(cache: Tensor, kv_rows: Tensor) -> Tensor:
     return _decode(rows) if cache.dtype is torch.int8 else rows.float()
 
 
-def _attend(
-    group: _Group,
+def attend_group(
+    group: Group,
     heads: slice,
     query: Tensor,
     key_cache: Tensor,

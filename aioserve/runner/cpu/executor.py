@@ -14,9 +14,10 @@ import torch
 from aioserve.kv_cache import KVConnectorMetadata, WindowSpec
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.runner.adapter_rows import LoadedAdapters
-from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs, StepInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
+from aioserve.runner.cpu.image_attention import TogetherAttention
 from aioserve.runner.cpu.prompts import forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.drafter import Drafter
@@ -121,13 +122,16 @@ class StepExecutor:
             unseen: dict[str, str] = {}
             if self._encoder is not None:
                 inputs, unseen = self._encoder.see(inputs, scheduler_output)
+            attention: LayerAttention = self._backend
+            if inputs.together:
+                attention = TogetherAttention(self._backend, inputs, self._block_size)
             if wanted is None and pooled is None:
-                logits = self._model.forward(ModelInputs.of(inputs, owners), self._backend)
+                logits = self._model.forward(ModelInputs.of(inputs, owners), attention)
             else:
                 halves = self._model.halves
                 assert halves is not None, "`tells_prompts`"
                 logits, prompt_logprobs, vectors = forward_and_look(
-                    halves, inputs, owners, self._backend, wanted, pooled
+                    halves, inputs, owners, attention, wanted, pooled
                 )
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
