@@ -1,6 +1,6 @@
 """What the scheduler costs: `schedule()` and `update_from_output()` in steady decode.
 
-    python benchmarks/scheduler.py [--policy fcfs ...] [--steps 300]
+    python benchmarks/scheduler.py [--policy fcfs ...] [--steps 300] [--images 20]
 
 Prefix caching on, blocks of 16 tokens, no model, no event loop. Median over the steps, in
 microseconds per step and per running request; once with nobody waiting and once with 10,000. The
@@ -16,7 +16,7 @@ from typing import Any
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.request import Request, RequestSpec
+from aioserve.request import EncoderInput, Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput, load_policy
 
@@ -24,8 +24,10 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = 200
 
 
-def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> SchedulerInterface:
-    """A scheduler with so many requests in decode and so many behind them."""
+def fill(
+    policy: str, num_running: int, num_waiting: int, num_steps: int, num_images: int = 0
+) -> SchedulerInterface:
+    """A scheduler with so many requests in decode and so many behind them, each with images."""
     max_model_len = PROMPT_TOKENS + num_steps + 200
     blocks_each = -(-max_model_len // BLOCK_SIZE)
     kv_cache = KVCacheManager(num_running * blocks_each, BLOCK_SIZE)
@@ -47,6 +49,7 @@ def fill(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Sch
             arrival_time=i * 1e-6,
             eos_token_ids=(1,),
             user=f"user-{i % 100}",
+            encoder_inputs=[EncoderInput(8 * k, 4, f"image-{k}") for k in range(num_images)],
         )
         scheduler.add_request(Request(spec))
     return scheduler
@@ -64,8 +67,10 @@ def one_step(scheduler: SchedulerInterface) -> tuple[SchedulerOutput, float, flo
     return output, planned - began, time.perf_counter() - computed
 
 
-def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> dict[str, Any]:
-    scheduler = fill(policy, num_running, num_waiting, num_steps)
+def measure(
+    policy: str, num_running: int, num_waiting: int, num_steps: int, num_images: int = 0
+) -> dict[str, Any]:
+    scheduler = fill(policy, num_running, num_waiting, num_steps, num_images)
     for _ in range(100):  # prompts, then some decodes to warm up
         one_step(scheduler)
     times = []
@@ -89,6 +94,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=["fcfs", "priority", "chunked_prefill"])
     parser.add_argument("--running", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--images", type=int, default=0, help="in every prompt (at most 20)")
     args = parser.parse_args()
     print(
         f"{'policy':16}{'running':>8}{'waiting':>8}{'schedule':>10}{'update':>9}{'us/request':>12}"
@@ -97,7 +103,7 @@ def main() -> None:
     for policy in args.policy:
         for num_running in args.running:
             for num_waiting in (0, 10_000):
-                row = measure(policy, num_running, num_waiting, args.steps)
+                row = measure(policy, num_running, num_waiting, args.steps, args.images)
                 rows.append(row)
                 print(
                     f"{policy:16}{num_running:8}{num_waiting:8}{row['schedule_us']:10.1f}"

@@ -4,7 +4,7 @@ Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and 
 nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.outputs import TokenLogprobs
 from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.drafter import Drafter
@@ -312,6 +313,20 @@ class InputBatch:
             self._block_table[row, begin:end] = block_ids
             if self._drafter is not None:
                 self._drafter.take_blocks(block_ids)
+
+
+def kept_logprobs(
+    inputs: StepInputs, sampled: Mapping[int, TokenLogprobs], token_ids: list[list[int]]
+) -> dict[str, list[TokenLogprobs]]:
+    """Of the `token_ids` that were kept, by request; `sampled` are by their places among the S."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    sampling = inputs.sampling.tolist()
+    for place, entry in sampled.items():
+        index = sampling[place]
+        entries = logprobs.setdefault(inputs.req_ids[index], [])
+        if len(entries) < len(token_ids[index]):
+            entries.append(entry)
+    return logprobs
 
 
 def _num_right(drafts: list[int], token_ids: list[int]) -> int:

@@ -3,11 +3,13 @@
 Full data once for a request that enters the batch; afterwards only what changed.
 """
 
+import itertools
+
 import msgspec
 
 from aioserve.kv_cache import KVConnectorMetadata, StateSlots, WindowBlocks
 from aioserve.pooling_params import PoolingParams
-from aioserve.request import EncoderInput
+from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
 
 
@@ -25,6 +27,23 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     pooling_params: PoolingParams | None = None  # given: a vector of the prompt, and no token
     cache_salt: str = ""  # what it says is nothing to who has another
     adapter_id: str = ""  # what it is computed with besides the model
+
+    @classmethod
+    def of(cls, request: Request, num_tokens: int) -> "NewRequestData":
+        """What the runner must know of one that gets so many tokens in its first step."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),  # the request's own list grows on the loop
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            stop_token_ids=request.stop_token_ids,
+            block_ids=list(request.block_ids),
+            num_computed_tokens=request.num_computed_tokens - num_tokens,
+            encoder_inputs=request.encoder_inputs,
+            pooling_params=request.pooling_params,
+            cache_salt=request.cache_salt,
+            adapter_id=request.adapter_id,
+        )
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, gc=False):
@@ -62,3 +81,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     scheduled_states: dict[str, StateSlots] = {}
     #: What layers with a sliding window have more from this step on, by request.
     scheduled_windows: dict[str, WindowBlocks] = {}
+
+    @property
+    def highest_new_block(self) -> int:
+        """Of those that somebody got for this step or a later one; -1 if nobody did."""
+        given = [request.block_ids for request in self.scheduled_new_reqs]
+        given += self.scheduled_cached_reqs.new_block_ids.values()
+        return max(itertools.chain.from_iterable(given), default=-1)

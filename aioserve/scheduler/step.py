@@ -276,7 +276,7 @@ class Step(OpenStep):
         states, windows = self._kv_cache.states, self._kv_cache.windows
         output = SchedulerOutput(
             step_id=self.step_id,
-            scheduled_new_reqs=[self._new_request_data(r) for r in admitted],
+            scheduled_new_reqs=[NewRequestData.of(r, tokens[r]) for r in admitted],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=req_ids,
                 num_computed_tokens=num_computed,
@@ -367,18 +367,3 @@ class Step(OpenStep):
                 del self._fresh_blocks[block_id]
                 if num_tokens:  # it would have been written by the tokens just refunded
                     self._kv_cache.pool.unregister(block_id)
-
-    def _new_request_data(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            request_id=request.request_id,
-            token_ids=list(request.token_ids),  # the request's own list grows on the loop
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
-            stop_token_ids=request.stop_token_ids,
-            block_ids=list(request.block_ids),
-            num_computed_tokens=request.num_computed_tokens - self.tokens[request],
-            encoder_inputs=request.encoder_inputs,
-            pooling_params=request.pooling_params,
-            cache_salt=request.cache_salt,
-            adapter_id=request.adapter_id,
-        )

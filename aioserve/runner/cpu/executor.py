@@ -4,7 +4,6 @@ Used on one thread. Knows nothing about requests that are not in its batch, abou
 a model is loaded.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from aioserve.runner.cpu.prompts import forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens, sample
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.host_blocks import HostBlocks
-from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -151,7 +150,7 @@ class StepExecutor:
                 [] if req_id in failed else own
                 for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
             ]
-        logprobs = _logprobs(inputs, sampled, token_ids)
+        logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
         return ModelRunnerOutput(
             inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs, vectors
         )
@@ -173,7 +172,7 @@ class StepExecutor:
     def _commit(self, inputs: StepInputs, step: SchedulerOutput) -> None:
         """Have in memory what the step writes, and soon what was given with it."""
         num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
-        self._backend.memory.commit(num_written, soon=_highest_new_block(step) + 1)
+        self._backend.memory.commit(num_written, soon=step.highest_new_block + 1)
         if inputs.windows is not None and self._backend.window_memory is not None:
             num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
             self._backend.window_memory.commit(num_written)
@@ -196,24 +195,3 @@ class StepExecutor:
                 self._model.states.close()
         for name in ("_model", "_encoder", "_backend", "_batch", "_host_blocks", "adapters"):
             self.__dict__.pop(name, None)
-
-
-def _highest_new_block(step: SchedulerOutput) -> int:
-    """Of those that somebody got for this step or a later one; -1 if nobody did."""
-    given = [request.block_ids for request in step.scheduled_new_reqs]
-    given += step.scheduled_cached_reqs.new_block_ids.values()
-    return max(itertools.chain.from_iterable(given), default=-1)
-
-
-def _logprobs(
-    inputs: StepInputs, sampled: SampledTokens, token_ids: list[list[int]]
-) -> dict[str, list[TokenLogprobs]]:
-    """Of the tokens that were kept, by request."""
-    logprobs: dict[str, list[TokenLogprobs]] = {}
-    sampling = inputs.sampling.tolist()
-    for place, entry in sampled.logprobs.items():
-        index = sampling[place]
-        entries = logprobs.setdefault(inputs.req_ids[index], [])
-        if len(entries) < len(token_ids[index]):
-            entries.append(entry)
-    return logprobs
