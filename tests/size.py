@@ -24,7 +24,7 @@ LIMITS = {
     "aioserve/ray": 1_460,
     "aioserve/routing": 400,
     "aioserve/runner": 15_600,
-    "aioserve/scheduler": 2_560,
+    "aioserve/scheduler": 2_640,
     "aioserve/server": 9_950,
     "aioserve/testing": 3_580,
     "aioserve/watch": 2_350,
