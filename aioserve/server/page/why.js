@@ -131,9 +131,23 @@ export class Why {
       element("td", {}, steps.length > 1 ? button : name, ...(isOpen ? [this.list(life, steps, isWaiting)] : [])),
       element("td", { class: "number" }, duration(first.time - life.arrival)),
       element("td", { class: "number" }, duration(end - first.time)),
-      element("td", { class: "wrap" }, element("i", { class: kind === "held" ? "queued" : kind }), what),
+      element("td", { class: "wrap" }, element("i", { class: kind === "held" ? "queued" : kind }), what,
+        reason === "policy" ? this.firstInLine(life, last) : ""),
       element("td", { class: "wrap" }, isWaiting ? this.preferred(life, steps) : beside(steps)),
     );
+  }
+
+  // A policy that is stopped by somebody does not ask for those behind: who that was, and why.
+  firstInLine(life, step) {
+    for (const other of this.story.lives.values()) {
+      if (other === life || (other.end !== null && other.end < step.time)) continue;
+      const reason = other.reasonAt(step.id);
+      if (!reason || reason === "policy") continue;
+      const span = other.spans.findLast((one) => one.from <= step.time);
+      if (span?.kind === "queued" || span?.kind === "preempted")
+        return `; it stopped at ${short(other.id)}: ${REASONS[reason] ?? reason}`;
+    }
+    return "";
   }
 
   // Who got tokens in these steps while it did not; prompts by name, since they took the most.
