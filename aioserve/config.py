@@ -541,6 +541,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["text", "json"], Meta(description="lines of the log; json: an object each")
     ] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="where traces of requests go, by OTLP over HTTP: "
+            "http://localhost:4318/v1/traces (default: none are made)"
+        ),
+    ] = None
     log_prompts: Annotated[
         bool,
         Meta(description="log what is asked, word for word; else nothing of it is logged"),

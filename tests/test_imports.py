@@ -137,6 +137,7 @@ ALLOWED = {
         "aioserve.watch.records",
         "aioserve.watch.shadow",
         "aioserve.watch.shadow_turns",
+        "aioserve.watch.timeline",
         "aioserve.watch.writer",
         "aioserve.grammars",
     },

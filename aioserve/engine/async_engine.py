@@ -52,7 +52,7 @@ from aioserve.engine.questions import (
     UnloadAdapter,
     Wake,
 )
-from aioserve.engine.samples import Samples, SampleState
+from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.trial import Trials
 from aioserve.errors import EngineDeadError, EngineStartError
@@ -530,6 +530,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         adapter: str,
         seconds: float | None,
         make_state: Callable[[Request, Samples], SampleState],
+        origin: Origin,
     ) -> Samples:
         """As `add_request`, of one that was tokenized and checked elsewhere; what `make_state`
         makes of its samples gets their outputs.
@@ -541,6 +542,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
         num_tokens, n = len(spec.prompt_token_ids), spec.sampling_params.n
         with self._claimed(spec.request_id, n, parts) as samples, self._arriving(num_tokens, parts):
+            samples.origin = origin
             await self._enter(spec, samples, adapter, seconds, register, parts)
         return samples
 

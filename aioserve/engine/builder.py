@@ -27,6 +27,7 @@ from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims
+from aioserve.engine.tracing import Tracing, check_installed, make_exporter
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
@@ -38,6 +39,7 @@ from aioserve.watch.delegate import DelegatingScheduler, without
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.shadow import Shadow, ShadowedScheduler
 from aioserve.watch.shadow_turns import ShadowTurns
+from aioserve.watch.timeline import TimelineScheduler
 from aioserve.watch.writer import LogWriter
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class EngineParts(NamedTuple):
     request_log: RequestLog | None
     arrivals: Arrivals
     delivery: Delivery
+    tracing: Tracing | None
 
     @property
     def claims(self) -> Claims:
@@ -74,6 +77,8 @@ class EngineParts(NamedTuple):
             self.input_processor.close()
             if self.request_log is not None:
                 self.request_log.close()
+            if self.tracing is not None:
+                await self.tracing.close()
 
 
 class EngineBuilder:
@@ -103,6 +108,8 @@ class EngineBuilder:
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
         check_connector(config, self._policy)
+        if config.server.otlp_traces_endpoint is not None:
+            check_installed()
         if runner is None:
             config.check_effects()
             runner = make_runner(config, model_info)
@@ -156,7 +163,12 @@ class EngineBuilder:
         )
         pooling = PoolingDoor(self._model_info, can_pool=self.runner.can_pool)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
-        output_processor = OutputProcessor(tokenizer, metrics, self._request_log)
+        tracing = None
+        if config.server.otlp_traces_endpoint is not None:
+            exporter = make_exporter(config.server.otlp_traces_endpoint)
+            scheduler = timelines = TimelineScheduler(scheduler, clock)
+            tracing = Tracing(exporter, timelines, clock, config.model.served_name)
+        output_processor = OutputProcessor(tokenizer, metrics, self._request_log, tracing)
         relay = None
         if on_kv_event is not None:
             relay = KVEventRelay(
@@ -197,6 +209,7 @@ class EngineBuilder:
                 ImageMemory(config.images.image_memory_gib),
             ),
             delivery,
+            tracing,
         )
 
     def switch_shadow(self, config: EngineConfig, parts: EngineParts) -> ShadowTurns | None:

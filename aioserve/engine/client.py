@@ -66,6 +66,7 @@ class RequestFields(TypedDict, total=False):
     cache_salt: str  # prefixes are shared within one only
     adapter: str  # one of `EngineClient.adapters`, or the model itself
     client: str  # where it comes from, for the log
+    trace_headers: Mapping[str, str]  # `traceparent`, `tracestate`: the trace that it belongs to
     key_name: str  # whose tokens are counted: of a server's key
 
 

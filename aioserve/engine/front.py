@@ -5,7 +5,7 @@ steps.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
@@ -17,10 +17,13 @@ from aioserve.engine.pooling import NOTHING_SAMPLED
 from aioserve.engine.request_lines import log_prompt
 from aioserve.engine.samples import Claims, Origin, Samples
 from aioserve.engine.stream import RequestStream
+from aioserve.engine.tracing import operation_of
 from aioserve.errors import RequestError
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import RequestSpec
 from aioserve.sampling_params import SamplingParams
+
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class FrontParts(DoorParts, Protocol):
@@ -51,6 +54,7 @@ class EngineFront(EngineClient, Generic[Parts]):
         adapter: str = "",
         key_name: str = "",
         client: str = "",
+        trace_headers: Mapping[str, str] = NO_HEADERS,
     ) -> RequestStream:
         """See `EngineClient.add_request`."""
         if timeout is not None and not timeout > 0:
@@ -66,7 +70,12 @@ class EngineFront(EngineClient, Generic[Parts]):
         if self.config.server.log_prompts:
             log_prompt(request_id, prompt, sampling)
         with self._claimed(request_id, sampling.n, parts) as samples:
-            samples.origin = Origin(client, adapter or self.config.model.served_name)
+            samples.origin = Origin(
+                client,
+                adapter or self.config.model.served_name,
+                operation_of(prompt, is_pooled=pooling is not None),
+                dict(trace_headers),
+            )
             stream = RequestStream(request_id, sampling.n, abort=lambda: self._drop(samples, parts))
             room = parts.input_processor.room(pooling or sampling)
             least = parts.input_processor.least_tokens(prompt, room)

@@ -18,6 +18,7 @@ from aioserve.engine.request_lines import log_request
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
+from aioserve.engine.tracing import Tracing
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
 
@@ -133,6 +134,7 @@ class OutputProcessor:
         tokenizer: object,
         metrics: RequestCounts,
         request_log: RequestLog | None = None,
+        tracing: Tracing | None = None,
         *,
         may_wait: bool = True,
     ) -> None:
@@ -141,6 +143,7 @@ class OutputProcessor:
         """
         self._metrics = metrics
         self._request_log = request_log
+        self._tracing = tracing
         self._may_wait = may_wait
         self._states: dict[str, SampleState] = {}
         self.claims = Claims()
@@ -268,6 +271,8 @@ class OutputProcessor:
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens
         self._metrics.on_finished(state, num_tokens, reason, now)
+        if self._tracing is not None:
+            self._tracing.on_finished(state, num_tokens, reason, now)
         if state.is_read_here:
             log_request(state, num_tokens, reason, now)
         if self._request_log is not None:

@@ -15,11 +15,13 @@ from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(msgspec.Struct, array_like=True, frozen=True):
     """Where a request comes from, for whoever tells of it: no policy knows."""
 
     client: str = ""  # address
     model: str = ""  # or adapter, as it was asked for
+    operation: str = "text_completion"  # what OpenTelemetry calls it
+    trace_headers: dict[str, str] = {}  # whose trace it belongs to, as W3C has it
 
 
 class Samples:

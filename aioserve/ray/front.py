@@ -150,6 +150,8 @@ class RayFront(EngineFront[RayParts]):
             "timeout": None if spec.deadline is None else TimeLeft(spec.deadline),
             "cache_salt": spec.cache_salt,
             "adapter": adapter,
+            "client": samples.origin.client,
+            "trace_headers": samples.origin.trace_headers,
         }
         routed = await self._routed(spec, adapter, parts)
 

@@ -395,6 +395,7 @@ class WorkerClient:
                     add.adapter,
                     add.timeout,
                     lambda request, samples: _ForwardedState(request, samples, self),
+                    add.origin,
                 )
                 if samples.num_live:
                     self._samples[spec.request_id] = samples

@@ -33,6 +33,7 @@ from aioserve.engine.questions import (
     UnloadAdapter,
     Wake,
 )
+from aioserve.engine.samples import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.outputs import EngineCoreOutput
@@ -169,6 +170,7 @@ class Add(msgspec.Struct, array_like=True, frozen=True, tag=True):
     is_json: bool  # else MessagePack, which knows no integers of more than 64 bits
     adapter: str
     timeout: float | None
+    origin: Origin
     arrays: list[ArrayForm] = []  # as many as are attached
 
 

@@ -284,7 +284,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._accepting[number] = accept
         samples.let_go = lambda: self._say(Abort(samples.request_id))
         try:
-            self._say(Add(number, *encode_spec(spec), adapter, seconds, forms), arrays)
+            self._say(
+                Add(number, *encode_spec(spec), adapter, seconds, samples.origin, forms), arrays
+            )
             await future
         finally:
             samples.let_go = None

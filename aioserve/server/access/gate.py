@@ -13,9 +13,11 @@ from aiohttp import hdrs, web
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.server.access.keyring import Key
 from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic
-from aioserve.server.keys import ACCESS, KEY, NEEDS
+from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+TRACE_HEADERS = ("traceparent", "tracestate")  # whose trace it belongs to, as W3C has it
 
 
 @web.middleware
@@ -52,6 +54,9 @@ def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, 
     """
     fields = dict(given)
     fields["client"] = request.remote or ""
+    if request.app[ENGINE].config.server.otlp_traces_endpoint is not None:
+        headers = {name: request.headers.get(name) for name in TRACE_HEADERS}
+        fields["trace_headers"] = {name: text for name, text in headers.items() if text}
     if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
         fields["timeout"] = min(_seconds(text), fields.get("timeout", math.inf))
     key = request.get(KEY)
