@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 3_140,
     "aioserve/console": 1_500,
-    "aioserve/engine": 6_100,
+    "aioserve/engine": 6_250,
     "aioserve/grammars": 650,
     "aioserve/images": 1_000,
     "aioserve/kernels": 3_640,
