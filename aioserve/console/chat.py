@@ -183,5 +183,5 @@ def _complete(before: str, word: str) -> Iterable[str]:
 def _note(text: str) -> None:
     """Beside the conversation: what a pipe reads are replies alone."""
     sys.stdout.flush()
-    for line in text.splitlines():
-        print(f"[{line.translate(CONTROL)}]", file=sys.stderr, flush=True)
+    text = text.translate(CONTROL)
+    print(text if "\n" in text else f"[{text}]", file=sys.stderr, flush=True)
