@@ -567,6 +567,86 @@ class AccessConfig(Section, frozen=True, kw_only=True):
     protect_metrics: Annotated[
         bool, Meta(description="GET /metrics needs a key as well, where there are keys")
     ] = False
+    admin_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="port of the operators' routes, which the other one has no more; 0: any "
+            "free one (default: they are on --port)"
+        ),
+    ] = None
+    admin_host: Annotated[str, Meta(description="address of --admin-port")] = "127.0.0.1"
+    uds: Annotated[
+        str | None, Meta(description="Unix socket to listen on, in the place of host and port")
+    ] = None
+    ssl_certfile: Annotated[
+        str | None, Meta(description="certificate, and those up to its root: TLS instead of plain")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Meta(
+            description="its key (default: in the same file); AIOSERVE_SSL_KEYFILE_PASSWORD is "
+            "the password of an encrypted one"
+        ),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None, Meta(description="roots of the certificates that clients must show then")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="origin, or '*', whose pages a browser lets ask this server; may be given "
+            "several times",
+        ),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...], Meta(description="a method that they may use (default: any)")
+    ] = ()
+    allowed_headers: Annotated[
+        tuple[str, ...], Meta(description="a header that they may send (default: any)")
+    ] = ()
+    allow_credentials: Annotated[
+        bool, Meta(description="such a page's requests may bring cookies and certificates")
+    ] = False
+    max_connections: Annotated[
+        PositiveInt,
+        Meta(
+            description="most connections at once, of all workers together; the one that is idle "
+            "longest makes room"
+        ),
+    ] = 4096
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=2**24, description="most bytes of a request line and its headers")
+    ] = 65_536
+    header_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds from the first byte of a request to the end of its headers"),
+    ] = 20.0
+    body_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds in which the body must have come then"),
+    ] = 60.0
+    keep_alive_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds that a connection may be idle; proxies in front: less"),
+    ] = 75.0
+    send_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="seconds in which a client must read something of what is sent to it"),
+    ] = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\"'\[,]+", origin):
+                raise ConfigError(
+                    f"access.allowed_origins: {origin!r} is no origin: '*', or scheme://host:port "
+                    "without a path; of several, one a flag"
+                )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "access.allow_credentials needs origins by name: with '*' any page could act for "
+                "whoever looks at it"
+            )
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -677,6 +757,36 @@ _RULES = (
         ("num_window_blocks",),
         lambda config: _is_model(config) or config.runner.simulated_window is not None,
         "there is no runner.simulated_window",
+    ),
+    _Rule(
+        "access",
+        ("ssl_keyfile", "ssl_ca_certs"),
+        lambda config: config.access.ssl_certfile is not None,
+        "there is no access.ssl_certfile",
+    ),
+    _Rule(
+        "access",
+        ("allowed_methods", "allowed_headers", "allow_credentials"),
+        lambda config: bool(config.access.allowed_origins),
+        "there are no access.allowed_origins",
+    ),
+    _Rule(
+        "access",
+        ("admin_host",),
+        lambda config: config.access.admin_port is not None,
+        "there is no access.admin_port",
+    ),
+    _Rule(
+        "access",
+        ("admin_port",),
+        lambda config: config.server.enable_admin,
+        "server.enable_admin is off, so there are no operators' routes",
+    ),
+    _Rule(
+        "server",
+        ("host", "port"),
+        lambda config: config.access.uds is None,
+        "access.uds says where the server listens",
     ),
     _Rule(
         "shadow",

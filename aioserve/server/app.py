@@ -10,7 +10,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from socket import socket
 from typing import Any
 
@@ -20,7 +20,10 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.server.access.access import Access, MainAccess
+from aioserve.server.access.connections import Connections, allow_connections
 from aioserve.server.access.gate import check_key
+from aioserve.server.access.origins import answer_preflights, tell_origin
+from aioserve.server.access.site import Site
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.http_counts import HttpCounts
 from aioserve.server.images import ImageLoader
@@ -43,11 +46,11 @@ from aioserve.server.middleware import (
     count_answers,
     log_requests,
 )
-from aioserve.server.openapi import DOCUMENT, OpenAPIDocument
+from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.responses.store import Responses, ResponseStore
-from aioserve.server.routes import ADMIN_ROUTES, PAGE_ROUTES, ROUTES
+from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
-from aioserve.server.sockets import bind, cannot_listen
+from aioserve.server.sockets import Doors, cannot_listen, open_doors, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +74,16 @@ def build_app(
     running: RunningResponses | None = None,
     access: Access | None = None,
     counts: HttpCounts | None = None,
+    *,
+    is_for_operators: bool = False,
 ) -> web.Application:
     """The routes in front of a started engine, which stays its caller's. `responses` are those that
     can be asked for again, `running` those that are being made, `access` who is let in, `counts`
-    how requests were answered; by default, of this application.
+    how requests were answered; by default, of this application. `is_for_operators`: it is the one
+    on a port of theirs.
     """
     app = web.Application(
-        middlewares=[count_answers, log_requests, answer_errors, check_key],
+        middlewares=[count_answers, log_requests, answer_errors, answer_preflights, check_key],
         client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
@@ -92,15 +98,20 @@ def build_app(
     app[CHAT_FORMAT] = ChatFormat(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
-    app.on_response_prepare.append(add_request_id)
-    routes = (
+    app.on_response_prepare.extend((add_request_id, tell_origin))
+    is_one_for_all = server.enable_admin and engine.config.access.admin_port is None
+    routes: tuple[Route, ...] = (
         *ROUTES,
         *(PAGE_ROUTES if server.page else ()),
-        *(ADMIN_ROUTES if server.enable_admin else ()),
+        *(ADMIN_ROUTES if is_one_for_all else ()),
     )
+    if is_for_operators:
+        routes = OPERATORS_ROUTES
     needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
     if engine.config.access.protect_metrics:
         needs["/metrics"] = "key"
+    if is_for_operators:
+        needs |= {route.documented_path: "admin_key_if_any" for route in ADMIN_ROUTES}
     app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
         routes,
@@ -141,60 +152,64 @@ def max_body_mib(engine: EngineClient) -> int:
 @contextlib.asynccontextmanager
 async def listening(
     engine: EngineClient,
-    sockets: list[socket],
+    doors: Doors | Sequence[socket],
     responses: Responses | None = None,
     running: RunningResponses | None = None,
     access: Access | None = None,
     counts: HttpCounts | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `engine` on `sockets` inside the block; yields the URL. For the rest see `build_app`.
+    """Serve `engine` on bound sockets inside the block; yields the URL. For the rest see
+    `build_app`.
 
     Raises `ConfigError` if another process took the port in the meantime.
     """
-    runner = web.AppRunner(
-        build_app(engine, responses, running, access, counts),
-        handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
-        auto_decompress=False,  # refused by name; aiohttp drops the connection over a bad one
-        access_log=None,
-        shutdown_timeout=HANDLER_TIMEOUT,
-    )
-    await runner.setup()
-    try:
-        for sock in sockets:
-            try:
-                await web.SockSite(runner, sock).start()
-            except OSError as error:
-                host, port = sock.getsockname()[:2]
-                raise cannot_listen(host, port, error) from error
-        yield url_of(sockets)
-    finally:
-        await runner.cleanup()
+    doors = doors if isinstance(doors, Doors) else Doors([*doors], [])
+    access, counts = access or open_access(engine), counts or HttpCounts()
+    most = math.ceil(access.settings.max_connections / (engine.config.server.api_workers or 1))
+    connections = Connections(access.settings, most, access.refusals)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(connections.close)
+        for sockets, is_for_operators in ((doors.public, False), (doors.admin, True)):
+            if not sockets:
+                continue
+            app = build_app(
+                *(engine, responses, running, access, counts), is_for_operators=is_for_operators
+            )
+            runner = web.AppRunner(
+                app,
+                handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
+                auto_decompress=False,  # refused by name; aiohttp drops connections over bad ones
+                access_log=None,
+                shutdown_timeout=HANDLER_TIMEOUT,
+            )
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            for sock in sockets:
+                try:
+                    await Site(runner, sock, connections, access.tls).start()
+                except OSError as error:
+                    raise cannot_listen(url_of(sock), error) from error
+        yield url_of(doors.public[0], is_encrypted=access.tls is not None)
 
 
-def url_of(sockets: list[socket]) -> str:
-    """Where what listens on them can be reached."""
-    host, port = sockets[0].getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-#: Serves an engine on sockets inside its block, for whom access lets in, and yields the URL; calls
-#: what it is given if that cannot go on, and raises why at the end of the block.
-Site = Callable[
-    [AsyncEngine, list[socket], MainAccess, Callable[[], None]],
+#: Serves an engine inside its block, for whom access lets in, and yields the URL; calls what it is
+#: given if that cannot go on, and raises why at the end of the block.
+MakeSite = Callable[
+    [AsyncEngine, Doors, MainAccess, Callable[[], None]],
     contextlib.AbstractAsyncContextManager[str],
 ]
 
 
 def site_here(
-    engine: AsyncEngine, sockets: list[socket], access: MainAccess, stop: Callable[[], None]
+    engine: AsyncEngine, doors: Doors, access: MainAccess, stop: Callable[[], None]
 ) -> contextlib.AbstractAsyncContextManager[str]:
     """In this process, on the engine's loop."""
-    return listening(engine, sockets, access=access)
+    return listening(engine, doors, access=access)
 
 
 async def serve(
     config: EngineConfig,
-    site: Site = site_here,
+    site: MakeSite = site_here,
     read_again: Callable[[], EngineConfig] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs. With SIGHUP
@@ -207,25 +222,28 @@ async def serve(
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     access = MainAccess(config)
     signals = _Signals()
-    sockets = bind(config.server.host, config.server.port)
+    allow_connections(config.access.max_connections)
+    doors = open_doors(config)
     try:
         engine = AsyncEngine(config)
     except BaseException:
-        for sock in sockets:
-            sock.close()
+        doors.close()
         raise
     loading = contextlib.AsyncExitStack()
     try:
         await loading.enter_async_context(
-            answering_while_loading(sockets, shares_port=config.server.api_workers > 0)
+            answering_while_loading(
+                doors.all, shares_port=config.server.api_workers > 0, tls=access.tls
+            )
         )
-        logger.info("%s/ready says when the model is loaded", url_of(sockets))
+        url = url_of(doors.public[0], is_encrypted=access.tls is not None)
+        logger.info("%s/ready says when the model is loaded", url)
         if not await _unless(signals.first, engine.start()):
             return
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
         access.count_for(engine)
-        async with site(engine, sockets, access, signals.first.set) as url:
+        async with site(engine, doors, access, signals.first.set) as url:
             await loading.aclose()
             signals.on_hangup.append(access.reload)
             if read_again is not None:
@@ -236,6 +254,9 @@ async def serve(
                 config.model.served_name,
                 config.scheduler.policy,
             )
+            for sock in doors.admin:
+                told = url_of(sock, is_encrypted=access.tls is not None)
+                logger.info("operators' routes are on %s", told)
             if config.server.exit_on_dead_engine:
                 await _unless(signals.first, engine.wait_ended())
             else:  # it answers /health and refuses
@@ -248,8 +269,7 @@ async def serve(
             await engine.wait_ended()  # a signal does not make a death a success
     finally:
         await loading.aclose()
-        for sock in sockets:
-            sock.close()
+        doors.close()
         await engine.shutdown(drain_timeout=0)
         gc.unfreeze()  # else some extension modules complain at exit about what is left of them
     logger.info("stopped")

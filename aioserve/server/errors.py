@@ -43,6 +43,10 @@ class UnknownResponseError(RequestError):
     """No response of that id is stored."""
 
 
+class BodyTimeoutError(RequestError):
+    """The body does not come."""
+
+
 class UnknownFieldError(RequestError):
     """The body has a field of a name that nobody here knows."""
 
@@ -62,6 +66,7 @@ _KINDS = (
     _Kind(UnknownRequestError, 404, "invalid_request_error", "request_not_found"),
     _Kind(UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
     _Kind(UnknownFieldError, 400, "invalid_request_error", "unknown_parameter"),
+    _Kind(BodyTimeoutError, 408, "invalid_request_error", "body_timeout"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(UnknownKeyError, 401, "invalid_request_error", "invalid_api_key"),
     _Kind(ForbiddenError, 403, "permission_error", "not_allowed"),

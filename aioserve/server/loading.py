@@ -6,6 +6,7 @@ Knows no engine. Every answer closes its connection: the next one is for the ser
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from socket import socket
 from typing import Any
@@ -25,9 +26,10 @@ RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready say
 
 @contextlib.asynccontextmanager
 async def answering_while_loading(
-    sockets: Sequence[socket], *, shares_port: bool
+    sockets: Sequence[socket], *, shares_port: bool, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    """Listen on the addresses of bound `sockets` inside the block, which stay their owner's.
+    """Listen on the addresses of bound `sockets` inside the block, which stay their owner's;
+    encrypted with `tls`.
 
     Whoever is to serve listens before the block ends, so that nobody is turned away between. It
     takes over the queue of connections; with `shares_port` it has sockets of its own beside these,
@@ -36,7 +38,7 @@ async def answering_while_loading(
     runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None
-    doors = [_Door(sock, runner.server, shares_port=shares_port) for sock in sockets]
+    doors = [_Door(sock, runner.server, tls, shares_port=shares_port) for sock in sockets]
     try:
         yield
     finally:
@@ -50,7 +52,10 @@ class _Door:
     a connection which it accepts in the turn in which it is closed, and the client waits for ever.
     """
 
-    def __init__(self, sock: socket, server: web.Server, *, shares_port: bool) -> None:
+    def __init__(
+        self, sock: socket, server: web.Server, tls: ssl.SSLContext | None, *, shares_port: bool
+    ) -> None:
+        self._tls = tls
         self._socket = bind_beside(sock) if shares_port else sock.dup()
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -66,7 +71,7 @@ class _Door:
             except OSError:  # nobody is left, or has gone again; or there are no descriptors
                 return
             connection.setblocking(False)
-            enters = self._loop.connect_accepted_socket(self._server, connection)
+            enters = self._loop.connect_accepted_socket(self._server, connection, ssl=self._tls)
             task = self._loop.create_task(enters)
             self._entering.add(task)
             task.add_done_callback(self._entering.discard)

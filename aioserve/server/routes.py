@@ -40,6 +40,9 @@ from aioserve.watch.frames import Frame, Snapshot
 _ENDED = (EngineDeadError,)
 _NOT_NOW = (EngineOverloadedError, EngineDeadError)
 _GENERATION = (*_NOT_NOW, RequestIdInUseError, RequestTimeoutError)
+#: What is asked by machines that have no key.
+PROBES = ("/health", "/ready", "/metrics")
+
 _Done = Literal["[DONE]"]
 
 ROUTES = (
@@ -381,3 +384,6 @@ ADMIN_ROUTES = (
         needs="admin_key",
     ),
 )
+
+#: Where they have a port of their own: with what tells how the server is.
+OPERATORS_ROUTES = (*(route for route in ROUTES if route.path in PROBES), *ADMIN_ROUTES)

@@ -3,11 +3,87 @@
 A port in use should be said in milliseconds, not after minutes of reading weights.
 """
 
+import contextlib
 import errno
+import os
 import socket
-from typing import Any
+import stat
+from typing import Any, NamedTuple
 
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
+
+
+class Doors(NamedTuple):
+    """Bound sockets, not yet listening."""
+
+    public: list[socket.socket]
+    admin: list[socket.socket]  # for the operators' routes, if those are not with the others
+
+    @property
+    def all(self) -> list[socket.socket]:
+        """Both."""
+        return [*self.public, *self.admin]
+
+    def close(self) -> None:
+        """Nobody can come any more."""
+        for sock in self.all:
+            close(sock)
+
+
+def open_doors(config: EngineConfig) -> Doors:
+    """What the settings say. Raises `ConfigError` as `bind` does."""
+    access, server = config.access, config.server
+    public = bind(server.host, server.port) if access.uds is None else [bind_unix(access.uds)]
+    doors = Doors(public, [])
+    if access.admin_port is not None:
+        try:
+            doors.admin.extend(bind(access.admin_host, access.admin_port))
+        except BaseException:
+            doors.close()
+            raise
+    return doors
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A bound socket at `path`, not yet listening; what a dead server left there makes room.
+
+    Raises `ConfigError` if something else is there, or a server that lives.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(f"cannot listen on {path}: it is there, and is no socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) != errno.ECONNREFUSED:
+                    raise ConfigError(f"cannot listen on {path}: another server does")
+            os.unlink(path)
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise cannot_listen(path, error) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def close(sock: socket.socket) -> None:
+    """For good: a Unix socket's file goes as well, if it is still its own."""
+    if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            os.unlink(sock.getsockname())
+    sock.close()
+
+
+def url_of(sock: socket.socket, *, is_encrypted: bool = False) -> str:
+    """Where what listens on it can be reached."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if is_encrypted else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -30,15 +106,18 @@ def bind(host: str, port: int) -> list[socket.socket]:
     if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()
-        raise cannot_listen(host, port, failure) from failure
+        raise cannot_listen(f"{host}:{port}", failure) from failure
     return sockets
 
 
 def bind_beside(sock: socket.socket) -> socket.socket:
     """Another socket for the address of a bound one: connections are spread over those that listen.
+    Of a Unix socket it is the same once more, and whoever is free first takes a connection.
 
     Nobody who did not ask for it can take the address. Raises `OSError`.
     """
+    if sock.family == socket.AF_UNIX:
+        return sock.dup()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     other = socket.socket(sock.family, socket.SOCK_STREAM)
     try:
@@ -53,9 +132,9 @@ def bind_beside(sock: socket.socket) -> socket.socket:
     return other
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def cannot_listen(where: str, error: OSError) -> ConfigError:
     """The one line that says why there is no server."""
-    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
 
 
 def _bind_one(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -75,7 +154,7 @@ def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise cannot_listen(host, port, error) from error
+        raise cannot_listen(f"{host}:{port}", error) from error
     except UnicodeError as error:  # not even the shape of a host name
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
     return sorted({(int(family), address) for family, _, _, _, address in found})  # IPv4 first

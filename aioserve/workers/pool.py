@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -19,8 +18,9 @@ from aioserve.arguments import EXIT_ENGINE_DEAD, EXIT_FAILED, EXIT_USAGE
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.access.access import MainAccess
-from aioserve.server.app import HANDLER_TIMEOUT, url_of
-from aioserve.server.sockets import bind_beside
+from aioserve.server.access.keyring import ENVIRONMENT
+from aioserve.server.app import HANDLER_TIMEOUT
+from aioserve.server.sockets import Doors, bind_beside, url_of
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.messages import MakeReport
 
@@ -51,24 +51,29 @@ def check_platform() -> None:
 @contextlib.asynccontextmanager
 async def workers_listening(
     engine: AsyncEngine,
-    sockets: list[socket.socket],
+    doors: Doors,
     access: MainAccess,
     stop: Callable[[], None],
 ) -> AsyncIterator[str]:
-    """Serve a started `engine` on the addresses of `sockets` inside the block, by workers; yields
+    """Serve a started `engine` on the addresses of `doors` inside the block, by workers; yields
     the URL. `stop` is called when they cannot go on.
 
     Raises `WorkerError` if that is so.
     """
     with tempfile.TemporaryDirectory(prefix="aioserve-") as folder:  # for this user alone
-        pool = WorkerPool(engine, sockets, access, Path(folder), stop)
+        pool = WorkerPool(engine, doors, access, Path(folder), stop)
         try:
             await pool.start()
-            yield url_of(sockets)
+            yield url_of(doors.public[0], is_encrypted=access.tls is not None)
         finally:
             await pool.close()
     if pool.failure is not None:
         raise pool.failure
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without the keys: workers are told their hashes."""
+    return {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
 
 
 class WorkerPool:
@@ -77,7 +82,7 @@ class WorkerPool:
     def __init__(
         self,
         engine: AsyncEngine,
-        sockets: list[socket.socket],
+        doors: Doors,
         access: MainAccess,
         folder: Path,
         stop: Callable[[], None],
@@ -85,7 +90,7 @@ class WorkerPool:
         """`folder` is private: whoever can write there can speak to the engine."""
         self.failure: Exception | None = None
         self._engine = engine
-        self._sockets = sockets
+        self._doors = doors
         self._folder = folder
         self._stop = stop
         self._host = Host(engine, access)
@@ -211,19 +216,20 @@ class WorkerPool:
         """On sockets of its own for the addresses that we hold: the system spreads connections
         over all that listen, and over the others when it dies.
         """
-        own = [bind_beside(sock) for sock in self._sockets]
+        own = [bind_beside(sock) for sock in self._doors.all]
         try:
-            inherited = (self._lifeline[0], *(sock.fileno() for sock in own))
-            server = self._engine.config.server
-            words = (name, address, server.log_level, server.log_format, *map(str, inherited))
-            command = ("-m", "aioserve.workers.worker", *words)
+            lifeline, descriptors = self._lifeline[0], [sock.fileno() for sock in own]
+            server, num_admin = self._engine.config.server, len(self._doors.admin)
+            words = (name, address, server.log_level, server.log_format)
+            numbers = map(str, (lifeline, num_admin, *descriptors))
+            command = ("-m", "aioserve.workers.worker", *words, *numbers)
             # The same package as ours, and not what may lie in the working directory.
             root = str(Path(__file__).parents[2])
             paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", *command),
-                env={**os.environ, "PYTHONPATH": paths},
-                pass_fds=inherited,
+                env={**_environment(), "PYTHONPATH": paths},
+                pass_fds=(lifeline, *descriptors),
                 start_new_session=True,  # Ctrl-C is for the engine's process
             )
         finally:

@@ -37,7 +37,6 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
-from aioserve.server.access.keyring import Keyring
 from aioserve.server.responses.store import Kept
 from aioserve.version import __version__
 from aioserve.workers.line import Attachments, Calls, Line
@@ -371,7 +370,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case SetLogLevel(level):
                     set_log_level(level)
                 case KnowKeys(keys):
-                    self.access.keyring = Keyring(keys)
+                    self.access.take(keys)
         except Exception as error:
             logger.exception("a question of the engine could not be answered")
             failure = Failure.of(error)

@@ -22,6 +22,7 @@ from aioserve.log_format import set_up_logging
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.http_counts import HttpCounts
 from aioserve.server.running import RunningResponses
+from aioserve.server.sockets import Doors
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("log_level", help="as the setting")
     parser.add_argument("log_format", help="likewise")
     parser.add_argument("lifeline", type=int, help="a descriptor that ends with the engine")
+    parser.add_argument("num_admin", type=int, help="how many of the last are for operators")
     parser.add_argument("sockets", type=int, nargs="+", help="descriptors to listen on")
     given = parser.parse_args(argv)
     set_up_logging(given.log_level, given.log_format, given.name)
     sockets = [socket.socket(fileno=number) for number in given.sockets]
+    num_public = len(sockets) - given.num_admin
+    doors = Doors(sockets[:num_public], sockets[num_public:])
     try:
-        return run(_serve(given.address, given.lifeline, sockets))
+        return run(_serve(given.address, given.lifeline, doors))
     except AioserveError as error:
         print(f"aioserve: error: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sock.close()
 
 
-async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> int:
+async def _serve(address: str, lifeline: int, doors: Doors) -> int:
     engine = RemoteEngine(address)
     try:
         has_died = _watch(lifeline)
@@ -66,7 +70,7 @@ async def _serve(address: str, lifeline: int, sockets: list[socket.socket]) -> i
         engine.abort_here = running.abort
         responses, counts = RemoteResponses(engine), HttpCounts()
         engine.tell_counted = counts.tell
-        async with listening(engine, sockets, responses, running, engine.access, counts):
+        async with listening(engine, doors, responses, running, engine.access, counts):
             exempt_from_garbage_collection()
             engine.begin()
             ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}

@@ -16,6 +16,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server.access.accounts import Accounts, Entrance
 from aioserve.server.access.keyring import Key, Keyring, Rights, read_keys
+from aioserve.server.access.tls import load, make_context
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,25 @@ class Access:
         self.keyring = Keyring(keys)
         self.entrance = entrance
         self.refusals: Refusals = Counter()
+        self.tls = make_context(settings)
+
+    def take(self, keys: Sequence[Key]) -> None:
+        """These keys from now on, and what is in the files of the certificate. Raises
+        `ConfigError`: then nothing has changed.
+        """
+        if self.tls is not None:
+            make_context(self.settings)  # tries it out: a context that is half loaded serves nobody
+            load(self.tls, self.settings)
+        self.keyring = Keyring(keys)
 
 
 class MainAccess(Access):
     """Of the engine's process: reads the keys, and counts for all workers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises `ConfigError` for keys that cannot be read, or that leave nobody to operate."""
+        """Raises `ConfigError` for keys or certificates that cannot be read, or where nobody could
+        operate.
+        """
         keys = _read(config)
         self.accounts = Accounts(self._rights_of)
         super().__init__(config.access, keys, self.accounts)
@@ -51,13 +64,13 @@ class MainAccess(Access):
         engine.metrics.on_tokens = self.accounts.charge
 
     def reload(self) -> None:
-        """Read the keys again, for requests from now on. Raises `ConfigError`: then those from
-        before stay.
+        """Read keys and certificate again, for what comes from now on. Raises `ConfigError`: then
+        what was known before stays.
         """
         keys = _read(self._config)
         if bool(keys) != bool(self.keyring):
             raise ConfigError("keys: whether there are any cannot change while the server runs")
-        self.keyring = Keyring(keys)
+        self.take(keys)
         logger.info("there are %d keys now", len(keys))
         self.on_reload(keys)
 
@@ -103,9 +116,10 @@ class AccessMetrics(Collector):
 
 def _read(config: EngineConfig) -> list[Key]:
     keys = read_keys(config.access.api_keys_file)
-    if keys and config.server.enable_admin and not any(key.admin for key in keys):
+    is_shared = config.server.enable_admin and config.access.admin_port is None
+    if keys and is_shared and not any(key.admin for key in keys):
         raise ConfigError(
             "server.enable_admin is on, and no key may use it: give one of access.api_keys_file "
-            "'admin: true'"
+            "'admin: true', or these routes a port of their own by access.admin_port"
         )
     return keys

@@ -1,0 +1,271 @@
+"""Connections that cost others nothing: how many there are, and what each may keep waiting for how
+long: a request's head, whoever reads the answer, the next request.
+
+Knows bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
+"""
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
+
+from aioserve.config import AccessConfig
+from aioserve.server.access.access import Refusals
+from aioserve.server.protocol import ErrorInfo, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 1.0  # between looks at all connections: timeouts are late by at most as much
+
+# Seconds in which a client that was refused may read why: closed at once, with more of it unread,
+# the connection would be reset under the answer.
+LINGER_SECONDS = 1.0
+
+MAX_LOOKS = 64  # at connections, for one that is idle, when there are too many
+
+OTHER_DESCRIPTORS = 256  # files, pipes and sockets besides those of clients
+
+RETRY_SECONDS = 5  # A guess: connections come and go.
+
+_encoder = msgspec.json.Encoder()
+
+
+class Connections:
+    """All of one process, whatever they listen on."""
+
+    def __init__(self, settings: AccessConfig, most: int, refusals: Refusals) -> None:
+        """`most` are open at once; `refusals` counts what is refused here."""
+        self.settings = settings
+        self.refusals = refusals
+        self._most = most
+        self._open: dict[Connection, None] = {}  # that of which nothing was heard longest is first
+        self._loop = asyncio.get_running_loop()
+        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        """Nobody is looked after any more."""
+        self._sweeping.cancel()
+
+    def accept(self, server: web.Server) -> asyncio.Protocol:
+        """For one more client. If there are too many, the one that is idle longest makes room; if
+        none is, this one hears so.
+        """
+        if len(self._open) >= self._most and not self._make_room():
+            return _Full(self)
+        return Connection(self, server)
+
+    def add(self, connection: "Connection") -> None:
+        """It is open."""
+        self._open[connection] = None
+
+    def note(self, connection: "Connection") -> None:
+        """It has just been heard of."""
+        if connection in self._open:
+            del self._open[connection]
+            self._open[connection] = None
+
+    def discard(self, connection: "Connection") -> None:
+        """It is closed, or will be."""
+        self._open.pop(connection, None)
+
+    def count(self, reason: str) -> None:
+        """Nobody knows whose it was."""
+        self.refusals[reason, ""] += 1
+
+    def _make_room(self) -> bool:
+        for connection in list(_first(self._open, MAX_LOOKS)):
+            if connection.is_waiting:
+                self.count("idle_connection_closed")
+                self.discard(connection)
+                connection.force_close()
+                return True
+            self.note(connection)
+        return False
+
+    def _sweep(self) -> None:
+        self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        now = self._loop.time()
+        for connection in list(self._open):
+            connection.check(now)
+
+
+def allow_connections(most: int) -> None:
+    """Have the system allow this process, and those that it starts, so many; warn if it does not.
+    Elsewhere than on Unix nothing happens.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    needed = most + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < needed:
+            logger.warning(
+                "access.max_connections is %d, and a process may have %d descriptors (ulimit -n): "
+                "at most %d connections will be open",
+                *(most, allowed, max(0, allowed - OTHER_DESCRIPTORS)),
+            )
+
+
+def _first(connections: dict["Connection", None], count: int) -> "list[Connection]":
+    return [connection for connection, _ in zip(connections, range(count), strict=False)]
+
+
+class Connection(RequestHandler):
+    """One, as aiohttp has it, with an eye on the clock."""
+
+    __slots__ = ("_connections", "_head_bytes", "_head_since", "_link", "_unread")
+
+    def __init__(self, connections: Connections, server: web.Server) -> None:
+        settings = connections.settings
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=settings.keep_alive_timeout,
+            max_line_size=settings.max_header_bytes,
+            max_field_size=settings.max_header_bytes,
+            **server._kwargs,
+        )
+        self._connections = connections
+        self._link: asyncio.Transport | None = None
+        self._head_bytes = 0  # of a head that has begun
+        self._head_since: float | None = None
+        self._unread: tuple[int, float] | None = None  # bytes, and since when they are as many
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being answered: it has not come, or not all of its head has."""
+        return self._waiter is not None and not self._waiter.done() and not self._messages
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._connections.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._close or self._force_close:
+            return
+        self._connections.note(self)
+        was_waiting, count = self.is_waiting, self._request_count
+        super().data_received(data)
+        if self._request_count == count:
+            if was_waiting:
+                self._take_head(len(data))
+            return
+        size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
+        if not (was_waiting and self._messages):
+            return
+        message = self._messages[0][0]
+        if isinstance(message, _ErrInfo):
+            self._refuse_message(message)
+        elif size > self._max_head and _head_size(message) > self._max_head:
+            self._refuse_head()
+
+    def check(self, now: float) -> None:
+        """Give up on a head that does not end, and on an answer that is not read."""
+        settings = self._connections.settings
+        if self._head_since is not None and now - self._head_since > settings.header_timeout:
+            if self.is_waiting:
+                self._refuse(
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"the head of the request took more than {settings.header_timeout:g} s",
+                    "slow_head",
+                )
+            self._head_since = None
+        left = 0 if self._link is None else self._link.get_write_buffer_size()
+        if not left:
+            self._unread = None
+        elif self._unread is None or left < self._unread[0]:
+            self._unread = left, now
+        elif now - self._unread[1] > settings.send_timeout:
+            self._connections.count("unread_answer")
+            logger.info("a client has read nothing for %g s: closed", settings.send_timeout)
+            if self._link is not None:
+                self._link.abort()  # what is in its buffer would keep it open for ever
+
+    @property
+    def _max_head(self) -> int:
+        return self._connections.settings.max_header_bytes
+
+    def _take_head(self, num_bytes: int) -> None:
+        if self._head_since is None:
+            self._head_since = self._loop.time()
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._max_head:
+            self._refuse_head()
+
+    def _refuse_message(self, message: _ErrInfo) -> None:
+        if isinstance(message.exc, LineTooLong) or message.message.startswith("Too many headers"):
+            self._refuse_head()
+            return
+        why = message.message.strip().partition("\n")[0].rstrip(":")[:100]
+        self._refuse(HTTPStatus.BAD_REQUEST, f"this is not HTTP/1.1: {why}", "bad_http")
+
+    def _refuse_head(self) -> None:
+        self._refuse(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            f"the request line and the headers are more than {self._max_head} bytes together, "
+            "or too many",
+            "head_too_large",
+        )
+
+    def _refuse(self, status: HTTPStatus, message: str, reason: str) -> None:
+        """Answer without a handler, and close."""
+        self._connections.count(reason)
+        logger.info("%s refused: %s", self.peername or "a client", message)
+        self._messages.clear()
+        self._close = True
+        if self._task_handler is not None:
+            self._task_handler.cancel()
+        if self.transport is not None:
+            self.transport.write(_answer(status, message, reason))
+        self._loop.call_later(LINGER_SECONDS, self.force_close)
+
+
+class _Full(asyncio.Protocol):
+    """Says that there is no room."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        link = cast(asyncio.Transport, transport)
+        self._connections.count("too_many_connections")
+        answer = _answer(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "this server has as many connections as it takes, all of them busy",
+            "too_many_connections",
+            f"Retry-After: {RETRY_SECONDS}\r\n",
+        )
+        link.write(answer)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, link.abort)
+
+
+def _head_size(message: Any) -> int:
+    fields = sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+    return fields + len(message.method) + len(message.path) + 14  # of the request line
+
+
+def _answer(status: HTTPStatus, message: str, code: str, headers: str = "") -> bytes:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = _encoder.encode(ErrorResponse(error=ErrorInfo(message=message, type=kind, code=code)))
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n{headers}Connection: close\r\n\r\n"
+    )
+    return head.encode() + body
