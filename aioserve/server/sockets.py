@@ -19,6 +19,7 @@ class Doors(NamedTuple):
 
     public: list[socket.socket]
     admin: list[socket.socket]  # for the operators' routes, if those are not with the others
+    path: str | None = None  # of a Unix socket that goes with them
 
     @property
     def all(self) -> list[socket.socket]:
@@ -28,14 +29,17 @@ class Doors(NamedTuple):
     def close(self) -> None:
         """Nobody can come any more."""
         for sock in self.all:
-            close(sock)
+            sock.close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
 
 
 def open_doors(config: EngineConfig) -> Doors:
     """What the settings say. Raises `ConfigError` as `bind` does."""
     access, server = config.access, config.server
     public = bind(server.host, server.port) if access.uds is None else [bind_unix(access.uds)]
-    doors = Doors(public, [])
+    doors = Doors(public, [], access.uds)
     if access.admin_port is not None:
         try:
             doors.admin.extend(bind(access.admin_host, access.admin_port))
@@ -67,14 +71,6 @@ def bind_unix(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def close(sock: socket.socket) -> None:
-    """For good: a Unix socket's file goes as well, if it is still its own."""
-    if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
-        with contextlib.suppress(OSError):
-            os.unlink(sock.getsockname())
-    sock.close()
 
 
 def url_of(sock: socket.socket, *, is_encrypted: bool = False) -> str:

@@ -3,17 +3,19 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.processes import PATIENCE, run, serving, until
+from tests.processes import PATIENCE, run, serving, started, until
 from tests.test_cli import MORTAL, fetch, start_stream
 
 SIMULATED = ["--runner", "simulated", "--step-base-ms", "5"]
@@ -230,3 +232,50 @@ def test_two_servers_do_not_share_a_port():
         assert result.returncode == 2
         assert "address already in use" in result.stderr.splitlines()[-1].lower()
         assert urllib.request.urlopen(f"{url}/health", timeout=PATIENCE).status == 200
+
+
+def ask_unix(path: Path, key: str, target: str = "/v1/models") -> int:
+    """The status, by a connection of its own."""
+    connection = HTTPConnection("x")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(path))
+    try:
+        connection.request("GET", target, headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_workers_share_a_unix_socket_and_keys_which_a_signal_has_read_again(tmp_path):
+    path, keys = tmp_path / "a.sock", tmp_path / "keys"
+    keys.write_text("sk-ann-0123456789\n")
+    command = [sys.executable, "-m", "aioserve", "serve", *TWO, "--api-keys-file", str(keys)]
+    environ = {**os.environ, "AIOSERVE_API_KEYS": "sk-ben-0123456789"}
+    with started(*command, "--uds", str(path), stderr=subprocess.PIPE, env=environ) as process:
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if f"listening on unix:{path}" in line:
+                break
+        for worker in workers_of(process):
+            assert "AIOSERVE_API_KEYS" not in worker.environ()
+        for _ in range(8):  # some go to each
+            assert ask_unix(path, "sk-ann-0123456789") == 200
+            assert ask_unix(path, "sk-ben-0123456789") == 200
+            assert ask_unix(path, "sk-carl-0123456789") == 401
+        keys.write_text("sk-carl-0123456789\n")
+        process.send_signal(signal.SIGHUP)
+        until(
+            lambda: [ask_unix(path, "sk-carl-0123456789") for _ in range(8)] == [200] * 8,
+            "the new key is known",
+        )
+        assert ask_unix(path, "sk-ann-0123456789") == 401
+        keys.write_text("two words")
+        process.send_signal(signal.SIGHUP)
+        assert ask_unix(path, "sk-carl-0123456789") == 200
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+    assert "must be printable ASCII characters without spaces; what was set before" in rest
+    assert not path.exists()
+    assert "sk-" not in "".join(log) + rest

@@ -1,0 +1,223 @@
+"""Clients that are slow, silent, greedy or many: each gets its due, and others are served."""
+
+import asyncio
+import contextlib
+import io
+import json
+
+import pytest
+
+from aioserve.server.access import connections
+from tests.processes import PATIENCE
+from tests.server.raw_client import IDLE, RawClient, until
+
+
+@pytest.fixture(autouse=True)
+def frequent_sweeps(monkeypatch):
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.2)
+
+
+class Raw:
+    """A connection of which every byte is the test's."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def to(cls, server):
+        raw = cls(*await asyncio.open_connection(server.host, server.port))
+        try:
+            yield raw
+        finally:
+            raw.writer.close()
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        with contextlib.suppress(ConnectionError):  # it has been answered already
+            await self.writer.drain()
+
+    async def answer(self) -> tuple[int, dict]:
+        """What comes until the server closes the connection: status and JSON."""
+        async with asyncio.timeout(PATIENCE):
+            received = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := await self.reader.read(65536):
+                    received += data
+        head, _, body = received.partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body)
+
+    async def closed(self) -> bytes:
+        async with asyncio.timeout(PATIENCE):
+            return await self.reader.read()
+
+
+async def refusals(server) -> dict[str, float]:
+    lines = (await server.get("/metrics")).body.decode().splitlines()
+    named = [line for line in lines if line.startswith("aioserve_requests_refused_total{")]
+    return {line.split('"')[3]: float(line.rpartition(" ")[2]) for line in named}
+
+
+async def test_a_head_that_does_not_end_is_a_408_and_others_are_served_meanwhile(start_server):
+    async with start_server(access={"header_timeout": 0.2}) as server, Raw.to(server) as slow:
+        await slow.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-")
+        assert (await server.complete(max_tokens=1)).status == 200
+        status, body = await slow.answer()
+        assert (status, body["error"]["code"]) == (408, "slow_head")
+        assert "took more than 0.2 s" in body["error"]["message"]
+        assert (await refusals(server))["slow_head"] == 1
+
+
+async def test_a_head_that_is_as_long_in_coming_as_it_may_be_is_served(start_server):
+    async with start_server(access={"header_timeout": PATIENCE}) as server, Raw.to(server) as slow:
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n":
+            await slow.send(bytes([byte]))
+        assert await slow.answer() == (200, {"status": "ok"})
+
+
+async def test_a_body_that_does_not_come_is_a_408(start_server):
+    async with start_server(access={"body_timeout": 0.2}) as server, Raw.to(server) as slow:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+        await slow.send(head + b"Connection: close\r\n\r\n{")
+        async with asyncio.timeout(PATIENCE):
+            answer = await slow.reader.readuntil(b"}}")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"body_timeout"' in answer
+        assert (await refusals(server))["body_timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"a" * 2**20 + b"\r\n\r\n",
+        b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(90_000)) + b"\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 9000) for i in range(115)),
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"a" * 900) for i in range(80)),
+    ],
+    ids=["a line", "a path", "many", "many long ones", "a little too long"],
+)
+async def test_headers_that_are_too_long_are_a_431(server, head):
+    async with Raw.to(server) as greedy:
+        await greedy.send(head)
+        status, body = await greedy.answer()
+        assert (status, body["error"]["code"]) == (431, "head_too_large")
+        assert "more than 65536 bytes together" in body["error"]["message"]
+    assert (await server.get("/health")).status == 200
+
+
+async def test_headers_of_less_than_the_limit_are_taken(server):
+    async with Raw.to(server) as long:
+        fields = b"".join(b"X-%d: %b\r\n" % (i, b"a" * 900) for i in range(70))
+        await long.send(
+            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + fields + b"\r\n"
+        )
+        assert (await long.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"nonsense\r\n\r\n", b"GET / HTTP/9\r\n\r\n"],
+)
+async def test_what_is_no_http_is_a_400_in_words_and_not_a_traceback(server, sent, caplog):
+    async with Raw.to(server) as client:
+        await client.send(sent)
+        status, body = await client.answer()
+    assert (status, body["error"]["code"]) == (400, "bad_http")
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_comes(server):
+    async with Raw.to(server) as greedy:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % 2**26
+        await greedy.send(head)
+        async with asyncio.timeout(PATIENCE):
+            answer = await greedy.reader.readuntil(b"}}")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_64_mib_of_body_are_a_413_that_the_client_can_read(server):
+    answer = await server.request("POST", "/v1/completions", data=io.BytesIO(bytes(2**26)))
+    assert answer.status == 413
+    assert set((await server.gauges()).values()) == {0}
+
+
+async def test_an_idle_connection_is_closed_after_its_time(start_server):
+    async with start_server(access={"keep_alive_timeout": 0.1}) as server, Raw.to(server) as idle:
+        assert await idle.closed() == b""  # it never asked
+        async with Raw.to(server) as used:
+            await used.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await used.closed()).endswith(b'{"status":"ok"}')
+
+
+async def test_of_too_many_connections_the_one_that_is_idle_longest_makes_room(start_server):
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(start_server(access={"max_connections": 3}))
+        idle = [await stack.enter_async_context(Raw.to(server)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (await server.complete(max_tokens=1)).status == 200  # by a fourth
+        assert await idle[0].closed() == b""
+        await idle[2].send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await idle[2].answer())[0] == 200
+
+
+async def test_where_all_are_busy_one_more_hears_so_and_they_go_on(start_server):
+    async with start_server(access={"max_connections": 2}) as server:
+        fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        busy = [await RawClient.post(server, **fields) for _ in range(2)]
+        for client in busy:
+            await client.read_events(1)
+        async with Raw.to(server) as late:
+            status, body = await late.answer()
+        assert (status, body["error"]["code"]) == (503, "too_many_connections")
+        for client in busy:
+            await client.read_events(1)
+            await client.leave()
+
+
+async def test_2000_idle_connections_keep_nobody_from_being_served(start_server):
+    async with start_server(access={"max_connections": 2100}) as server:
+        writers = []
+        try:
+            for _ in range(2000):
+                _, writer = await asyncio.open_connection(server.host, server.port)
+                writers.append(writer)
+            assert (await server.complete(max_tokens=3)).status == 200
+        finally:
+            for writer in writers:
+                writer.close()
+
+
+async def test_a_client_that_never_reads_is_dropped_and_its_request_ends(start_server):
+    # So much that no buffer of the system's holds it.
+    fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "n": 128, "stream": True}
+    async with start_server(access={"send_timeout": 0.2}) as server:
+        client = await RawClient.post(server, return_token_ids=True, logprobs=20, **fields)
+        client.writer.transport.pause_reading()
+        async with asyncio.timeout(PATIENCE):
+            while "unread_answer" not in await refusals(server):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await until(server, lambda gauges: gauges == IDLE)
+        await client.leave(reset=True)
+
+
+async def test_a_half_closed_socket_is_a_client_that_has_left(server):
+    fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
+    client = await RawClient.post(server, **fields)
+    await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+    client.writer.write_eof()
+    await until(server, lambda gauges: gauges == IDLE)
+    assert await client.reader.read() == b""
+    await client.leave()
+
+
+async def test_a_refused_client_that_goes_on_sending_is_closed_and_nothing_stays(start_server):
+    async with start_server(access={"max_connections": 1}) as server, Raw.to(server) as greedy:
+        await greedy.send(b"nonsense\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    greedy.writer.write(b"a" * 65536)
+                    await greedy.writer.drain()
+        assert (await server.get("/health")).status == 200  # by the only one that there may be

@@ -1,0 +1,73 @@
+"""Pages of other origins: what a browser asks before, and what it is told after."""
+
+import pytest
+
+from aioserve.config import AccessConfig
+from aioserve.errors import ConfigError
+
+PAGE = "https://chat.example:8443"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, Content-Type",
+}
+
+
+async def test_a_page_of_an_allowed_origin_may_ask_and_read_errors_as_well(start_server, keys_file):
+    access = {"allowed_origins": (PAGE,), "api_keys_file": str(keys_file)}
+    async with start_server(access=access) as server:
+        answer = await server.request("OPTIONS", "/v1/completions", headers=PREFLIGHT)
+        assert (answer.status, answer.body) == (204, b"")  # without a key: a browser sends none
+        assert answer.headers["Access-Control-Allow-Origin"] == PAGE
+        assert answer.headers["Access-Control-Allow-Methods"] == "POST"
+        assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+        answer = await server.request("POST", "/v1/completions", headers={"Origin": PAGE})
+        assert answer.status == 401
+        assert answer.headers["Access-Control-Allow-Origin"] == PAGE
+        assert "Retry-After" in answer.headers["Access-Control-Expose-Headers"]
+        assert answer.headers["Vary"] == "Origin"
+        assert "Access-Control-Allow-Credentials" not in answer.headers
+        for origin in ({}, {"Origin": "https://evil.example"}):
+            answer = await server.request("GET", "/health", headers=origin)
+            assert answer.status == 200
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        answer = await server.request(
+            "OPTIONS", "/v1/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"}
+        )
+        assert answer.status == 403
+        assert "none of access.allowed_origins" in answer.json()["error"]["message"]
+
+
+async def test_a_stream_tells_its_origin_with_its_first_bytes(start_server):
+    async with start_server(access={"allowed_origins": ("*",)}) as server:
+        body = {"prompt": "Hello", "max_tokens": 2, "stream": True}
+        answer = await server.request(
+            "POST", "/v1/completions", json=body, headers={"Origin": "null"}
+        )
+        assert answer.headers["Access-Control-Allow-Origin"] == "null"
+        assert answer.events()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"allowed_methods": ("GET",)}, "'POST' is none"), ({"allowed_headers": ("x-a",)}, "header")],
+)
+async def test_methods_and_headers_can_be_fewer(start_server, settings, message):
+    async with start_server(access={"allowed_origins": (PAGE,), **settings}) as server:
+        answer = await server.request("OPTIONS", "/v1/completions", headers=PREFLIGHT)
+        assert answer.status == 403
+        assert message in answer.json()["error"]["message"]
+
+
+async def test_without_allowed_origins_nothing_of_this_is_said(server):
+    answer = await server.request("OPTIONS", "/v1/completions", headers=PREFLIGHT)
+    assert answer.status == 405
+    assert "Vary" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ['["*"]', "chat.example", "https://a/b", "https://a, https://b"])
+def test_what_is_no_origin_is_refused(origin):
+    with pytest.raises(ConfigError, match=r"is no origin: .* one a flag"):
+        AccessConfig(allowed_origins=(origin,))
+    with pytest.raises(ConfigError, match="allow_credentials needs origins by name"):
+        AccessConfig(allowed_origins=("*",), allow_credentials=True)
