@@ -1,0 +1,252 @@
+"""What slow, silent and greedy clients cost those who behave: tokens a second and the p99 gap.
+
+With and without them, in turns:
+
+    python benchmarks/hostile.py [--streams 16] [--seconds 4] [--rounds 3] [--kind idle ...]
+
+A server with simulated steps of 5 ms, good clients in a closed loop of streams, and beside them, in
+a process of their own, one kind of bad client at a time. That process takes cores as well: its CPU
+seconds are told, and what it takes is missing where there are few. Ratios are medians over rounds
+of with to without. The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+SERVER = ["--runner", "simulated", "--step-base-ms", "5", "--port", "0"]
+BODY = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n"
+
+
+# Those who behave.
+
+
+async def good_client(host: str, port: int, gaps: list[float]) -> None:
+    """Streams, one after the other, on connections of its own; notes how far tokens are apart."""
+    body = json.dumps(BODY).encode()
+    while True:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD.format(len(body)).encode() + body)
+        last, tail = None, b""
+        while b"[DONE]" not in tail:
+            data = await reader.read(65536)
+            if not data:
+                raise ConnectionError(f"a good client was cut off: {tail!r}")
+            now = time.perf_counter()
+            num_tokens = data.count(b'"text":')
+            if last is not None and num_tokens:
+                gaps.extend([now - last] + [0.0] * (num_tokens - 1))
+            last, tail = now, (tail + data)[-64:]
+        writer.close()
+
+
+async def measure(host: str, port: int, streams: int, seconds: float) -> tuple[float, float]:
+    """Tokens a second, and the p99 gap in ms."""
+    gaps: list[float] = []
+    async with asyncio.timeout(seconds + 60):
+        tasks = [asyncio.create_task(good_client(host, port, gaps)) for _ in range(streams)]
+        await asyncio.sleep(0.5)  # until all stream
+        gaps.clear()
+        since = time.perf_counter()
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        elapsed = time.perf_counter() - since
+    for task in tasks:
+        if task.done():
+            task.result()
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99))
+
+
+# Those who do not: each until the process is ended.
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    host: str, port: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection, whatever becomes of it."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        with contextlib.suppress(ConnectionError):
+            yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def idle(host: str, port: int) -> None:
+    """2,000 of them say nothing."""
+    held = [await asyncio.open_connection(host, port) for _ in range(2000)]
+    await asyncio.sleep(3600)
+    del held
+
+
+def drip(begin: bytes, piece: bytes) -> Callable[[str, int], Coroutine[Any, Any, None]]:
+    """200 who send a bit a second."""
+
+    async def one(host: str, port: int) -> None:
+        while True:
+            async with connected(host, port) as (_, writer):
+                writer.write(begin)
+                while not writer.is_closing():
+                    await asyncio.sleep(1)
+                    writer.write(piece)
+                    await writer.drain()
+
+    async def many(host: str, port: int) -> None:
+        await asyncio.gather(*(one(host, port) for _ in range(200)))
+
+    return many
+
+
+def again(data: bytes, per_second: float) -> Callable[[str, int], Coroutine[Any, Any, None]]:
+    """Sends it on a new connection so often, and reads what comes."""
+
+    async def send(host: str, port: int) -> None:
+        while True:
+            due = time.perf_counter() + 1 / per_second
+            async with connected(host, port) as (reader, writer):
+                writer.write(data)
+                await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=2)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    return send
+
+
+async def never_reads(host: str, port: int) -> None:
+    """Eight streams that nobody reads: their tokens are computed, as everybody's."""
+    body = json.dumps({**BODY, "max_tokens": 3000}).encode()
+    held = []
+    for _ in range(8):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(HEAD.format(len(body)).encode() + body)
+        held.append((reader, writer))
+    await asyncio.sleep(3600)
+
+
+async def half_closes(host: str, port: int) -> None:
+    """Fifty a second who ask and close their half at once."""
+    body = json.dumps(BODY).encode()
+    while True:
+        async with connected(host, port) as (reader, writer):
+            writer.write(HEAD.format(len(body)).encode() + body)
+            writer.write_eof()
+            await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=1)
+        await asyncio.sleep(0.02)
+
+
+def posted(body: bytes) -> bytes:
+    """A whole request."""
+    return HEAD.format(len(body)).encode() + body
+
+
+KINDS: dict[str, Callable[[str, int], Coroutine[Any, Any, None]]] = {
+    "idle": idle,
+    "slow heads": drip(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"X-A: b\r\n"),
+    "slow bodies": drip(HEAD.format(10_000).encode(), b" "),
+    "1 MB of headers": again(b"GET / HTTP/1.1\r\n" + b"X-A: " + b"a" * 2**20, 10),
+    "64 MB of body": again(posted(bytes(2**26)), 1),
+    "64 MB in chunks": again(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4000000\r\n"
+        + bytes(2**26),
+        1,
+    ),
+    "invalid UTF-8": again(posted(b'{"prompt": "\xff"}'), 50),
+    "deep JSON": again(posted(b'{"prompt": ' + b"[" * 100_000), 50),
+    "no HTTP": again(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, 50),
+    "never reads": never_reads,
+    "half-closes": half_closes,
+}
+
+
+# The measurement.
+
+
+@contextlib.contextmanager
+def process(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """One that ends with the block."""
+    started = subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT, **options)
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+async def compare(
+    kind: str, host: str, port: int, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """One kind of bad client: medians over rounds."""
+    rates, gaps, cpu = [], [], []
+    for _ in range(arguments.rounds):
+        without = await measure(host, port, arguments.streams, arguments.seconds)
+        with process(__file__, "--hostile", kind, host, str(port)) as bad:
+            await asyncio.sleep(2)  # it starts, and opens its connections
+            before = cpu_seconds(bad.pid)
+            beside = await measure(host, port, arguments.streams, arguments.seconds)
+            cpu.append((cpu_seconds(bad.pid) - before) / arguments.seconds)
+            if bad.poll() is not None:
+                raise RuntimeError(f"{kind}: the bad clients have ended")
+        rates.append(beside[0] / without[0])
+        gaps.append(beside[1] / without[1])
+    return {
+        "tokens_per_second_ratio": round(statistics.median(rates), 3),
+        "p99_gap_ratio": round(statistics.median(gaps), 3),
+        "cores_of_bad_clients": round(statistics.median(cpu), 2),
+    }
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    if arguments.hostile:
+        kind, host, port = arguments.hostile
+        await KINDS[kind](host, int(port))
+        return
+    found: dict[str, dict[str, float]] = {}
+    words = ["-m", "aioserve", *SERVER]
+    with process(*words, stderr=subprocess.PIPE) as server:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if address := re.search(r"listening on http://([\d.]+):(\d+)", line):
+                break
+        else:
+            raise RuntimeError("the server does not start")
+        reading = asyncio.get_running_loop().run_in_executor(None, server.stderr.read)
+        print(f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'their cores':>12}")
+        for kind in arguments.kind or KINDS:
+            row = await compare(kind, address[1], int(address[2]), arguments)
+            found[kind] = row
+            rate, gap, cores = row.values()
+            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {cores:12.2f}", flush=True)
+        server.terminate()
+        await reading
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kind", action="append", choices=KINDS, help="default: all")
+    parser.add_argument("--hostile", nargs=3, help=argparse.SUPPRESS)
+    asyncio.run(main(parser.parse_args()))
