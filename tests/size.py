@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 3_140,
+    "aioserve": 3_230,
     "aioserve/console": 1_500,
     "aioserve/engine": 6_250,
     "aioserve/grammars": 650,
@@ -31,7 +31,7 @@ LIMITS = {
     "aioserve/workers": 1_900,
     "benchmarks": 5_350,
     "policies": 650,
-    "tests": 44_600,
+    "tests": 45_800,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
