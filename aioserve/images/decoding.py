@@ -6,8 +6,10 @@ blocks and is meant for threads. Knows nothing about where bytes come from, nor 
 
 import binascii
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioserve.errors import RequestError
@@ -116,6 +118,7 @@ def _opened(data: bytes) -> Iterator["Image"]:
     """Whatever Pillow raises inside the block is the fault of `data`."""
     from PIL import Image, UnidentifiedImageError
 
+    _hush()
     try:
         with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
             yield image
@@ -126,6 +129,12 @@ def _opened(data: bytes) -> Iterator["Image"]:
     except Exception as error:  # damaged files make it raise what its parsers meet
         said = str(error)[:200] or type(error).__name__
         raise RequestError(f"the image cannot be decoded: {said}") from error
+
+
+@cache
+def _hush() -> None:
+    """What Pillow warns of, strangers choose: they could fill the log with it."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _orientation(image: "Image") -> int:

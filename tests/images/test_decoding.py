@@ -115,3 +115,21 @@ def test_base64_of_any_length_is_decoded_in_pieces(size):
 def test_what_is_no_base64_is_refused(text):
     with pytest.raises(RequestError, match="not valid base64"):
         decode_base64(text)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damage_anywhere_is_shown_or_refused(kind):
+    """No parser's own error comes through, nor a picture of another size than its header tells."""
+    whole, random = encoded(picture(40, 30), kind), np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for place in random.integers(0, len(damaged), 4):
+            damaged[place] = random.integers(0, 256)
+        try:
+            header = read_header(bytes(damaged))
+            if header.num_pixels < 10**6:
+                assert decode(bytes(damaged)).size == header
+        except RequestError:
+            num_refused += 1
+    assert num_refused

@@ -27,7 +27,7 @@ from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
 from tests.seeing_models import make_seeing_model, picture
-from tests.server.bad_bodies import check
+from tests.server.bad_bodies import check, mutations
 from tests.server.serving import running
 from tests.server.test_images import DOORS, TEXT, ask, chat_part, names
 from tests.workers.joined import connected
@@ -166,56 +166,71 @@ async def test_an_image_of_ten_requests_is_encoded_once(seeing):
 URLS = [(0,), (1, 2), (), (3,)]
 
 
-async def look_at_all(server) -> list:
+async def look_at_all(server, num_tokens: int = NUM_TOKENS) -> list:
     """Requests with one image, two, none and one, together."""
-    found = await asyncio.gather(*(look(server, *map(url_of, seeds)) for seeds in URLS))
-    return [ids_of(answer) for answer in found]
+    looks = (look(server, *map(url_of, seeds), max_tokens=num_tokens) for seeds in URLS)
+    return [ids_of(answer)[0] for answer in await asyncio.gather(*looks)]
 
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """What each of them gets without the others, under a roomy `fcfs`."""
+    """So many tokens of what each of them gets without the others, under a roomy `fcfs`."""
 
     async def get() -> list:
         async with running(config_of(model, policy="fcfs")) as server:
-            return [ids_of(await look(server, *map(url_of, seeds))) for seeds in URLS]
+            return [
+                ids_of(await look(server, *map(url_of, seeds), max_tokens=60))[0] for seeds in URLS
+            ]
 
-    return asyncio.run(get())
+    whole = asyncio.run(get())
+    return lambda num_tokens=NUM_TOKENS: [ids[:num_tokens] for ids in whole]
 
 
 @pytest.mark.parametrize("policy", sorted(available_policies()))
 async def test_under_every_policy_the_tokens_are_the_same(seeing, alone, policy):
     async with seeing(policy=policy) as server:
-        assert await look_at_all(server) == alone
+        assert await look_at_all(server) == alone()
+
+
+class BeginsWithAll(FCFSScheduler):
+    """So that what comes then does not depend on who was first."""
+
+    has_begun: bool
+
+    def schedule(self) -> SchedulerOutput:
+        cls = type(self)
+        cls.has_begun = cls.has_begun or len(self.waiting) == len(URLS)
+        return super().schedule() if cls.has_begun else self.new_step().output()
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"pipeline_depth": 2},
-        {"options": {"chunk_size": 7}, "max_encoder_tokens": 32, "encoder_cache_tokens": 32},
-        {"blocks": 9},
-    ],
-    ids=["two steps in flight", "little room for images", "preempted"],
+    [{"pipeline_depth": 2}, {"options": {"chunk_size": 7}, "encoder_cache_tokens": 32}],
+    ids=["two steps in flight", "little room for images"],
 )
 async def test_whatever_the_room_the_tokens_are_the_same(seeing, alone, settings):
-    async with seeing(**{"policy": "chunked_prefill"} | settings) as server:
-        assert await look_at_all(server) == alone
-        assert ("blocks" in settings) == bool(await metric(server, "preemptions_total"))
+    async with seeing(policy="chunked_prefill", **settings) as server:
+        assert await look_at_all(server) == alone()
 
 
-class NotingScheduler(FCFSScheduler):
-    """Begins when all are there. Notes who waits why, and what the encoder is told."""
+async def test_images_of_who_gave_way_are_there_when_it_goes_on(seeing, alone):
+    """All prompts have 15 blocks together, and grow by 15 more."""
+    BeginsWithAll.has_begun = False
+    async with seeing(policy=f"{__name__}:BeginsWithAll", blocks=14) as server:
+        assert await look_at_all(server, 60) == alone(60)
+        assert await metric(server, "preemptions_total") > 0
 
-    has_begun: bool
+
+class NotingScheduler(BeginsWithAll):
+    """Notes who waits why, and what the encoder is told."""
+
     reasons: set[WaitReason]
     num_encoded: int
     freed: set[str]
 
     def schedule(self) -> SchedulerOutput:
         cls = type(self)
-        cls.has_begun = cls.has_begun or len(self.waiting) == len(URLS)
-        output = super().schedule() if cls.has_begun else self.new_step().output()
+        output = super().schedule()
         cls.reasons |= {request.wait_reason for request in self.waiting}
         cls.num_encoded += sum(map(len, output.scheduled_encoder_inputs.values()))
         cls.freed |= set(output.free_encoder_hashes)
@@ -226,7 +241,7 @@ async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(
     NotingScheduler.reasons, NotingScheduler.num_encoded = set(), 0
     NotingScheduler.freed, NotingScheduler.has_begun = set(), False
     async with seeing(policy=f"{__name__}:NotingScheduler") as server:
-        assert await look_at_all(server) == alone
+        assert await look_at_all(server) == alone()
         assert NotingScheduler.num_encoded == await metric(server, "encoder_inputs_total")
     assert WaitReason.ENCODER_BUDGET in NotingScheduler.reasons
     assert NotingScheduler.num_encoded >= 4
@@ -241,7 +256,7 @@ async def test_a_worker_hands_over_what_it_has_processed(model, alone):
         listening(remote, sockets) as url,
     ):
         server.url = url
-        assert await look_at_all(server) == alone
+        assert await look_at_all(server) == alone()
         answer = await ask(server, "chat", data_url(b"none"))
         assert "no image" in names(answer, "chat", 0)
 
@@ -362,3 +377,22 @@ async def test_a_mark_of_images_in_a_text_is_no_image(seeing):
         said.pop()
         answer = await server.request("POST", "/v1/chat/completions", json=body)
         assert answer.status == 200
+
+
+@pytest.mark.parametrize("door", DOORS)
+async def test_a_part_with_anything_wrong_in_it_is_answered_all_the_same(seeing, door):
+    """With 200 or with a refusal, never with a failure."""
+    path, body, part, _ = DOORS[door]
+    parts = [part(url_of(0, 200, 20))]
+    if path == "/v1/messages":
+        data = url_of(1, 200, 20).partition(",")[2]
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        parts = [{"type": "image", "source": source}]
+    async with seeing(images={"image_urls": True}) as server:
+        for wrong in mutations(parts):
+            if not isinstance(wrong, list):
+                continue
+            answer = await server.request("POST", path, json=body(wrong))
+            assert answer.status in (200, 400), (wrong, answer)
+            if answer.status != 200:
+                check(answer, answer.status)
