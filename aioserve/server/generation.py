@@ -23,6 +23,7 @@ from aioserve.server.access.gate import allowed_fields, entered
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
+from aioserve.server.images import Shown
 from aioserve.server.keys import (
     ENGINE,
     RESPONSE_ID,
@@ -190,13 +191,13 @@ async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
 async def respond(
     request: web.Request,
     body: Asked,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Shown],
     params: SamplingParams,
     reply: Answer,
     best_of: int | None = None,
 ) -> web.StreamResponse:
-    """Run `prompts` together and answer as `body` asks. With `best_of`, so many samples are drawn
-    of each prompt, and the `n` best are told; not in a stream.
+    """Run `prompts` together, their images brought first, and answer as `body` asks. With
+    `best_of`, so many samples are drawn of each prompt, and the `n` best are told; not in a stream.
 
     Leaving, by an error or because the client went away, aborts what is unfinished.
     """
@@ -217,7 +218,7 @@ async def respond(
         streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(
-                prompt,
+                await prompt.bring() if isinstance(prompt, Shown) else prompt,
                 params,
                 request_id=request_id,
                 adapter=reply.model,

@@ -135,6 +135,18 @@ class ImageParts:
         return {"type": "image"}
 
 
+class Shown(NamedTuple):
+    """A conversation whose images are to be brought."""
+
+    loader: "ImageLoader"
+    conversation: Conversation
+    images: ImageParts
+
+    async def bring(self) -> Prompt:
+        """As `ImageLoader.show`."""
+        return await self.loader.show(self.conversation, self.images)
+
+
 class ImageLoader:
     """Brings them. Of one event loop, to be closed at its end."""
 
@@ -165,6 +177,10 @@ class ImageLoader:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return Illustrated(conversation, [brought[i] for i in range(len(sources))])
+
+    def shown(self, conversation: Conversation, images: ImageParts) -> Conversation | Shown:
+        """What `show` would make of it, to be brought when its request may run."""
+        return Shown(self, conversation, images) if images.sources else conversation
 
     async def close(self) -> None:
         """Bring nothing any more."""

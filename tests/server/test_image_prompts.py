@@ -5,6 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from aiohttp import web
 from aioserve.policies.fcfs import FCFSScheduler
@@ -146,6 +148,48 @@ async def test_every_door_shows_the_model_what_the_engine_would(seeing):
             deltas = [o async for o in client.chat([{"role": "user", "content": said}], params)]
             assert "".join(delta.text for delta in deltas) == text
         assert await metric(server, "encoder_inputs_total") == 2
+
+
+async def test_the_clients_of_openai_and_anthropic_send_images(seeing):
+    url = url_of(0)
+    async with seeing() as server:
+        text = (await look(server, url))["choices"][0]["message"]["content"]
+        base, said = server.url + "/v1", [TEXT, chat_part(url)]
+        async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:
+            chat = await client.chat.completions.create(
+                model="seer",
+                messages=[{"role": "user", "content": said}],
+                max_tokens=NUM_TOKENS,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            assert chat.choices[0].message.content == text
+            parts = [
+                {"type": "input_text", "text": TEXT["text"]},
+                {"type": "input_image", "image_url": url, "detail": "auto"},
+            ]
+            response = await client.responses.create(
+                model="seer",
+                input=[{"role": "user", "content": parts}],
+                max_output_tokens=16,
+                temperature=0,
+            )
+            assert response.output_text.startswith(text)
+            parts[1]["image_url"] = data_url(b"none")
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.responses.create(
+                    model="seer", input=[{"role": "user", "content": parts}]
+                )
+            assert raised.value.param == "input[0].content[1].image_url"
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+            source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+            message = await client.messages.create(
+                model="seer",
+                messages=[{"role": "user", "content": [TEXT, {"type": "image", "source": source}]}],
+                max_tokens=NUM_TOKENS,
+                extra_body={"temperature": 0},
+            )
+            assert message.content[0].text == text
 
 
 async def test_an_image_of_ten_requests_is_encoded_once(seeing):

@@ -59,7 +59,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         )
         params = bind(params, use, request.app[CHAT_FORMAT], conversation)
         answer = MessageAnswer(request, body, use)
-        prompt = await request.app[IMAGES].show(conversation, images)
+        prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)
 
 

@@ -47,7 +47,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
         with images.named():
-            prompt = await request.app[IMAGES].show(conversation, images)
+            prompt = request.app[IMAGES].shown(conversation, images)
             return await respond(request, body, [prompt], params, reply)
     except RequestError as error:
         if error.param == "prompt":  # what the engine calls the rendered messages

@@ -79,7 +79,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         )
         params = bind(params, use, chat_format, conversation)
         answer = ResponseAnswer(request, body, use, params, items)
-        prompt = await request.app[IMAGES].show(conversation, images)
+        prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)
 
 
