@@ -21,6 +21,8 @@ from aioserve.server.sockets import bind_beside
 
 LOADING = Health("loading", "the model is being loaded")
 
+HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
+
 RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready says when it is over.
 
 
@@ -35,7 +37,7 @@ async def answering_while_loading(
     takes over the queue of connections; with `shares_port` it has sockets of its own beside these,
     and what is in the queue of ours at the end is lost.
     """
-    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=HANDLER_SECONDS)
     await runner.setup()
     assert runner.server is not None
     doors = [_Door(sock, runner.server, tls, shares_port=shares_port) for sock in sockets]
@@ -77,10 +79,13 @@ class _Door:
             task.add_done_callback(self._entering.discard)
 
     async def close(self) -> None:
-        """Whoever has entered is answered."""
+        """Whoever has entered is answered; who takes his time to, with TLS, is not waited for."""
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
-        await asyncio.gather(*self._entering, return_exceptions=True)
+        if self._entering:
+            _, late = await asyncio.wait(self._entering, timeout=HANDLER_SECONDS)
+            for task in late:
+                task.cancel()
 
 
 def _make_app() -> web.Application:

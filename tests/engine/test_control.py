@@ -332,6 +332,20 @@ async def test_what_cannot_lose_its_blocks_is_told_before_anything_changes(
             assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
 
 
+async def test_ranks_are_paused_and_do_not_sleep(model: Path) -> None:
+    ranks = RunnerConfig(threads=2, device="cpu", tensor_parallel_size=2)
+    async with serving(of_model(model)) as engine:
+        expected = await whole_replies(engine)
+    async with serving(of_model(model, runner=ranks)) as engine:
+        begun = await begin(engine)
+        await engine.pause()
+        for refused in (engine.sleep(), engine.reload(str(model))):
+            with pytest.raises(ConfigError, match="without ranks"):
+                await refused
+        await engine.resume()
+        assert await finish(begun) == expected
+
+
 async def test_with_a_decision_log_who_is_aborted_does_not_hinder(
     model: Path, tmp_path: Path
 ) -> None:

@@ -5,18 +5,13 @@ import importlib.util
 from typing import Any
 
 import pytest
-from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.errors import ConfigError
-from tests.server.serving import SIMULATED, running
+from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -196,40 +191,6 @@ async def test_without_an_endpoint_nobody_watches() -> None:
         assert engine._parts is not None
         assert engine._parts.tracing is None
         assert type(engine._parts.core.scheduler) is engine._parts.core.scheduler.policy
-
-
-async def test_a_collector_gets_the_spans_of_a_server() -> None:
-    """Over HTTP on both sides: the client's header, and OTLP."""
-    got = ExportTraceServiceRequest()
-
-    async def take(request: web.Request) -> web.Response:
-        assert request.content_type == "application/x-protobuf"
-        got.MergeFromString(await request.read())
-        body = ExportTraceServiceResponse().SerializeToString()
-        return web.Response(body=body, content_type="application/x-protobuf")
-
-    collector = web.Application()
-    collector.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(collector)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0]
-    try:
-        async with running(traced(f"http://{host}:{port}/v1/traces")) as server:
-            body = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
-            headers = {"traceparent": TRACEPARENT}
-            answer = await server.request("POST", "/v1/completions", json=body, headers=headers)
-            assert answer.status == 200
-    finally:
-        await runner.cleanup()
-    [resource] = got.resource_spans
-    names = {item.key: item.value.string_value for item in resource.resource.attributes}
-    assert names["service.name"] == "aioserve"
-    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
-    root = spans["text_completion embedded"]
-    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
-    assert spans.keys() == {"text_completion embedded", "queued", "prefill", "decode"}
 
 
 async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

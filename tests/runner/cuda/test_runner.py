@@ -176,6 +176,31 @@ async def serve(engine: AsyncEngine, seed: int) -> list[list[RequestOutput]]:
     return await asyncio.gather(*tasks)
 
 
+async def test_a_device_is_paused_between_steps_and_does_not_sleep(
+    served_path: Callable[..., Path],
+) -> None:
+    """Two steps are on their way when the pause begins."""
+    config = make_config(served_path("llama"), depth=2)
+    async with AsyncEngine(make_config(served_path("llama"), depth=1)) as engine:
+        expected = await serve(engine, seed=3)
+    device = FakeDevice(1, 0.5, slowness=0.02)
+    async with AsyncEngine(config, runner=make_runner(config, device)) as engine:
+        serving = asyncio.create_task(serve(engine, seed=3))
+        for _ in range(4):
+            await asyncio.sleep(0.02)
+            await engine.pause()
+            assert not engine._parts.core._in_flight  # type: ignore[union-attr]
+            for refused in (engine.sleep(), engine.reload("anywhere")):
+                with pytest.raises(ConfigError, match="served on a CPU alone"):
+                    await refused
+            assert engine.state == "paused"
+            await engine.resume()
+        found = await serving
+    for a, b in zip(found, expected, strict=True):
+        told = [[t for output in outputs for t in output.token_ids] for outputs in (a, b)]
+        assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("kind", mostly_slow(["llama", "mistral"], but=["mistral"]))
 @pytest.mark.parametrize("eagerness", mostly_slow([0, 0.5], but=[0.5]))
 async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(

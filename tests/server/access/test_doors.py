@@ -109,6 +109,13 @@ async def test_while_the_model_is_loaded_answers_are_encrypted_as_well(tmp_path)
     async with answering_while_loading(doors.all, shares_port=False, tls=tls):
         trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=cert))
         assert await status(f"https://127.0.0.1:{port}/ready", connector=trusting) == 503
+        # Nobody is held up by a client that never says hello: that is waited for a minute.
+        _, silent = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.05)
+        before = asyncio.all_tasks()
+    entering = [task for task in before & asyncio.all_tasks() if not task.done()]
+    assert entering == [asyncio.current_task()]
+    silent.close()
     doors.close()
 
 
