@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/testing": 3_580,
     "aioserve/watch": 2_350,
     "aioserve/workers": 1_900,
-    "benchmarks": 5_350,
+    "benchmarks": 5_480,
     "policies": 650,
     "tests": 45_800,
 }
