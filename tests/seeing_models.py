@@ -179,7 +179,25 @@ def _gemma3(marks: dict[str, int]) -> tuple[Fields, Fields]:
     return config, processor
 
 
+def _qwen3_vl(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config, processor = _qwen2_5_vl(marks)
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+        "out_hidden_size": _TEXT["hidden_size"],
+        "initializer_range": 0.2,
+    }
+    return {**config, "vision_config": vision}, {**processor, "processor_class": "Qwen3VLProcessor"}
+
+
 _KINDS = {
+    "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
     "llava": _llava,
     "llava_next": _llava_next,
@@ -204,7 +222,7 @@ _NAMED_MARKS = {
     }
 }
 _MARKS["smolvlm"] = _MARKS["idefics3"]
-_MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
+_MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
     "<|vision_start|>",
     "<|image_pad|>",
     "<|video_pad|>",
@@ -228,6 +246,7 @@ PLACEHOLDERS = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 

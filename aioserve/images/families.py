@@ -31,6 +31,7 @@ _FAMILIES = [
     Family("llava_next", ("pixel_values", "image_sizes")),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),
     Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
+    Family("qwen3_vl", ("pixel_values", GRID), axes=True),
 ]
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 

@@ -23,6 +23,11 @@ from aioserve.scheduler.output import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
+def num_deep_rows(config: Any) -> int:
+    """Behind how many layers images add more rows, by the configuration of the whole model."""
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+
+
 class ImageEncoder:
     """Vision tower and projector of one model."""
 
@@ -33,7 +38,8 @@ class ImageEncoder:
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         merged = module.config.vision_config.spatial_merge_size if family.axes else None
         self.batch_rows = ImageRows(token_id, merged)
-        self._made: dict[str, Tensor] = {}  # [n, hidden] by content
+        self._hidden_size = module.config.get_text_config().hidden_size
+        self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
 
     def drop(self, content_hashes: Iterable[str]) -> None:
@@ -103,8 +109,10 @@ class ImageEncoder:
             joined = np.concatenate([item.arrays[name] for item, _ in batch if item.arrays])
             array = torch.from_numpy(joined)
             arguments[name] = array.to(self._dtype) if array.is_floating_point() else array
-        found = self._module.get_image_features(**arguments, return_dict=True).pooler_output
-        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in found])
+        found = self._module.get_image_features(**arguments, return_dict=True)
+        rows = _joined(found.pooler_output)
+        for deep in getattr(found, "deepstack_features", None) or ():  # side by side
+            rows = torch.cat((rows, _joined(deep)), dim=1)
         counts = [count for _, count in batch]
         if len(rows) != sum(counts):
             raise ValueError(f"{len(rows)} rows for {sum(counts)} tokens")
@@ -124,14 +132,20 @@ class ImageEncoder:
         ]
         if not found:
             return None
-        places, rows, axes = zip(*found, strict=True)
+        places, made, axes = zip(*found, strict=True)
         turned = None
         if self._family.axes:
             turned = torch.from_numpy(np.concatenate(axes, axis=1))
-        return GivenRows(torch.from_numpy(np.concatenate(places)), torch.cat(rows), turned)
+        rows, *deep = torch.split(torch.cat(made), self._hidden_size, dim=1)
+        return GivenRows(torch.from_numpy(np.concatenate(places)), rows, turned, deep)
 
     def _note(self, item: EncoderInput, error: Exception) -> None:
         logger.error("an image could not be encoded: %s", error, exc_info=error)
         said = f"an image of this request could not be encoded: {one_line(error)}"
         self._failures[item.content_hash] = said
         self._made.pop(item.content_hash, None)
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """[n, hidden] of all images, whatever shapes they come in."""
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

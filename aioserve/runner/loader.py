@@ -37,7 +37,7 @@ from aioserve.runner.attention.bridge import (
 from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.hooked_adapters import HookedAdapters
-from aioserve.runner.image_encoder import ImageEncoder
+from aioserve.runner.image_encoder import ImageEncoder, num_deep_rows
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.row_by_row import RowByRowModel
 from aioserve.runner.seeing import TextPart, take_text_part
@@ -119,6 +119,11 @@ class AnyModel(ServedModel, Halves):
             rows = embed(arguments.pop("input_ids"))
             rows[0, inputs.given.places] = inputs.given.rows
             arguments["inputs_embeds"] = rows
+            if inputs.given.deep:
+                seen = torch.zeros_like(inputs.input_ids, dtype=torch.bool)
+                seen[inputs.given.places] = True
+                arguments["visual_pos_masks"] = seen[None]
+                arguments["deepstack_visual_embeds"] = list(inputs.given.deep)
         if self._takes_positions:
             arguments["position_ids"] = inputs.positions[None]
         if inputs.given is not None and inputs.given.axes is not None:
@@ -217,6 +222,12 @@ def _load_seeing(config: ModelConfig, info: ModelInfo, place: Place, num_seen: i
             named_dtype(config.dtype), place.device, ATTN_IMPLEMENTATION
         )
         text = take_text_part(whole)
+    num_deep = num_deep_rows(info.whole_config)
+    if num_deep >= info.hf_config.num_hidden_layers:
+        raise ConfigError(
+            f"{info.config.model} adds rows of images behind {num_deep} layers, and has "
+            f"{info.hf_config.num_hidden_layers}"
+        )
     encoder = ImageEncoder(whole, family, info.whole_config.image_token_id)
     return prepare_model(text, config, info, place, encoder, num_seen if family.axes else 0)
 

@@ -45,13 +45,17 @@ class TextPart(nn.Module):
         inputs_embeds: Tensor | None = None,
         use_cache: bool = False,
         logits_to_keep: Tensor | None = None,
+        **of_images: Any,
     ) -> CausalLMOutputWithPast:
-        """Ids [1, T] or the rows [1, T, hidden] that they stand for; logits of all, or of some."""
+        """Ids [1, T] or the rows [1, T, hidden] that they stand for; logits of all, or of some.
+        `of_images` are what the decoder is told besides.
+        """
         hidden = self.model(
             input_ids=input_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **of_images,
         ).last_hidden_state
         keep = slice(None) if logits_to_keep is None else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, keep]))

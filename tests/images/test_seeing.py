@@ -1,6 +1,7 @@
 """Models that see: the greedy tokens of `transformers`, whatever else is in the batch."""
 
 import asyncio
+import copy
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
 from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
+from tests.greedy import MARGIN
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 
 pytest.importorskip("PIL")
@@ -48,6 +50,25 @@ class Seeing:
         )
         found: list[int] = output[0, given["input_ids"].shape[1] :].tolist()
         return found
+
+    def logits(self, text: str, images: Sequence[Any], tokens: list[int], module: Any) -> Any:
+        """Of each of `tokens` after a prompt, [n, V], by `module`."""
+        import torch
+
+        images_or_none = [list(images)] if images else None
+        given = dict(self.processor(text=[text], images=images_or_none, return_tensors="pt"))
+        begin, tail = given["input_ids"].shape[1] - 1, torch.tensor([tokens[:-1]])
+        for name, more in (
+            ("input_ids", tail),
+            ("attention_mask", torch.ones_like(tail)),
+            ("mm_token_type_ids", torch.zeros_like(tail)),
+            ("token_type_ids", torch.zeros_like(tail)),
+        ):
+            if name in given:
+                given[name] = torch.cat((given[name], more), dim=1)
+        module.model.rope_deltas = None  # of a prompt before
+        with torch.inference_mode():
+            return module(**given, use_cache=False).logits[0, begin:].float()
 
     def prompts(self) -> list[tuple[str, list[Any]]]:
         """None to four images each, two of them in more than one prompt."""
@@ -148,6 +169,26 @@ async def test_tokens_are_those_of_generate(
     assert stats.num_encoder_inputs >= 4
     if case == "starved":
         assert stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEEING_KINDS)
+async def test_tokens_in_bfloat16_are_greedy_within_rounding(
+    seeing: Callable[[str], Seeing], kind: str
+) -> None:
+    import torch
+
+    model = seeing(kind)
+    config = make_config(model, **CASES["chunks"])
+    config = msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, dtype="bfloat16")
+    )
+    found, _ = await serve(config, model.prompts())
+    narrow = copy.deepcopy(model.model).to(torch.bfloat16)
+    for (text, images), tokens in zip(model.prompts(), found, strict=True):
+        logits = model.logits(text, images, tokens, narrow)
+        of_tokens = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert ((logits.amax(1) - of_tokens) / logits.std(1)).max() < MARGIN[torch.bfloat16]
 
 
 async def test_one_image_in_many_prompts_is_encoded_once(seeing: Callable[[str], Seeing]) -> None:

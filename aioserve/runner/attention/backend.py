@@ -48,6 +48,7 @@ class GivenRows(NamedTuple):
     places: Tensor  # N of the T, int64
     rows: Tensor  # [N, hidden]
     axes: Tensor | None = None  # [3, N], by which their heads turn instead of a position
+    deep: Sequence[Tensor] = ()  # [N, hidden] each, added to what leaves the first layers
 
 
 class ModelInputs(NamedTuple):

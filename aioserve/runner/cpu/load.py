@@ -40,6 +40,7 @@ from aioserve.runner.cpu.windows import find_window_layers, make_window_spec
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.eagle import NUM_TAPS, is_eagle
+from aioserve.runner.image_encoder import num_deep_rows
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
@@ -260,8 +261,10 @@ def _encoder_cache_bytes(
     config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
 ) -> int:
     """What outputs of the encoder may take, if the model `sees`."""
-    size = info.hidden_size * dtype.itemsize
-    return config.scheduler.encoder_cache_tokens * size if sees else 0
+    if not sees:
+        return 0
+    size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))
+    return config.scheduler.encoder_cache_tokens * size
 
 
 def _check_memory(

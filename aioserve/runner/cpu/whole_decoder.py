@@ -77,6 +77,8 @@ class WholeDecoder(FusedDecoder):
         assert isinstance(attention, CompiledAttention)
         tokens = inputs.adapters
         given = inputs.given is not None
+        if inputs.given is not None and inputs.given.deep:
+            return super().forward(inputs, attention)
         if tokens is not None and (
             given or not all(CompiledAdapter.serves(a) for a, _ in tokens.groups)
         ):

@@ -140,6 +140,10 @@ class FusedDecoder:
                 attended = attended[inputs.logits_rows]
                 state = state.take(inputs.logits_rows, inputs.logits_adapters)
             layer.feed_forward(attended, state, next_norm, ops)
+            if inputs.given is not None and layer.attention.index < len(inputs.given.deep):
+                # never behind the last layer, which does not have all tokens
+                state.residual[inputs.given.places] += inputs.given.deep[layer.attention.index]
+                ops.rms_norm(state.residual, next_norm, out=state.normed)
         if self.taps is not None:
             self.taps.keep(inputs.slots, torch.stack([tapped[index] for index in wanted]))
         return state.normed if num_sampling else x[:0]
