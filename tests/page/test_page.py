@@ -116,6 +116,20 @@ async def test_the_policy_is_switched_and_a_bad_option_is_said(browser):
         assert "before, it was chunked_prefill" in await tab.run(text_of("switch-status"))
 
 
+async def test_a_policy_of_a_file_takes_over(browser, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from aioserve.policies.fcfs import FCFSScheduler\n")
+    async with page(browser) as (server, tab):
+        assert not await tab.run("document.getElementById('policy-file').checkVisibility()")
+        await choose_policy(tab, "")
+        await tab.run("document.getElementById('policy-file').focus()")
+        await tab.type(f"{path}:FCFSScheduler")
+        await click(tab, "do-switch")
+        await tab.until(f"/before, it was chunked_prefill/.test({text_of('switch-status')})")
+        assert server.engine.config.scheduler.policy == f"{path}:FCFSScheduler"
+        assert await tab.until(f"{text_of('policy')}.endsWith('mine.py:FCFSScheduler')")
+
+
 async def test_a_server_without_admin_routes_says_so(browser):
     async with page(browser, server=ServerConfig()) as (_, tab):
         await click(tab, "do-switch")
@@ -192,26 +206,40 @@ async def test_a_thousand_requests_are_all_drawn(browser):
         "scheduler": SchedulerConfig(
             policy="chunked_prefill", options={"chunk_size": 2048}, max_num_seqs=700
         ),
-        "cache": CacheConfig(num_kv_blocks=20_000),
+        "cache": CacheConfig(num_kv_blocks=200_000),
         "runner": msgspec.structs.replace(CONFIG.runner, step_base_ms=20, step_decode_us=1),
     }
+    names = [f"request-{i}" for i in range(1000)]
     async with page(browser, **sections) as (server, tab):
+        await tab.run("document.getElementById('window').value = '60'")
         begun = await tab.run("[aioserve.numDraws, aioserve.now.lanes.numDrawn]")
+        fields = {"max_tokens": 4000, "ignore_eos": True}
         requests = [
-            asyncio.create_task(server.complete([i % 90 + 5] * 30, max_tokens=150, ignore_eos=True))
-            for i in range(1000)
+            asyncio.create_task(server.complete([7] * 30, request_id=name, **fields))
+            for name in names
         ]
+        await tab.until("aioserve.story.gauges.num_waiting === 300")
         await tab.until("aioserve.now.lanes.shown.flat().length === 1000")
-        await tab.until("aioserve.story.gauges.num_waiting > 0")
+        speaking = "[...aioserve.story.lives.values()].filter((life) => life.output > 0)"
+        await tab.until(f"{speaking}.length === 700")
         await tab.run("document.getElementById('table').open = true")
         await tab.until("document.querySelectorAll('#rows tr').length === 200")
         assert "800 requests more" in await tab.run(text_of("more"))
         await tab.run("document.getElementById('scroller').scrollTop = 1e6")  # lanes out of sight
-        for answer in await asyncio.gather(*requests):
-            assert answer.status == 200
+        before = await tab.run("aioserve.numDraws")
+        await tab.until(f"aioserve.numDraws > {before + 5}")
+        for name in names:
+            server.engine.abort(name)
         await tab.until("[...aioserve.story.lives.values()].every((life) => life.end !== null)")
-        outputs = await tab.run("[...aioserve.story.lives.values()].map((life) => life.output)")
-        assert outputs == [150] * 1000
+        told = await tab.run(
+            "[...aioserve.story.lives.values()].map((life) => [life.id, life.output])"
+        )
+        got = {}
+        for name, answer in zip(names, await asyncio.gather(*requests), strict=True):
+            assert answer.status == 200
+            got[name] = answer.json()["usage"]["completion_tokens"]
+        assert dict(told) == got
+        assert sum(count > 0 for count in got.values()) == 700
         assert await tab.run("aioserve.story.numSnapshots") == 1  # it kept pace with the frames
         draws, lanes = await tab.run("[aioserve.numDraws, aioserve.now.lanes.numDrawn]")
         assert draws > begun[0]

@@ -10,8 +10,10 @@ import { Why } from "./why.js";
 
 const WORDS_MS = 250; // how often what is read, not watched, changes
 const AGAIN_MS = 1500; // until a lost stream is asked for again
+const REFUSED_MS = 10000; // and one that was refused: nobody can be watched there, as on Ray
 const HIDDEN_MS = 10000; // a tab that is hidden for so long stops listening
 
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const byId = (id) => document.getElementById(id);
 const story = new Story();
 const choose = (life) => { story.chosen = life; why.choose(life); };
@@ -51,8 +53,9 @@ async function listen() {
       if (document.hidden && listening.signal.aborted) break;
       if (!listening.signal.aborted) say(error.message, true);
       if (error.status === 401 || error.status === 403) await new Promise((done) => { keyGiven = done; });
+      else if (error.status < 500) await pause(REFUSED_MS);
     }
-    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    await pause(AGAIN_MS);
   }
 }
 

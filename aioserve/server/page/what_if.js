@@ -27,21 +27,27 @@ export class WhatIf {
     const { policies, policy } = this.story.about;
     const names = Object.keys(policies);
     if (!names.includes(policy)) names.unshift(policy);
-    byId("policies").replaceChildren(...names.map((name) => new Option(name, name, false, name === policy)));
+    byId("policies").replaceChildren(
+      ...names.map((name) => new Option(name, name, false, name === policy)), new Option("a file or module", ""));
     this.showOptions();
     this.first = null;
     this.describe();
     this.words();
   }
 
+  policy() { return byId("policies").value || byId("policy-file").value.trim(); }
+
   showOptions() {
     const { policy, options } = this.story.about;
+    byId("policy-file").closest("label").hidden = byId("policies").value !== "";
     const isLive = byId("policies").value === policy && Object.keys(options).length;
     byId("options").value = isLive ? JSON.stringify(options) : "";
   }
 
   describe() {
-    byId("policy-words").textContent = this.story.about.policies[byId("policies").value] ?? "";
+    byId("policy-words").textContent = byId("policies").value
+      ? this.story.about.policies[byId("policies").value] ?? ""
+      : "A file on the server, which is read anew each time, or package.module:Class.";
   }
 
   options() {
@@ -71,7 +77,7 @@ export class WhatIf {
   async switch() {
     byId("do-switch").disabled = true;
     try {
-      const policy = byId("policies").value;
+      const policy = this.policy();
       const { before } = await post("admin/policy", { policy, options: this.options() });
       this.say(`${policy} decides from the next step on; before, it was ${before.policy}.`);
     } catch (error) {
@@ -85,15 +91,16 @@ export class WhatIf {
   async try() {
     this.trying = new AbortController();
     byId("try").textContent = "Stop";
-    const policy = byId("policies").value, seconds = Number(byId("seconds").value);
+    const policy = this.policy(), seconds = Number(byId("seconds").value);
     const begun = performance.now();
-    const clock = setInterval(() => {
+    const clock = setInterval(() => { // the button counts, so that nobody is read every second
       const left = Math.ceil(seconds - (performance.now() - begun) / 1e3);
-      this.say(left > 0 ? `Recording, ${left} s to go.` : "Simulating what was recorded under both policies.");
+      byId("try").textContent = left > 0 ? `Stop (${left})` : "Stop";
+      if (left === 0) this.say("Simulating what was recorded under both policies.");
     }, 1000);
     try {
       const value = { policy, options: this.options(), seconds };
-      this.say("Recording.");
+      this.say(`Recording ${duration(1e3 * seconds)} of requests.`);
       const { report, requests, table } = await post("admin/try_policy", value, this.trying.signal);
       this.say(`${count(requests)} requests, under both policies: the comparison is below.`);
       byId("report-link").href = byId("report-frame").src = report;
