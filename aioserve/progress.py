@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -79,10 +80,18 @@ def stage(items: Iterable[T], title: str, unit: str) -> Iterable[T]:
     """`items`, while a bar or lines show how far they are; `unit` is one of them."""
     if not sys.stderr.isatty():
         return Lines(items, title)
-    from tqdm import tqdm
-
-    bar: Iterable[T] = tqdm(items, title, unit=unit, **BAR)
+    bar: Iterable[T] = _tqdm(items, title, unit=unit, **BAR)
     return bar
+
+
+@contextmanager
+def counted(total: int, title: str, unit: str) -> Iterator[Callable[[], Any]]:
+    """The same for what is no list: the function is called whenever one more of `total` is done."""
+    counter: Any = as_stage(_tqdm, (), {"desc": title, "total": total, "unit": unit})
+    try:
+        yield counter.update
+    finally:
+        counter.close()
 
 
 def as_stage(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -90,6 +99,12 @@ def as_stage(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[
     if not sys.stderr.isatty():
         return Lines(*arguments, **options)
     return bar(*arguments, **options | BAR)
+
+
+def _tqdm(*arguments: Any, **options: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(*arguments, **options)
 
 
 def download_bars() -> Any:

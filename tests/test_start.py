@@ -22,7 +22,7 @@ from aioserve.progress import BAR, BesideBars, show_no_bars, stage
 from tests.processes import serving, started, until
 
 ROOT = Path(__file__).parents[1]
-TITLES = ["Loading weights", "Checking fused layers", "Laying out weights"]
+TITLES = ["Loading weights", "Trying layers", "Checking fused layers", "Laying out weights"]
 
 
 def test_the_first_line_is_logged_before_anything_heavy_is_imported() -> None:

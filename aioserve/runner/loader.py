@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding, one_line
-from aioserve.progress import as_stage
+from aioserve.progress import as_stage, counted
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
@@ -341,13 +341,15 @@ def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) ->
     if getattr(module.config, "_attn_implementation", None) != ATTN_IMPLEMENTATION:
         raise UnsupportedModelError("it does not use the attention interface of transformers")
     ids, positions = _probe_inputs(module, info)
-    with torch.inference_mode():
+    takes_positions = _takes(module, "position_ids")
+    num_layers = info.hf_config.num_hidden_layers
+    shown = _layers_shown(module, num_layers, 2 if takes_positions else 1)
+    with torch.inference_mode(), shown:
         default = probe = _record_attention(module, input_ids=ids)
-        if _takes(module, "position_ids"):
+        if takes_positions:
             probe = _record_attention(module, input_ids=ids, position_ids=positions)
         elif probe.modules or not has_states:
             raise UnsupportedModelError("it does not take the positions of its tokens")
-    num_layers = info.hf_config.num_hidden_layers
     if len(probe.modules) != num_layers and not has_states:
         raise UnsupportedModelError(
             f"{len(probe.modules)} of its {num_layers} layers use the attention interface"
@@ -365,6 +367,21 @@ def _probe_attention(module: nn.Module, info: ModelInfo, *, has_states: bool) ->
             f"{info.hf_config.sliding_window}"
         )
     return probe
+
+
+@contextmanager
+def _layers_shown(module: nn.Module, num_layers: int, num_passes: int) -> Iterator[None]:
+    """How far forward passes are; the first one reads what so far is only mapped to files."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    layers = next((part for part in lists if len(part) == num_layers), ())
+
+    def note(*_: Any) -> None:  # what a hook returns would take the place of the output
+        count()
+
+    with counted(num_passes * len(layers), "Trying layers", "layer") as count, ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(note).remove)
+        yield
 
 
 def _probe_inputs(module: nn.Module, info: ModelInfo) -> tuple[Tensor, Tensor]:
