@@ -175,6 +175,7 @@ class AbortElsewhere(Question[bool], frozen=True):
     """Ends a request, or a response of several, of another front end; whether there was one."""
 
     request_id: str
+    reach: str = ""  # whose it must be; "": anybody's
 
     answer_type = bool
 

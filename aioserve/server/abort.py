@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.engine.questions import AbortElsewhere
+from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownRequestError
 from aioserve.server.keys import ENGINE, RUNNING
@@ -34,8 +35,9 @@ _encoder = msgspec.json.Encoder()
 async def abort_request(request: web.Request) -> web.Response:
     """The handler. Raises `UnknownRequestError` for an id that nobody has, or has any more."""
     body = await decode_body(request, decoder)
-    is_here = request.app[RUNNING].abort(body.request_id)
-    if not (is_here or await request.app[ENGINE].ask(AbortElsewhere(body.request_id))):
+    reach = reach_of(request)
+    is_here = request.app[RUNNING].abort(body.request_id, reach)
+    if not (is_here or await request.app[ENGINE].ask(AbortElsewhere(body.request_id, reach))):
         raise UnknownRequestError(
             f"no request {body.request_id[:128]!r} is running", param="request_id"
         )

@@ -14,7 +14,7 @@ from aioserve.engine import Prompt
 from aioserve.errors import RequestAbortedError, RequestError
 from aioserve.outputs import Vector
 from aioserve.pooling_params import Pooling, PoolingParams
-from aioserve.server.access.gate import allowed_fields, entered
+from aioserve.server.access.gate import allowed_fields, entered, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
@@ -138,7 +138,7 @@ async def create_embedding(request: web.Request) -> web.Response:
             num_tokens += output.num_prompt_tokens
 
     async with entered(request):
-        with request.app[RUNNING].enter(own_id, ids) as is_aborted:
+        with request.app[RUNNING].enter(own_id, ids, owner_of(request)) as is_aborted:
             num_workers = min(len(prompts), engine.config.scheduler.max_num_seqs)
             await run_all([work() for _ in range(num_workers)])
     answer = EmbeddingList(

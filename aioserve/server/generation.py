@@ -19,7 +19,7 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
-from aioserve.server.access.gate import allowed_fields, entered
+from aioserve.server.access.gate import allowed_fields, entered, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
 from aioserve.server.errors import to_wire
@@ -214,7 +214,9 @@ async def respond(
     fields = allowed_fields(request, body.request_fields())
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(entered(request))
-        is_aborted = stack.enter_context(request.app[RUNNING].enter(reply.id, ids))
+        is_aborted = stack.enter_context(
+            request.app[RUNNING].enter(reply.id, ids, owner_of(request))
+        )
         streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(

@@ -18,6 +18,7 @@ from aioserve.errors import (
     RequestError,
     UnknownKeyError,
 )
+from aioserve.server.access.connections import Connection
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
 from aioserve.server.http_counts import LEFT
 from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, RESPONSE_ID, is_sane_id
@@ -136,6 +137,8 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 def _json(
     request: web.Request, status: int, info: ErrorInfo, headers: dict[str, str]
 ) -> web.Response:
+    if not request.content.is_eof() and isinstance(request.protocol, Connection):
+        request.protocol.refuse_body()
     if (access := request.app.get(ACCESS)) is not None:  # there is none before the model is loaded
         key = request.get(KEY)
         access.refusals[info.code or f"http_{status}", "" if key is None else key.name] += 1

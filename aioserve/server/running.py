@@ -17,23 +17,35 @@ class RunningResponses:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._running: dict[str, tuple[Event, Sequence[str]]] = {}
+        self._owners: dict[str, str] = {}  # by every id of theirs
 
     @contextlib.contextmanager
-    def enter(self, response_id: str, request_ids: Sequence[str]) -> Iterator[Event]:
-        """Inside the block the response can be aborted. Yields what is set then: requests that were
-        not yet handed over are the caller's to abort. Raises `RequestIdInUseError`.
+    def enter(
+        self, response_id: str, request_ids: Sequence[str], owner: str = ""
+    ) -> Iterator[Event]:
+        """Inside the block the response can be aborted by its owner. Yields what is set then:
+        requests that were not yet handed over are the caller's to abort. Raises
+        `RequestIdInUseError`.
         """
         if response_id in self._running:
             raise RequestIdInUseError(f"request id {response_id!r} is in use")
         is_aborted = Event()
         self._running[response_id] = (is_aborted, request_ids)
+        own_ids = {response_id, *request_ids}
+        self._owners.update(dict.fromkeys(own_ids, owner))
         try:
             yield is_aborted
         finally:
             del self._running[response_id]
+            for own_id in own_ids:
+                self._owners.pop(own_id, None)
 
-    def abort(self, given_id: str) -> bool:
-        """End a response, or one request, early. False if none of that id is running."""
+    def abort(self, given_id: str, reach: str = "") -> bool:
+        """End a response, or one request, early. False if none of that id is running, or none of
+        the owner that `reach` names; "": of anybody.
+        """
+        if reach and self._owners.get(given_id) != reach:
+            return False
         if given_id not in self._running:
             return self._engine.abort(given_id)
         is_aborted, request_ids = self._running[given_id]

@@ -115,9 +115,9 @@ class Host:
         match question:
             case ShowMetrics():
                 await self._hear_reports()
-            case AbortElsewhere(request_id):
+            case AbortElsewhere(request_id, reach):
                 others = [worker for worker in self.workers if worker is not asking]
-                return any(await _ask_all(others, AbortHere(request_id)))
+                return any(await _ask_all(others, AbortHere(request_id, reach)))
             case KeepResponse(response_id, kept):
                 return await self.responses.put(response_id, kept)
             case FindResponse(response_id):

@@ -119,6 +119,7 @@ class AbortHere(Question[bool], frozen=True):
     """Another worker's `AbortElsewhere`."""
 
     request_id: str
+    reach: str
 
     answer_type = bool
 

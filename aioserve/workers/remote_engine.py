@@ -124,7 +124,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
     def __init__(self, address: str) -> None:
         """Nothing is known yet: `start` learns it."""
         #: What ends one request, or a response of several, of this worker.
-        self.abort_here: Callable[[str], bool] = self.abort
+        self.abort_here: Callable[[str, str], bool] = lambda given_id, reach: (
+            not reach and self.abort(given_id)
+        )
         #: Who is let in; known after start.
         self.access: Access
         #: Set when we have to end: our exit code.
@@ -358,8 +360,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
         failure = None
         try:
             match _question.decode(encoded):
-                case AbortHere(request_id):
-                    answer = self.abort_here(request_id)
+                case AbortHere(request_id, reach):
+                    answer = self.abort_here(request_id, reach)
                 case MakeReport():
                     refused = [(*by, count) for by, count in self.access.refusals.items()]
                     answer = Report(

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from aioserve.engine.questions import ShowMetrics
+from aioserve.engine.questions import AbortElsewhere, ShowMetrics
 from aioserve.errors import KeyLimitError
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.running import RunningResponses
 from tests.server.serving import SIMULATED
 from tests.workers.joined import joined, read
 
@@ -79,3 +80,15 @@ async def test_a_reload_reaches_every_worker_and_their_refusals_are_one_metric(c
         assert line in await remotes[0].ask(ShowMetrics())
         host.close(clients[1])  # what it refused has happened
         assert line in await remotes[0].ask(ShowMetrics())
+
+
+async def test_only_its_owner_ends_a_response_of_another_worker(config):
+    async with joined(config, num_workers=2) as (_, _, [here, there], _):
+        running = RunningResponses(there)
+        there.abort_here = running.abort
+        with running.enter("mine", ["mine"], "ben") as is_aborted:
+            assert not await here.ask(AbortElsewhere("mine", "ann"))
+            assert not is_aborted.is_set()
+            assert await here.ask(AbortElsewhere("mine", "ben"))
+            assert is_aborted.is_set()
+            assert await here.ask(AbortElsewhere("mine"))

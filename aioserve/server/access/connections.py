@@ -26,6 +26,10 @@ SWEEP_SECONDS = 1.0  # between looks at all connections: timeouts are late by at
 # the connection would be reset under the answer.
 LINGER_SECONDS = 1.0
 
+# Seconds between two reads of a body that is not wanted. A read brings up to 256 KiB, which take a
+# tenth of a millisecond or two.
+UNWANTED_SECONDS = 0.01
+
 MAX_LOOKS = 64  # at connections, for one that is idle, when there are too many
 
 OTHER_DESCRIPTORS = 256  # files, pipes and sockets besides those of clients
@@ -125,7 +129,14 @@ def _first(connections: dict["Connection", None], count: int) -> "list[Connectio
 class Connection(RequestHandler):
     """One, as aiohttp has it, with an eye on the clock."""
 
-    __slots__ = ("_connections", "_head_bytes", "_head_since", "_link", "_unread")
+    __slots__ = (
+        "_connections",
+        "_head_bytes",
+        "_head_since",
+        "_is_unwanted",
+        "_link",
+        "_unread",
+    )
 
     def __init__(self, connections: Connections, server: web.Server) -> None:
         settings = connections.settings
@@ -142,6 +153,7 @@ class Connection(RequestHandler):
         self._head_bytes = 0  # of a head that has begun
         self._head_since: float | None = None
         self._unread: tuple[int, float] | None = None  # bytes, and since when they are as many
+        self._is_unwanted = False  # what is left of the body that is coming
 
     @property
     def is_waiting(self) -> bool:
@@ -166,7 +178,10 @@ class Connection(RequestHandler):
         if self._request_count == count:
             if was_waiting:
                 self._take_head(len(data))
+            elif self._is_unwanted:
+                self._rest()
             return
+        self._is_unwanted = False
         size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
         if not (was_waiting and self._messages):
             return
@@ -175,6 +190,12 @@ class Connection(RequestHandler):
             self._refuse_message(message)
         elif size > self._max_head and _head_size(message) > self._max_head:
             self._refuse_head()
+
+    def refuse_body(self) -> None:
+        """What is still to come of it is of no use: it is read, so that the client comes to read
+        why, and slowly.
+        """
+        self._is_unwanted = True
 
     def check(self, now: float) -> None:
         """Give up on a head that does not end, and on an answer that is not read."""
@@ -197,6 +218,15 @@ class Connection(RequestHandler):
             logger.info("a client has read nothing for %g s: closed", settings.send_timeout)
             if self._link is not None:
                 self._link.abort()  # what is in its buffer would keep it open for ever
+
+    def _rest(self) -> None:
+        if self._link is not None and not self._link.is_closing():
+            self._link.pause_reading()
+            self._loop.call_later(UNWANTED_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._link is not None and not self._link.is_closing():
+            self._link.resume_reading()
 
     @property
     def _max_head(self) -> int:

@@ -79,6 +79,20 @@ def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[None
     return request.app[ACCESS].entrance.entered(key.name)
 
 
+def owner_of(request: web.Request) -> str:
+    """Whose what it makes is: the name of its key, or "" where nobody is asked for one."""
+    key = request.get(KEY)
+    return "" if key is None else key.name
+
+
+def reach_of(request: web.Request) -> str:
+    """Of which owner it may see and end things: the name of its key, or "" for everybody's, which
+    is an operator's or of a server without keys.
+    """
+    key = request.get(KEY)
+    return "" if key is None or key.admin else key.name
+
+
 def _route(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return "" if resource is None else resource.canonical

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.access.gate import owner_of
 from aioserve.server.chat.reply_reader import ReplyReader
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import to_wire
@@ -180,6 +181,7 @@ class ResponseAnswer(Answer):
         """`items`: all that led to it."""
         super().__init__(request, body.model, None)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
+        self._owner = owner_of(request)
         self._body, self._use, self._params, self._input = body, use, params, items
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
@@ -240,7 +242,8 @@ class ResponseAnswer(Answer):
             for item in self._input:
                 item.type = item.type or "message"
                 item.id = item.id or new_id("msg_" if item.type == "message" else "item_")
-            self._kept = Kept(_encoder.encode(self._input), _encoder.encode(response))
+            encoded = _encoder.encode(self._input), _encoder.encode(response)
+            self._kept = Kept(*encoded, self._owner)
         return response
 
     def _read(self, output: RequestOutput) -> list[Event]:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
+from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind, blame
 from aioserve.server.chat.tool_use import ToolUse
@@ -88,7 +89,7 @@ async def _before(request: web.Request, body: ResponsesRequest) -> list[InputIte
     if body.previous_response_id is None:
         return []
     kept = await request.app[RESPONSES].get(body.previous_response_id)
-    if kept is None:
+    if kept is None or not kept.is_for(reach_of(request)):
         raise RequestError(
             f"no response {body.previous_response_id[:128]!r} is stored here: it never was, was "
             "not to be, or is forgotten for newer ones",
@@ -169,6 +170,6 @@ def _shown(item: InputItem) -> InputItem:
 async def _kept(request: web.Request) -> Kept:
     response_id = request.match_info["id"]
     kept = await request.app[RESPONSES].get(response_id)
-    if kept is None:
+    if kept is None or not kept.is_for(reach_of(request)):
         raise UnknownResponseError(f"no response {response_id[:128]!r} is stored here", param="id")
     return kept

@@ -15,6 +15,11 @@ class Kept(NamedTuple):
 
     items: bytes  # all input items up to the response, without instructions
     response: bytes
+    owner: str = ""  # the name of the key that it was asked for with
+
+    def is_for(self, reach: str) -> bool:
+        """Whether a client may see it who has that key; "": everything."""
+        return reach in ("", self.owner)
 
 
 class Responses(Protocol):

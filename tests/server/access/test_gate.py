@@ -233,3 +233,28 @@ async def test_the_document_says_which_routes_need_a_key(locked, server):
     assert "security" not in paths["/health"]["get"]
     document = (await server.get("/openapi.json")).json()
     assert "securitySchemes" not in document["components"]
+
+
+async def test_what_a_key_has_asked_for_only_it_and_operators_can_see_and_end(locked):
+    body = {"input": "Hello", "max_output_tokens": 2}
+    answer = await locked.request("POST", "/v1/responses", json=body, headers=bearer(ANN))
+    path = f"/v1/responses/{answer.json()['id']}"
+    for key, status in ((CARL, 404), (ANN, 200), (ADMIN, 200)):
+        for method, own in (("GET", path), ("GET", f"{path}/input_items")):
+            assert (await locked.request(method, own, headers=bearer(key))).status == status
+        body["previous_response_id"] = answer.json()["id"]
+        again = await locked.request("POST", "/v1/responses", json=body, headers=bearer(key))
+        assert (again.status == 200) == (status == 200)
+    assert (await locked.request("DELETE", path, headers=bearer(CARL))).status == 404
+    assert (await locked.request("DELETE", path, headers=bearer(ANN))).status == 200
+    for key in (ANN, ADMIN):
+        asked = asyncio.ensure_future(
+            ask(locked, ANN, request_id="mine", prompt=["a", "b"], max_tokens=4000, ignore_eos=True)
+        )
+        await until(locked, lambda gauges: gauges["num_requests_running"] == 2)
+        for given_id in ("mine", "mine-1"):
+            answer = await ask(locked, CARL, "/v1/abort", request_id=given_id)
+            assert answer.status == 404, answer
+        for given_id in ("mine-1", "mine"):
+            assert (await ask(locked, key, "/v1/abort", request_id=given_id)).status == 200
+        assert {c["finish_reason"] for c in (await asked).json()["choices"]} == {"abort"}
