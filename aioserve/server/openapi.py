@@ -59,6 +59,7 @@ class Route(NamedTuple):
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
     needs: Literal["nothing", "key", "admin_key"] = "key"  # where the server has keys
+    may_lack_body: bool = False  # then it is as if it were {}
     media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
 
     @property
@@ -199,7 +200,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     if route.body is not None:
         schema = schema_of[route.body.served]
         operation["requestBody"] = {
-            "required": True,
+            "required": not route.may_lack_body,
             "content": {"application/json": {"schema": schema}},
         }
     return operation

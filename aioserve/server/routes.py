@@ -295,6 +295,7 @@ ADMIN_ROUTES = (
         body=control.pause_decoder,
         raises=_ENDED,
         needs="admin_key",
+        may_lack_body=True,
     ),
     Route(
         "POST",
@@ -314,6 +315,7 @@ ADMIN_ROUTES = (
         body=control.sleep_decoder,
         raises=_ENDED,
         needs="admin_key",
+        may_lack_body=True,
     ),
     Route(
         "POST",
