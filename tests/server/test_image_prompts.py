@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import msgspec
 import openai
 import pytest
 from aiohttp import web
@@ -13,6 +14,7 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncClient, Illustrated, SamplingParams
 from aioserve.config import (
+    AccessConfig,
     CacheConfig,
     EngineConfig,
     ImageConfig,
@@ -29,6 +31,7 @@ from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
 from tests.seeing_models import make_seeing_model, picture
+from tests.server.access.conftest import BEN, keys_file
 from tests.server.bad_bodies import check, mutations
 from tests.server.serving import running
 from tests.server.test_images import DOORS, TEXT, ask, chat_part, names
@@ -36,6 +39,8 @@ from tests.workers.joined import connected
 
 # The loop is the subject of other tests; these load a model each.
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+__all__ = ["keys_file"]  # a fixture
 
 NUM_TOKENS = 8
 ROOM = {"max_encoder_tokens": 64, "encoder_cache_tokens": 64}
@@ -332,6 +337,37 @@ async def test_what_is_wrong_with_an_image_is_a_400_that_names_its_part(seeing, 
         assert "one image too many" in names(answer, door, 16)
         assert await metric(server, "encoder_inputs_total") == 0
         assert (await look(server, good))["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+async def test_an_image_that_is_being_fetched_counts_for_its_key(model, keys_file, monkeypatch):
+    monkeypatch.setattr(fetching, "is_public", lambda address: True)
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def show(request: web.Request) -> web.Response:
+        is_asked.set()
+        await may_answer.wait()
+        return web.Response(body=encoded(picture(0, 60, 40)), content_type="image/png")
+
+    app = web.Application()
+    app.router.add_get("/image", show)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/image"
+    config = config_of(model, images={"image_urls": True, "image_timeout": 3600.0})
+    config = msgspec.structs.replace(config, access=AccessConfig(api_keys_file=str(keys_file)))
+    headers = {"Authorization": f"Bearer {BEN}"}  # who may have one request at once
+    try:
+        async with running(config) as server:
+            server.session.headers.update(headers)
+            looking = asyncio.create_task(look(server, url))
+            await is_asked.wait()
+            refused = await ask(server, "chat", url)
+            assert check(refused, 429)["code"] == "rate_limit_exceeded"
+            may_answer.set()
+            assert ids_of(await looking)
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_redirect_to_a_private_address_is_refused(seeing, monkeypatch):
