@@ -249,6 +249,7 @@ ALLOWED = {
         "aioserve.engine.client",
         "aioserve.engine.clock",
         "aioserve.engine.front",
+        "aioserve.engine.illustrations",
         "aioserve.engine.input_processor",
         "aioserve.engine.pooling",
         "aioserve.engine.questions",

@@ -14,6 +14,7 @@ from aioserve.config import EngineConfig
 from aioserve.engine.client import Answer, KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.front import EngineFront
+from aioserve.engine.illustrations import Encoded
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
@@ -71,11 +72,6 @@ class RayFront(EngineFront[RayParts]):
     def adapters(self) -> KnownAdapters:
         return self._alive().adapters
 
-    @property
-    def refuses_images(self) -> str:
-        """A replica is sent token ids."""
-        return "images are not served in front of replicas on Ray"
-
     async def start(self) -> None:
         """Ask a replica what they all are. Raises `ConfigError` for one of another version."""
         info = await self._ask_first()
@@ -89,7 +85,11 @@ class RayFront(EngineFront[RayParts]):
             info,
             KnownAdapters(self.config.model.served_name, info.adapters),
             InputProcessor(
-                self.model_info, info.max_model_len, self._seed, tells_prompts=info.tells_prompts
+                self.model_info,
+                info.max_model_len,
+                self._seed,
+                tells_prompts=info.tells_prompts,
+                reads_images=info.reads_images,
             ),
             PoolingDoor(self.model_info, can_pool=info.can_pool),
             clock_of(asyncio.get_running_loop()),
@@ -141,8 +141,9 @@ class RayFront(EngineFront[RayParts]):
         seconds: float | None,
         parts: RayParts,
     ) -> None:
+        images, token_ids = spec.encoder_inputs, spec.prompt_token_ids
         arguments = {
-            "prompt": spec.prompt_token_ids,
+            "prompt": Encoded(list(token_ids), images) if images else token_ids,
             "params": spec.pooling_params or spec.sampling_params,
             "request_id": spec.request_id,
             "priority": spec.priority,

@@ -32,6 +32,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapter_ids: dict[str, str]  # by name, of those in memory
     can_pool: bool
     tells_prompts: bool
+    reads_images: bool
     started_at: int  # of this one; of the others about then
 
 
@@ -100,6 +101,7 @@ class EngineReplica:
             adapter_ids=engine.adapters.ids,
             can_pool=engine.can_pool,
             tells_prompts=engine.tells_prompts,
+            reads_images=engine.reads_images,
             started_at=engine.started_at,
         )
 

@@ -32,6 +32,7 @@ INFO = ReplicaInfo(
     adapter_ids={},
     can_pool=False,
     tells_prompts=False,
+    reads_images=False,
     started_at=1,
 )
 PARAMS = SamplingParams(max_tokens=1)

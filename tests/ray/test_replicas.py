@@ -7,6 +7,7 @@ import signal
 import socket
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,10 +15,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
 from aioserve.errors import ConfigError
 from aioserve.ray import build_app
+from tests.images.pictures import data_url, encoded
 from tests.processes import PATIENCE
+from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own
     warnings.simplefilter("ignore")
@@ -177,6 +180,35 @@ async def test_texts_and_refusals_are_those_of_one_engine(http: aiohttp.ClientSe
     outputs = handle.generate.remote(PROMPT, SamplingParams(max_tokens=5, temperature=0))
     tokens = [token async for output in outputs for token in output.token_ids]
     assert len(tokens) == 5
+
+
+async def test_a_replica_is_shown_the_images_that_the_ingress_has_prepared(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    path = make_seeing_model("idefics3", tmp_path / "seeing")
+    settings = REAL | {"model.model": str(path), "model.served_model_name": "seer"}
+    deploy({"num_replicas": 2, "settings": settings})
+    image, said = picture(0, 60, 40), {"type": "text", "text": "What is it?"}
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    shown = Illustrated([{"role": "user", "content": [said, {"type": "image"}]}], [image])
+    async with AsyncEngine(EngineConfig.load(None, list(settings.items()))) as engine:
+        text = "".join([output.text async for output in engine.generate(shown, params)])
+    url = {"url": data_url(encoded(image))}
+    body = {
+        "messages": [{"role": "user", "content": [said, {"type": "image_url", "image_url": url}]}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    for _ in range(3):
+        async with http.post("/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            assert answer["choices"][0]["message"]["content"] == text
+    url["url"] = data_url(b"none")
+    async with http.post("/v1/chat/completions", json=body) as response:
+        error = (await response.json())["error"]
+    assert error["param"] == "messages[0].content[1].image_url.url"
 
 
 async def test_a_conversation_goes_on_where_its_prefix_is(http: aiohttp.ClientSession) -> None:
