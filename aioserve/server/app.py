@@ -99,19 +99,20 @@ def build_app(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
     app.on_response_prepare.extend((add_request_id, tell_origin))
-    is_one_for_all = server.enable_admin and engine.config.access.admin_port is None
-    routes: tuple[Route, ...] = (
-        *ROUTES,
-        *(PAGE_ROUTES if server.page else ()),
-        *(ADMIN_ROUTES if is_one_for_all else ()),
-    )
+    is_one_for_all = engine.config.access.admin_port is None
+    has_admin = server.enable_admin and is_one_for_all
+    routes: tuple[Route, ...] = (*ROUTES, *(ADMIN_ROUTES if has_admin else ()))
     if is_for_operators:
         routes = OPERATORS_ROUTES
+    if server.page and (is_one_for_all or is_for_operators):
+        routes = (*routes, *PAGE_ROUTES)
     needs: dict[str, str] = {route.documented_path: route.needs for route in routes}
     if engine.config.access.protect_metrics:
         needs["/metrics"] = "key"
     if is_for_operators:
-        needs |= {route.documented_path: "admin_key_if_any" for route in ADMIN_ROUTES}
+        for route in routes:
+            if route.needs == "admin_key":
+                needs[route.documented_path] = "admin_key_if_any"
     app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
         routes,

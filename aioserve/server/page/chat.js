@@ -68,6 +68,8 @@ export class Chat {
       const isStopped = error.name === "AbortError";
       const isRefused = error instanceof Refusal;
       this.status(isStopped ? "Stopped." : error.message, !isStopped);
+      if (isRefused && error.status === 404)
+        this.status("Models are served on another port: this one is the operators'.", true);
       if (isRefused && /template/.test(error.message))
         this.status(`${error.message}. Tick "go on with the text" instead.`, true);
       if (!reply.textContent) reply.closest("p").remove();

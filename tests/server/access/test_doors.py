@@ -173,6 +173,10 @@ async def test_operators_routes_can_have_a_port_of_their_own(keys_file, has_oper
         assert await status(f"{own}/health") == 200
         assert await status(f"{own}/v1/models", key=ADMIN) == 404
         assert await status(f"{url}/v1/models", key=ANN) == 200
+        assert await status(f"{own}/") == 200  # the page goes with them
+        assert await status(f"{url}/") == 401
+        assert await status(f"{url}/watch/steps", key=ADMIN) == 404
+        assert await status(f"{own}/watch/steps", "HEAD") == (401 if has_operator else 200)
 
 
 @pytest.mark.parametrize(
