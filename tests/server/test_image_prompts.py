@@ -30,7 +30,7 @@ from aioserve.scheduler.registry import available_policies
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
-from tests.seeing_models import make_seeing_model, picture
+from tests.seeing_models import SEEING_KINDS, make_seeing_model, picture
 from tests.server.access.conftest import BEN, keys_file
 from tests.server.bad_bodies import check, mutations
 from tests.server.serving import running
@@ -297,15 +297,18 @@ async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(
     assert len(NotingScheduler.freed) >= 2
 
 
-async def test_a_worker_hands_over_what_it_has_processed(model, alone):
+@pytest.mark.parametrize("kind", SEEING_KINDS)
+async def test_a_worker_hands_over_what_it_has_processed(kind, tmp_path):
+    """Whatever arrays the family has."""
     sockets = bind("127.0.0.1", 0)
     async with (
-        running(config_of(model)) as server,
+        running(config_of(make_seeing_model(kind, tmp_path / kind))) as server,
         connected(server.engine, 1) as (_, [remote], _),
         listening(remote, sockets) as url,
     ):
+        told = await look_at_all(server)
         server.url = url
-        assert await look_at_all(server) == alone()
+        assert await look_at_all(server) == told
         answer = await ask(server, "chat", data_url(b"none"))
         assert "no image" in names(answer, "chat", 0)
 
