@@ -5,9 +5,10 @@ With and without them, in turns:
     python benchmarks/hostile.py [--streams 16] [--seconds 4] [--rounds 3] [--kind idle ...]
 
 A server with simulated steps of 5 ms, good clients in a closed loop of streams, and beside them, in
-a process of their own, one kind of bad client at a time. That process takes cores as well: its CPU
-seconds are told, and what it takes is missing where there are few. Ratios are medians over rounds
-of with to without. The last line is JSON.
+a process of their own, one kind of bad client at a time. That process takes cores as well: how much
+is told, and it is missing where there are few. Ratios of with to without, medians over rounds; the
+server's CPU time for a token is the one that a busy machine says something about. The last line is
+JSON.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,22 +54,32 @@ async def good_client(host: str, port: int, gaps: list[float]) -> None:
         writer.close()
 
 
-async def measure(host: str, port: int, streams: int, seconds: float) -> tuple[float, float]:
-    """Tokens a second, and the p99 gap in ms."""
+class Measured(NamedTuple):
+    """What those who behave got, and what it cost."""
+
+    rate: float  # tokens a second
+    gap: float  # p99, ms
+    cpu: float  # of the server, ms a token
+
+
+async def measure(host: str, port: int, server: int, arguments: argparse.Namespace) -> Measured:
+    """For so many seconds; `server` is its process."""
     gaps: list[float] = []
-    async with asyncio.timeout(seconds + 60):
-        tasks = [asyncio.create_task(good_client(host, port, gaps)) for _ in range(streams)]
-        await asyncio.sleep(0.5)  # until all stream
-        gaps.clear()
-        since = time.perf_counter()
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        elapsed = time.perf_counter() - since
+    clients = (good_client(host, port, gaps) for _ in range(arguments.streams))
+    tasks = [asyncio.create_task(client) for client in clients]
+    await asyncio.sleep(0.5)  # until all stream
+    gaps.clear()
+    since, before = time.perf_counter(), cpu_seconds(server)
+    await asyncio.wait(tasks, timeout=arguments.seconds, return_when=asyncio.FIRST_EXCEPTION)
+    elapsed, cpu = time.perf_counter() - since, cpu_seconds(server) - before
     for task in tasks:
         if task.done():
             task.result()
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99))
+    return Measured(
+        len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99)), 1e3 * cpu / len(gaps)
+    )
 
 
 # Those who do not: each until the process is ended.
@@ -194,24 +205,25 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def compare(
-    kind: str, host: str, port: int, arguments: argparse.Namespace
+    kind: str, host: str, port: int, server: int, arguments: argparse.Namespace
 ) -> dict[str, float]:
     """One kind of bad client: medians over rounds."""
-    rates, gaps, cpu = [], [], []
+    ratios, cpu = [], []
     for _ in range(arguments.rounds):
-        without = await measure(host, port, arguments.streams, arguments.seconds)
+        without = await measure(host, port, server, arguments)
         with process(__file__, "--hostile", kind, host, str(port)) as bad:
             await asyncio.sleep(2)  # it starts, and opens its connections
             before = cpu_seconds(bad.pid)
-            beside = await measure(host, port, arguments.streams, arguments.seconds)
+            beside = await measure(host, port, server, arguments)
             cpu.append((cpu_seconds(bad.pid) - before) / arguments.seconds)
             if bad.poll() is not None:
                 raise RuntimeError(f"{kind}: the bad clients have ended")
-        rates.append(beside[0] / without[0])
-        gaps.append(beside[1] / without[1])
+        ratios.append([one / other for one, other in zip(beside, without, strict=True)])
+    rates, gaps, costs = zip(*ratios, strict=True)
     return {
         "tokens_per_second_ratio": round(statistics.median(rates), 3),
         "p99_gap_ratio": round(statistics.median(gaps), 3),
+        "server_cpu_per_token_ratio": round(statistics.median(costs), 3),
         "cores_of_bad_clients": round(statistics.median(cpu), 2),
     }
 
@@ -231,12 +243,12 @@ async def main(arguments: argparse.Namespace) -> None:
         else:
             raise RuntimeError("the server does not start")
         reading = asyncio.get_running_loop().run_in_executor(None, server.stderr.read)
-        print(f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'their cores':>12}")
+        print(f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'CPU/token':>10} {'their cores':>12}")
         for kind in arguments.kind or KINDS:
-            row = await compare(kind, address[1], int(address[2]), arguments)
+            row = await compare(kind, address[1], int(address[2]), server.pid, arguments)
             found[kind] = row
-            rate, gap, cores = row.values()
-            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {cores:12.2f}", flush=True)
+            rate, gap, cost, cores = row.values()
+            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {cost:10.2f} {cores:12.2f}", flush=True)
         server.terminate()
         await reading
     print(json.dumps(found))

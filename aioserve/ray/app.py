@@ -1,7 +1,6 @@
 """Puts an application of Ray Serve together from its settings. Knows no request."""
 
 import logging
-import os
 import re
 from typing import Any
 
@@ -10,22 +9,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from aioserve.config import AccessConfig, EngineConfig, ServerConfig
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.ray.ingress import Ingress
 from aioserve.ray.replica import EngineReplica
-from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings
-from aioserve.server.access.keyring import ENVIRONMENT
+from aioserve.ray.settings import Autoscaling, ModelSettings, RaySettings, check_served
 
 logger = logging.getLogger(__name__)
-
-# Of the server's settings, those that its handlers read; the others are of its socket and its life.
-SERVED = {
-    "tool_call_parser",
-    "reasoning_parser",
-    "max_body_mib",
-    "ignore_unknown_fields",
-}
 
 
 def make_app(args: dict[str, object]) -> Application:
@@ -122,15 +112,4 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             "skip_tokenizer_init is for Python callers: the ingress needs a tokenizer"
         )
-    for section, defaults in (("server", ServerConfig()), ("access", AccessConfig())):
-        given = getattr(config, section)
-        for name in type(given).__struct_fields__:
-            if name not in SERVED and getattr(given, name) != getattr(defaults, name):
-                raise ConfigError(
-                    f"{section}.{name} has no effect on Ray Serve, which has proxies, routes and a "
-                    "life of its own: set it there"
-                )
-    if ENVIRONMENT in os.environ:
-        raise ConfigError(
-            f"{ENVIRONMENT} has no effect on Ray Serve: put what asks for keys in front of it"
-        )
+    check_served(config)

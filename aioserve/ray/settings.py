@@ -3,17 +3,28 @@
 Data that checks itself. Knows no Ray.
 """
 
+import os
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, field
 
-from aioserve.config import EngineConfig, Section
+from aioserve.config import AccessConfig, EngineConfig, Section, ServerConfig
 from aioserve.errors import ConfigError
 from aioserve.routing import ROUTERS, make_router
+from aioserve.server.access.keyring import ENVIRONMENT
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+# Of the server's settings, those that its handlers read; the others are of its socket and its life.
+SERVED = {
+    "tool_call_parser",
+    "reasoning_parser",
+    "max_body_mib",
+    "ignore_unknown_fields",
+}
 
 
 class Autoscaling(Section, frozen=True, kw_only=True):
@@ -86,3 +97,19 @@ class RaySettings(Section, frozen=True, kw_only=True):
             return msgspec.convert(config, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"args of the Ray application: {error}") from None
+
+
+def check_served(config: EngineConfig) -> None:
+    """Raises `ConfigError` for what has no effect behind Ray's proxies."""
+    for section, defaults in (("server", ServerConfig()), ("access", AccessConfig())):
+        given = getattr(config, section)
+        for name in type(given).__struct_fields__:
+            if name not in SERVED and getattr(given, name) != getattr(defaults, name):
+                raise ConfigError(
+                    f"{section}.{name} has no effect on Ray Serve, which has proxies, routes and a "
+                    "life of its own: set it there"
+                )
+    if ENVIRONMENT in os.environ:
+        raise ConfigError(
+            f"{ENVIRONMENT} has no effect on Ray Serve: put what asks for keys in front of it"
+        )

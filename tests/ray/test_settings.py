@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 import yaml
 
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.ray.settings import RaySettings
+from aioserve.ray.settings import RaySettings, check_served
 
 CONFIGS = Path(__file__).parents[2] / "configs/ray"
 
@@ -51,3 +52,26 @@ def test_the_files_that_ship_say_what_can_work(path: Path) -> None:
     (application,) = yaml.safe_load(path.read_text())["applications"]
     for model in RaySettings.of(application["args"]).models:
         model.engine_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("server.port", 9000),
+        ("access.api_keys_file", "keys.yaml"),
+        ("access.uds", "a.sock"),
+        ("access.ssl_certfile", "cert.pem"),
+        ("access.allowed_origins", ("*",)),
+        ("access.max_connections", 7),
+    ],
+)
+def test_what_rays_proxies_do_is_refused_in_words(name: str, value: Any) -> None:
+    check_served(EngineConfig())
+    with pytest.raises(ConfigError, match=f"{name} has no effect on Ray Serve, .*: set it there"):
+        check_served(EngineConfig.load(None, [(name, value)]))
+
+
+def test_keys_of_the_environment_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSERVE_API_KEYS", "sk-ann-0123456789")
+    with pytest.raises(ConfigError, match="AIOSERVE_API_KEYS has no effect on Ray Serve"):
+        check_served(EngineConfig())

@@ -177,7 +177,7 @@ class Connection(RequestHandler):
         super().data_received(data)
         if self._request_count == count:
             if was_waiting:
-                self._take_head(len(data))
+                self._take_head(data)
             elif self._is_unwanted:
                 self._rest()
             return
@@ -232,10 +232,12 @@ class Connection(RequestHandler):
     def _max_head(self) -> int:
         return self._connections.settings.max_header_bytes
 
-    def _take_head(self, num_bytes: int) -> None:
+    def _take_head(self, data: bytes) -> None:
         if self._head_since is None:
+            if not data.strip(b"\r\n"):
+                return  # some clients end their bodies so: it is no beginning (RFC 9112, 2.2)
             self._head_since = self._loop.time()
-        self._head_bytes += num_bytes
+        self._head_bytes += len(data)
         if self._head_bytes > self._max_head:
             self._refuse_head()
 

@@ -76,6 +76,15 @@ async def test_a_head_that_is_as_long_in_coming_as_it_may_be_is_served(start_ser
         assert await slow.answer() == (200, {"status": "ok"})
 
 
+async def test_an_empty_line_behind_a_request_is_not_taken_for_the_next_one(start_server):
+    settings = {"header_timeout": 0.05, "keep_alive_timeout": 0.5}
+    async with start_server(access=settings) as server, Raw.to(server) as client:
+        await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await client.reader.readuntil(b"}")
+        await client.send(b"\r\n")
+        assert await client.closed() == b""  # for it was idle
+
+
 async def test_a_body_that_does_not_come_is_a_408(start_server):
     async with start_server(access={"body_timeout": 0.2}) as server, Raw.to(server) as slow:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
