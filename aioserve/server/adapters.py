@@ -13,7 +13,7 @@ from aioserve.server.errors import UnknownAdapterError
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import RequestPart, Text
 from aioserve.server.unserved import NOT_ON_LOAD_ADAPTER, NOT_ON_UNLOAD_ADAPTER
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.validation import BodyDecoder, check_path
 
 
 class LoadRequest(RequestPart, kw_only=True):
@@ -36,6 +36,7 @@ unload_decoder = BodyDecoder(UnloadRequest, NOT_ON_UNLOAD_ADAPTER, shared={}, hi
 async def load_adapter(request: web.Request) -> web.Response:
     """The handler. Returns when requests may name it; others run on meanwhile."""
     body = await decode_body(request, load_decoder)
+    check_path(body.lora_path, "lora_path")
     try:
         await request.app[ENGINE].ask(LoadAdapter(body.lora_name, body.lora_path))
     except NoAdapterError as error:

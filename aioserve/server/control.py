@@ -26,7 +26,7 @@ from aioserve.errors import ConfigError, PolicyError, RequestError
 from aioserve.server.body import decode_body
 from aioserve.server.keys import ENGINE
 from aioserve.server.protocol import RequestPart, Text
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.validation import BodyDecoder, check_path
 
 _encoder = msgspec.json.Encoder()
 
@@ -106,6 +106,7 @@ async def wake(request: web.Request) -> web.Response:
 async def reload(request: web.Request) -> web.Response:
     """POST /admin/reload: answered when the next step has the new weights."""
     body: ReloadRequest = await decode_body(request, reload_decoder)
+    check_path(body.path, "path")
     return await _state(request, Reload(body.path, body.running), param="path")
 
 

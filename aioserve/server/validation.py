@@ -186,3 +186,9 @@ def _path(message: str) -> str | None:
     if missing := _MISSING.search(message):
         return f"{parent}.{missing.group(1)}" if parent else missing.group(1)
     return parent or None
+
+
+def check_path(path: str, param: str) -> None:
+    """Raises `RequestError` for what no system takes as the name of a file."""
+    if "\0" in path:
+        raise RequestError(f"{param} must not hold a NUL character", param=param)

@@ -72,6 +72,7 @@ async def test_a_server_sleeps_and_wakes(start_server):
         ("pause", {"run": "keep"}, "run"),
         ("sleep", {"weights": 3}, "weights"),
         ("reload", {}, "path"),
+        ("reload", {"path": "a\0b"}, "NUL"),
         ("reload", {"path": "/no/such/model"}, "reload is served on a CPU alone"),
         ("shadow", {"policy": "fcsf"}, "unknown policy"),
         ("shadow", {"policy": "chunked_prefill", "options": {"chunk_size": 0}}, "chunk_size"),

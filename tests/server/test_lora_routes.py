@@ -139,6 +139,7 @@ async def test_adapters_come_and_go_by_vllms_routes(base: Path, paths: dict[str,
             (load | {"lora_name": ""}, 400, None, "needs a name"),
             (load | {"lora_name": "x", "lora_path": "/nowhere"}, 404, "adapter_not_found", "no ad"),
             (load | {"load_inplace": True}, 400, None, "unload_lora_adapter first"),
+            (load | {"lora_path": "a\0b"}, 400, None, "NUL"),
             ({"lora_name": "x"}, 400, None, "lora_path"),
         ):
             found, answer = await client.post("/v1/load_lora_adapter", body)
