@@ -85,15 +85,17 @@ class Control:
 
     async def reload(self, path: str, running: Running) -> None:
         """The weights of the model in directory `path`, which is the same but for them. Raises
-        `ConfigError` if they cannot be read or there is no room for both: the old ones go on then,
-        and whoever was kept is computed again.
+        `ConfigError`, before anything has changed, for another model and where that is not served;
+        and if they cannot be read or there is no room for both: the old ones go on then, and
+        whoever was kept is computed again.
 
         A pause stays one; who sleeps is woken.
         """
         async with self._lock:
             self._check("reload", running, replaces_weights=True)
-            before, arrivals = self.state, self.arrivals
-            await self._pause(running, arrivals)
+            await self._runner.check_weights(path)
+            before = self.state
+            await self._pause(running, "wait" if before == "running" else self.arrivals)
             try:
                 if before != "asleep":
                     await self._vacate()

@@ -103,12 +103,17 @@ class RunnerInterface(ABC):
         be; it sleeps on then.
         """
 
-    async def load_weights(self, path: str) -> None:
-        """Those of a model directory in the place of ours, between two steps; also instead of
-        `wake`. No later step reads what earlier ones wrote. Raises `ConfigError` for a model that
-        differs in more than its weights, or has no room beside ours; nothing has changed then.
+    async def check_weights(self, path: str) -> None:
+        """Raises `ConfigError` if `load_weights` is not served, or not for the model in directory
+        `path`: it differs in more than its weights.
         """
         raise ConfigError("reload is served on a CPU alone, without ranks (tensor_parallel_size)")
+
+    async def load_weights(self, path: str) -> None:  # noqa: B027 - it has none
+        """Those of a model directory in the place of ours, between two steps; also instead of
+        `wake`. No later step reads what earlier ones wrote. Raises `ConfigError` as `check_weights`
+        does, or if they cannot be read, or have no room beside ours; nothing has changed then.
+        """
 
     def check(self) -> None:  # noqa: B027 - it can
         """Raises `RunnerDeadError` if no further step can run."""

@@ -36,10 +36,16 @@ class SleepingRunner(ThreadedRunner):
         if self._executor is None:
             await self._submit(lambda: self._load_again(self._model_info))
 
+    async def check_weights(self, path: str) -> None:
+        await self._read(path)
+
     async def load_weights(self, path: str) -> None:
-        config = msgspec.structs.replace(self._model_info.config, model=path)
-        info = await asyncio.to_thread(read_same_model, config, self._model_info)
+        info = await self._read(path)
         await self._submit(lambda: self._load_again(info))
+
+    async def _read(self, path: str) -> ModelInfo:
+        config = msgspec.structs.replace(self._model_info.config, model=path)
+        return await asyncio.to_thread(read_same_model, config, self._model_info)
 
     async def load_adapter(self, adapter_id: str, files: "AdapterFiles") -> None:
         if self._executor is None and self._thread is not None:
