@@ -6,9 +6,9 @@ With and without them, in turns:
 
 A server with simulated steps of 5 ms, good clients in a closed loop of streams, and beside them, in
 a process of their own, one kind of bad client at a time. That process takes cores as well: how much
-is told, and it is missing where there are few. Ratios of with to without, medians over rounds; the
-server's CPU time for a token is the one that a busy machine says something about. The last line is
-JSON.
+is told, and it is missing where there are few. Ratios of with to without, and how many cores more
+the server takes, which is what a busy machine can tell as well: medians over rounds. The last line
+is JSON.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
     rate: float  # tokens a second
     gap: float  # p99, ms
-    cpu: float  # of the server, ms a token
+    cores: float  # that the server took
 
 
 async def measure(host: str, port: int, server: int, arguments: argparse.Namespace) -> Measured:
@@ -77,9 +77,7 @@ async def measure(host: str, port: int, server: int, arguments: argparse.Namespa
             task.result()
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return Measured(
-        len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99)), 1e3 * cpu / len(gaps)
-    )
+    return Measured(len(gaps) / elapsed, 1e3 * float(np.percentile(gaps, 99)), cpu / elapsed)
 
 
 # Those who do not: each until the process is ended.
@@ -208,7 +206,7 @@ async def compare(
     kind: str, host: str, port: int, server: int, arguments: argparse.Namespace
 ) -> dict[str, float]:
     """One kind of bad client: medians over rounds."""
-    ratios, cpu = [], []
+    rates, gaps, more, cpu = [], [], [], []
     for _ in range(arguments.rounds):
         without = await measure(host, port, server, arguments)
         with process(__file__, "--hostile", kind, host, str(port)) as bad:
@@ -218,12 +216,13 @@ async def compare(
             cpu.append((cpu_seconds(bad.pid) - before) / arguments.seconds)
             if bad.poll() is not None:
                 raise RuntimeError(f"{kind}: the bad clients have ended")
-        ratios.append([one / other for one, other in zip(beside, without, strict=True)])
-    rates, gaps, costs = zip(*ratios, strict=True)
+        rates.append(beside.rate / without.rate)
+        gaps.append(beside.gap / without.gap)
+        more.append(beside.cores - without.cores)
     return {
         "tokens_per_second_ratio": round(statistics.median(rates), 3),
         "p99_gap_ratio": round(statistics.median(gaps), 3),
-        "server_cpu_per_token_ratio": round(statistics.median(costs), 3),
+        "cores_more_of_server": round(statistics.median(more), 3),
         "cores_of_bad_clients": round(statistics.median(cpu), 2),
     }
 
@@ -243,12 +242,14 @@ async def main(arguments: argparse.Namespace) -> None:
         else:
             raise RuntimeError("the server does not start")
         reading = asyncio.get_running_loop().run_in_executor(None, server.stderr.read)
-        print(f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'CPU/token':>10} {'their cores':>12}")
+        print(
+            f"{'beside':18} {'tokens/s':>9} {'p99 gap':>9} {'cores more':>10} {'their cores':>12}"
+        )
         for kind in arguments.kind or KINDS:
             row = await compare(kind, address[1], int(address[2]), server.pid, arguments)
             found[kind] = row
-            rate, gap, cost, cores = row.values()
-            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {cost:10.2f} {cores:12.2f}", flush=True)
+            rate, gap, more, cores = row.values()
+            print(f"{kind:18} {rate:9.2f} {gap:9.2f} {more:10.3f} {cores:12.2f}", flush=True)
         server.terminate()
         await reading
     print(json.dumps(found))

@@ -58,17 +58,16 @@ class Connections:
         """Nobody is looked after any more."""
         self._sweeping.cancel()
 
-    def accept(self, server: web.Server) -> asyncio.Protocol:
-        """For one more client. If there are too many, the one that is idle longest makes room; if
-        none is, this one hears so.
+    def add(self, connection: "Connection") -> bool:
+        """It is open. If there are too many, the one that is idle longest makes room; False if none
+        is: then it is not to stay. Asked here and not when it is accepted: of those some never
+        come, and many may be accepted in one turn of the loop.
         """
         if len(self._open) >= self._most and not self._make_room():
-            return _Full(self)
-        return Connection(self, server)
-
-    def add(self, connection: "Connection") -> None:
-        """It is open."""
+            self.count("too_many_connections")
+            return False
         self._open[connection] = None
+        return True
 
     def note(self, connection: "Connection") -> None:
         """It has just been heard of."""
@@ -86,7 +85,7 @@ class Connections:
 
     def _make_room(self) -> bool:
         for connection in list(_first(self._open, MAX_LOOKS)):
-            if connection.is_waiting:
+            if connection.is_idle:
                 self.count("idle_connection_closed")
                 self.discard(connection)
                 connection.force_close()
@@ -131,6 +130,7 @@ class Connection(RequestHandler):
 
     __slots__ = (
         "_connections",
+        "_has_request",
         "_head_bytes",
         "_head_since",
         "_is_unwanted",
@@ -150,20 +150,31 @@ class Connection(RequestHandler):
         )
         self._connections = connections
         self._link: asyncio.Transport | None = None
+        self._has_request = False  # that has come and is not answered
         self._head_bytes = 0  # of a head that has begun
         self._head_since: float | None = None
         self._unread: tuple[int, float] | None = None  # bytes, and since when they are as many
         self._is_unwanted = False  # what is left of the body that is coming
 
     @property
-    def is_waiting(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no request is being answered: it has not come, or not all of its head has."""
-        return self._waiter is not None and not self._waiter.done() and not self._messages
+        return not (self._has_request or self._messages)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
-        self._connections.add(self)
-        super().connection_made(transport)
+        if self._connections.add(self):
+            super().connection_made(transport)
+            return
+        self._close = True
+        answer = _answer(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "this server has as many connections as it takes, all of them busy",
+            "too_many_connections",
+            f"Retry-After: {RETRY_SECONDS}\r\n",
+        )
+        self._link.write(answer)
+        self._loop.call_later(LINGER_SECONDS, self._link.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.discard(self)
@@ -173,7 +184,9 @@ class Connection(RequestHandler):
         if self._close or self._force_close:
             return
         self._connections.note(self)
-        was_waiting, count = self.is_waiting, self._request_count
+        # Behind a request that is answered, what is left of its body may still be coming.
+        was_waiting = self._waiter is not None and not self._waiter.done() and not self._messages
+        count = self._request_count
         super().data_received(data)
         if self._request_count == count:
             if was_waiting:
@@ -181,7 +194,7 @@ class Connection(RequestHandler):
             elif self._is_unwanted:
                 self._rest()
             return
-        self._is_unwanted = False
+        self._is_unwanted, self._has_request = False, True
         size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
         if not (was_waiting and self._messages):
             return
@@ -190,6 +203,13 @@ class Connection(RequestHandler):
             self._refuse_message(message)
         elif size > self._max_head and _head_size(message) > self._max_head:
             self._refuse_head()
+
+    async def finish_response(self, *args: Any, **options: Any) -> tuple[web.StreamResponse, bool]:
+        """As aiohttp's: the last that is done for a request."""
+        try:
+            return await super().finish_response(*args, **options)
+        finally:
+            self._has_request = False
 
     def refuse_body(self) -> None:
         """What is still to come of it is of no use: it is read, so that the client comes to read
@@ -201,7 +221,7 @@ class Connection(RequestHandler):
         """Give up on a head that does not end, and on an answer that is not read."""
         settings = self._connections.settings
         if self._head_since is not None and now - self._head_since > settings.header_timeout:
-            if self.is_waiting:
+            if self.is_idle:
                 self._refuse(
                     HTTPStatus.REQUEST_TIMEOUT,
                     f"the head of the request took more than {settings.header_timeout:g} s",
@@ -267,25 +287,6 @@ class Connection(RequestHandler):
         if self.transport is not None:
             self.transport.write(_answer(status, message, reason))
         self._loop.call_later(LINGER_SECONDS, self.force_close)
-
-
-class _Full(asyncio.Protocol):
-    """Says that there is no room."""
-
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        link = cast(asyncio.Transport, transport)
-        self._connections.count("too_many_connections")
-        answer = _answer(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "this server has as many connections as it takes, all of them busy",
-            "too_many_connections",
-            f"Retry-After: {RETRY_SECONDS}\r\n",
-        )
-        link.write(answer)
-        asyncio.get_running_loop().call_later(LINGER_SECONDS, link.abort)
 
 
 def _head_size(message: Any) -> int:

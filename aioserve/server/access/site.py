@@ -10,7 +10,7 @@ from socket import AF_UNIX, socket
 
 from aiohttp import web
 
-from aioserve.server.access.connections import Connections
+from aioserve.server.access.connections import Connection, Connections
 from aioserve.server.sockets import url_of
 
 BACKLOG = 1024  # connections that the system keeps while the loop is busy
@@ -44,7 +44,7 @@ class Site(web.BaseSite):
         loop = asyncio.get_running_loop()
         begin = loop.create_unix_server if self._socket.family == AF_UNIX else loop.create_server
         self._server = await begin(
-            functools.partial(self._connections.accept, self._runner.server),
+            functools.partial(Connection, self._connections, self._runner.server),
             sock=self._socket,
             backlog=self._backlog,
             ssl=self._ssl_context,

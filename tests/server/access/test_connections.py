@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 
 import pytest
 
@@ -169,6 +170,17 @@ async def test_of_too_many_connections_the_one_that_is_idle_longest_makes_room(s
         assert await idle[0].closed() == b""
         await idle[2].send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await idle[2].answer())[0] == 200
+
+
+async def test_many_that_come_at_once_are_no_more_than_there_may_be(start_server):
+    async with start_server(access={"max_connections": 3}) as server:
+        many = [socket.create_connection((server.host, server.port)) for _ in range(20)]
+        async with asyncio.timeout(PATIENCE):
+            while (await refusals(server)).get("idle_connection_closed", 0) < 18:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await server.complete(max_tokens=1)).status == 200
+        for sock in many:
+            sock.close()
 
 
 async def test_where_all_are_busy_one_more_hears_so_and_they_go_on(start_server):
