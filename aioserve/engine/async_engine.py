@@ -111,6 +111,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             lambda: 0 if self._parts is None else self._parts.core.num_policy_failures,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
             self._get_info,
+            lambda: self.state,
         )
         self._loop_lag = LoopLag()
         self._pulse = Pulse(

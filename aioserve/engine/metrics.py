@@ -6,7 +6,7 @@ increments. Knows nothing about HTTP.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from aioserve.engine.adapter_metrics import AdapterMetrics
 from aioserve.engine.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
 from aioserve.engine.kv_connector import KVConnectorMetrics
-from aioserve.engine.questions import Counted
+from aioserve.engine.questions import Counted, State
 from aioserve.engine.samples import SampleState
 from aioserve.engine.vllm_names import aliases
 from aioserve.outputs import FinishReason, SchedulerStats
@@ -70,6 +70,7 @@ class EngineMetrics(Collector):
         get_num_policy_failures: Callable[[], int],
         get_num_compute_threads: Callable[[], int | None],
         get_info: Callable[[], Mapping[str, Mapping[str, str]]],
+        get_state: Callable[[], State],
     ) -> None:
         """All are asked for the state of scheduler and runner when somebody scrapes; `get_info` for
         what is set, as labels by name.
@@ -79,6 +80,7 @@ class EngineMetrics(Collector):
         self._get_num_policy_failures = get_num_policy_failures
         self._get_num_compute_threads = get_num_compute_threads
         self._get_info = get_info
+        self._get_state = get_state
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.shadow = ShadowMetrics(self._registry)
@@ -185,6 +187,14 @@ class EngineMetrics(Collector):
             "Times the policy raised, broke a rule or scheduled nobody",
             self._get_num_policy_failures(),
         )
+        states = GaugeMetricFamily(
+            "aioserve_engine_state",
+            "1 for what the engine does, as operators want it",
+            labels=["state"],
+        )
+        for state in get_args(State):
+            states.add_metric([state], state == self._get_state())
+        yield states
         finished = CounterMetricFamily(
             "aioserve_requests_finished", "Requests that ended, by reason", labels=["reason"]
         )

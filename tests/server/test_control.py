@@ -56,6 +56,9 @@ async def test_who_comes_in_a_pause_can_be_refused(start_server):
 async def test_a_server_sleeps_and_wakes(start_server):
     async with start_server(server=ADMIN) as server:
         assert await post(server, "sleep", {"weights": True}) == (200, {"state": "asleep"})
+        text = (await server.get("/metrics")).body
+        assert b'aioserve_engine_state{state="asleep"} 1.0' in text
+        assert b'aioserve_engine_state{state="running"} 0.0' in text
         status, body = await post(server, "resume")
         assert status == 400
         assert "wake" in body["error"]["message"]
