@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import yaml
 
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
 from aioserve.engine.questions import Report
-from aioserve.errors import ConfigError, EngineOverloadedError, RequestError
+from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.watch.delegate import innermost, without
 from aioserve.watch.recorder import LOG_SETTINGS, RecordingScheduler
@@ -165,7 +164,4 @@ def _write(path: Path, scheduler: SchedulerConfig) -> None:
         del plain[name]
     if plain["policy"].partition(":")[0].endswith(".py"):
         plain["policy"] = str(Path(plain["policy"]).absolute())
-    try:
-        path.write_text(yaml.safe_dump({"scheduler": plain}))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    path.write_bytes(msgspec.json.encode({"scheduler": plain}))  # which is YAML, too

@@ -220,6 +220,11 @@ async def test_a_thousand_requests_are_all_drawn(browser):
         ]
         await tab.until("aioserve.story.gauges.num_waiting === 300")
         await tab.until("aioserve.now.lanes.shown.flat().length === 1000")
+        await click(tab, "runners")
+        await tab.until("aioserve.now.lanes.shown.flat().length === 700")
+        assert await tab.run("aioserve.now.lanes.shown.length") == 700
+        await click(tab, "runners")
+        await tab.until("aioserve.now.lanes.shown.flat().length === 1000")
         speaking = "[...aioserve.story.lives.values()].filter((life) => life.output > 0)"
         await tab.until(f"{speaking}.length === 700")
         await tab.run("document.getElementById('table').open = true")

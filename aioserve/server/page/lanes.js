@@ -110,7 +110,11 @@ export class Lanes extends Plot {
     const { pen, palette } = this;
     this.begin(view);
     this.shown = [];
-    for (const life of story.between(this.from, this.to)) (this.shown[life.lane] ??= []).push(life);
+    this.onlyRunners = view.onlyRunners;
+    for (const life of story.between(this.from, this.to)) {
+      const lane = view.onlyRunners ? life.runLane : life.lane;
+      if (lane !== null) (this.shown[lane] ??= []).push(life);
+    }
     const fitting = Math.floor(this.height / Math.max(this.shown.length, 1));
     this.lane = Math.max(MIN_LANE, Math.min(MAX_LANE, fitting));
     const needed = `${this.shown.length * this.lane}px`;
@@ -150,13 +154,14 @@ export class Lanes extends Plot {
     if (life === chosen || life === hovered) {
       pen.fillStyle = life === chosen ? palette.chosen : palette.line;
       pen.globalAlpha = life === chosen ? 0.35 : 0.7;
-      const x0 = this.x(life.spans[0].from) - 3;
+      const [first] = this.onlyRunners && life.spans.length > 1 ? life.spans.slice(1) : life.spans;
+      const x0 = this.x(first.from) - 3;
       pen.fillRect(x0, y, this.x(life.end ?? this.to) + 4 - x0, this.lane);
       pen.globalAlpha = 1;
     }
     for (const { kind, from, to } of life.spans) {
       const end = to ?? life.end ?? this.to;
-      if (end < this.from) continue;
+      if (end < this.from || (kind === "queued" && this.onlyRunners)) continue; // not in that lane
       const x0 = Math.max(this.x(from), this.gutter - 2), x1 = this.x(Math.min(end, this.to));
       const width = Math.max(x1 - x0, 1);
       if (kind === "queued" || kind === "preempted") {

@@ -52,6 +52,7 @@ export class Now {
       window: 1e3 * Number(byId("window").value),
       gutter: width > 700 ? 132 : 58,
       right: width,
+      onlyRunners: byId("runners").checked,
     };
   }
 
@@ -159,7 +160,7 @@ export class Now {
     const rows = lives.slice(0, TABLE_ROWS).map((life) => element("tr", { "aria-selected": life === this.story.chosen ? "true" : null },
       element("th", { scope: "row" }, element("button", {
         type: "button", class: "link", title: life.id, onclick: () => this.choose(life),
-      }, short(life.id, 26))),
+      }, short(life.id, 22))),
       element("td", { class: "left" }, life.waits && life.reason ? `${STATES[life.state]}: ${REASONS[life.reason] ?? life.reason}` : STATES[life.state]),
       ...[life.prompt, life.cached, life.output].map((value) => element("td", {}, count(value))),
       element("td", {}, duration(life.seconds("queued", this.story.now) + life.seconds("preempted", this.story.now))),

@@ -15,7 +15,7 @@ const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, 
 class Life {
   constructor(came, known) {
     Object.assign(this, came);
-    this.lane = 0;
+    this.lane = this.runLane = null; // among all, and among those who ran
     this.state = "queued"; // queued, prefill, decode, preempted, done
     this.reasons = []; // {step, reason}: from that step on
     this.spans = [{ kind: "queued", from: came.arrival, to: null }];
@@ -65,6 +65,7 @@ export class Story {
     this.about = this.gauges = this.shadow = null;
     this.lives = new Map(); // by number, in order of arrival
     this.lanes = []; // who has each, last: a lane is used again
+    this.runLanes = [];
     this.byId = new Map();
     this.steps = []; // with those who were in them
     this.unanswered = new Map(); // steps that are not back, by id
@@ -108,6 +109,7 @@ export class Story {
       if (state === "running") {
         const decodes = output > 0;
         life.enter(decodes ? "decode" : "prefill", frame.now);
+        life.runLane = place(this.runLanes, life);
         if (!decodes) this.prefilling.add(life);
       }
     }
@@ -117,9 +119,7 @@ export class Story {
 
   add(came, known) {
     const life = new Life(came, known);
-    const free = this.lanes.findIndex((last) => last.end !== null);
-    life.lane = free < 0 ? this.lanes.length : free;
-    this.lanes[life.lane] = life;
+    life.lane = place(this.lanes, life);
     this.lives.set(life.number, life);
     this.byId.set(life.id, life);
     if (this.own.has(life.id)) life.tokenSteps = [];
@@ -170,6 +170,7 @@ export class Story {
       if (!life) continue;
       if (!life.preemptions) life.cached = computed;
       life.computed = computed;
+      life.runLane ??= place(this.runLanes, life);
       life.enter("prefill", plan.time);
       this.prefilling.add(life);
     }
@@ -238,14 +239,13 @@ export class Story {
         if (this.byId.get(life.id) === life) this.byId.delete(life.id);
       }
     while (this.steps.length > MAX_STEPS || (this.numRows > MAX_ROWS && this.steps.length > 1)) {
-      const dropped = this.steps.splice(0, 1000);
-      this.numRows -= new Set(dropped.map((step) => step.lives)).size * (dropped[0].lives.length || 1);
+      const rows = new Set(this.steps.splice(0, 1000).map((step) => step.lives));
+      rows.delete(this.steps[0]?.lives); // steps share them
+      for (const lives of rows) this.numRows -= lives.length;
     }
-    const isOld = ({ time }) => time < before;
-    for (const list of [this.kv, this.switches])
-      list.splice(0, list.findIndex((one) => !isOld(one)) < 0 ? list.length : list.findIndex((one) => !isOld(one)));
-    const first = this.recent.findIndex(({ time }) => time >= this.now - RECENT_MS);
-    this.recent.splice(0, Math.max(first, 0));
+    dropBefore(this.kv, before);
+    dropBefore(this.switches, before);
+    dropBefore(this.recent, this.now - RECENT_MS);
   }
 
   // Of the last ten seconds.
@@ -277,6 +277,19 @@ export class Story {
       if ((life.end === null || life.end >= from) && life.spans[0].from <= to) found.push(life);
     return found;
   }
+}
+
+// The first lane whose last holder has ended.
+function place(lanes, life) {
+  const free = lanes.findIndex((last) => last.end !== null);
+  const lane = free < 0 ? lanes.length : free;
+  lanes[lane] = life;
+  return lane;
+}
+
+function dropBefore(list, when) {
+  const first = list.findIndex(({ time }) => time >= when);
+  list.splice(0, first < 0 ? list.length : first);
 }
 
 // The smallest value that at least that share of [value, count] does not exceed.
