@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import zmq
 
+from aioserve.engine.samples import Origin
 from aioserve.request import EncoderInput, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.structured_outputs import StructuredOutputs
@@ -28,7 +29,7 @@ def spec_of(*arrays, **fields) -> RequestSpec:
 
 def said(number: int, spec: RequestSpec) -> tuple[Add, list]:
     forms, memory = arrays_of(spec)
-    return Add(number, *encode_spec(spec.without_arrays()), "", None, forms), memory
+    return Add(number, *encode_spec(spec.without_arrays()), "", None, Origin(), forms), memory
 
 
 ARRAYS = {

@@ -168,7 +168,9 @@ async def test_what_waits_for_a_reader_that_has_left_is_not_sent(monkeypatch):
 async def test_workers_draw_seeds_of_their_own():
     """For requests without one: equal prompts at two workers are to get two replies."""
     async with joined(SIMULATED, 2) as (_, _, remotes, _):
-        drawn = [remote._parts.input_processor._random.getrandbits(62) for remote in remotes]
+        drawn = [
+            remote._parts.input_processor.sampling._random.getrandbits(62) for remote in remotes
+        ]
     assert drawn[0] != drawn[1]
 
 
