@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
@@ -129,6 +129,7 @@ class Connection(RequestHandler):
     """One, as aiohttp has it, with an eye on the clock."""
 
     __slots__ = (
+        "_body",
         "_connections",
         "_has_request",
         "_head_bytes",
@@ -150,7 +151,8 @@ class Connection(RequestHandler):
         )
         self._connections = connections
         self._link: asyncio.Transport | None = None
-        self._has_request = False  # that has come and is not answered
+        self._has_request = False  # whose head has come and that is not answered
+        self._body: StreamReader | None = None  # of that
         self._head_bytes = 0  # of a head that has begun
         self._head_since: float | None = None
         self._unread: tuple[int, float] | None = None  # bytes, and since when they are as many
@@ -158,8 +160,10 @@ class Connection(RequestHandler):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered: it has not come, or not all of its head has."""
-        return not (self._has_request or self._messages)
+        """Whether no request is being answered: it has not come, or not all of it has."""
+        if self._has_request and self._body is not None:
+            return not self._body.is_eof()
+        return not self._messages
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
@@ -195,6 +199,7 @@ class Connection(RequestHandler):
                 self._rest()
             return
         self._is_unwanted, self._has_request = False, True
+        self._body = self._messages[-1][1] if self._messages else None
         size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
         if not (was_waiting and self._messages):
             return
@@ -221,7 +226,7 @@ class Connection(RequestHandler):
         """Give up on a head that does not end, and on an answer that is not read."""
         settings = self._connections.settings
         if self._head_since is not None and now - self._head_since > settings.header_timeout:
-            if self.is_idle:
+            if not self._has_request:
                 self._refuse(
                     HTTPStatus.REQUEST_TIMEOUT,
                     f"the head of the request took more than {settings.header_timeout:g} s",

@@ -172,6 +172,30 @@ async def test_of_too_many_connections_the_one_that_is_idle_longest_makes_room(s
         assert (await idle[2].answer())[0] == 200
 
 
+async def test_who_sends_a_body_slowly_makes_room_and_who_waits_for_an_answer_does_not(
+    start_server,
+):
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(start_server(access={"max_connections": 3}))
+        fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
+        busy = await RawClient.post(server, **fields)
+        await busy_one(server)
+        for _ in range(2):
+            slow = await stack.enter_async_context(Raw.to(server))
+            await slow.send(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            )
+        await refusals(server)
+        assert (await server.complete(max_tokens=1)).status == 200
+        assert (await refusals(server))["idle_connection_closed"] >= 1
+        await busy_one(server)
+        await busy.leave()
+
+
+async def busy_one(server) -> None:
+    await until(server, lambda gauges: gauges["num_requests_running"] == 1)
+
+
 async def test_many_that_come_at_once_are_no_more_than_there_may_be(start_server):
     async with start_server(access={"max_connections": 3}) as server:
         many = [socket.create_connection((server.host, server.port)) for _ in range(20)]
