@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
@@ -82,8 +83,10 @@ class InputProcessor:
         self.sampling = SamplingDoor(
             model_info, seed, self._encode_word, tells_prompts=tells_prompts
         )
-        # One thread: tokenizing beside the model's threads gains nothing from more.
+        # One thread: tokenizing beside the model's threads gains nothing from more. Images have
+        # one of their own, so that no text waits for them.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
+        self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
     @property
     def refuses_images(self) -> str:
@@ -144,8 +147,9 @@ class InputProcessor:
 
     async def _encode_whole(self, prompt: Prompt, room: Room, add_special_tokens: bool) -> Encoded:
         if isinstance(prompt, Illustrated):
-            work = self._illustrations.encode
-            return await self._run(True, work, prompt, room, add_special_tokens, self._encode)
+            encode = self._illustrations.encode
+            work = partial(encode, prompt, room, add_special_tokens, self._encode)
+            return await asyncio.get_running_loop().run_in_executor(self._image_executor, work)
         if isinstance(prompt, Encoded):
             assert room.keep is None, "what is cut off would take its images along"
             token_ids = self._check_vocabulary(prompt.token_ids, "prompt")
@@ -209,6 +213,7 @@ class InputProcessor:
     def close(self) -> None:
         """Let the tokenizer thread end; who still waits for it is refused afterwards."""
         self._executor.shutdown(wait=False)
+        self._image_executor.shutdown(wait=False)
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -149,7 +149,8 @@ class Shadow:
             return
         self._num_followed += 1
         shadow_id = f"shadow-{self._num_followed}"
-        request = Request(msgspec.structs.replace(live.spec, request_id=shadow_id))
+        spec = live.spec.without_arrays()  # it may live longer, and has no encoder
+        request = Request(msgspec.structs.replace(spec, request_id=shadow_id))
         request.stop_token_ids = frozenset()  # it ends where the live one did
         self.scheduler.add_request(request)
         self._ids[live] = request.request_id

@@ -30,6 +30,7 @@ from aioserve.scheduler.registry import available_policies
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
+from tests.processes import PATIENCE
 from tests.seeing_models import SEEING_KINDS, make_seeing_model, picture
 from tests.server.access.conftest import BEN, keys_file
 from tests.server.bad_bodies import check, mutations
@@ -448,6 +449,35 @@ async def test_what_takes_long_is_done_off_the_loop(seeing, monkeypatch):
         await look(server, url_of(0))
     assert threads.keys() == {"decode", "decode_base64", "read_header"}
     assert threading.main_thread() not in set().union(*threads.values())
+
+
+async def test_long_texts_are_tokenized_beside_images(seeing, monkeypatch):
+    """In another thread, with the same tokenizer: no text waits for an image."""
+    begun, may_end = threading.Event(), threading.Event()
+    decode = decoding.decode
+
+    def slow(data: bytes) -> Any:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return decode(data)
+
+    monkeypatch.setattr(decoding, "decode", slow)
+    long = [{"type": "text", "text": "to be or not to be, " * 110}]
+    async with seeing() as server:
+        looking = asyncio.create_task(look(server, url_of(0)))
+        await asyncio.to_thread(begun.wait)
+        body = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+        answer = await server.request("POST", "/v1/chat/completions", json=body)
+        assert (answer.status, looking.done()) == (200, False)
+        may_end.set()
+        assert ids_of(await looking)
+        both = (
+            look(server, url_of(number))
+            if number % 2
+            else server.request("POST", "/v1/chat/completions", json=body)
+            for number in range(40)
+        )
+        assert len(await asyncio.gather(*both)) == 40
 
 
 async def test_a_mark_of_images_in_a_text_is_no_image(seeing):

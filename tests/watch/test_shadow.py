@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine.histogram import Histogram
+from aioserve.engine.illustrations import Encoded
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.request import EncoderInput, Request
 from aioserve.scheduler import SchedulerOutput
 
 
@@ -142,3 +145,27 @@ def test_a_shadow_policy_that_fails_is_switched_off_and_nobody_notices() -> None
 def test_a_shadow_policy_that_cannot_work_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'fcsf'"):
         run("fcfs", "fcsf")
+
+
+def test_the_shadow_plans_images_and_keeps_none() -> None:
+    """Their arrays are the live request's: a shadow that lives longer would hold them in memory."""
+    seen: list[EncoderInput] = []
+
+    async def main(engine: AsyncEngine) -> None:
+        shadow = engine.metrics.shadow.shadow
+        assert shadow is not None
+        add_request = shadow.scheduler.add_request
+
+        def note(request: Request) -> None:
+            seen.extend(request.encoder_inputs)
+            add_request(request)
+
+        shadow.scheduler.add_request = note  # type: ignore[method-assign]
+        image = EncoderInput(2, 30, "cat", {"pixels": np.zeros(9)})
+        prompt = Encoded([7] * 60, [image])
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True)):
+            pass
+        await asyncio.sleep(30)
+
+    run("fcfs", "chunked_prefill", main)
+    assert [(item.content_hash, item.arrays) for item in seen] == [("cat", None)]
