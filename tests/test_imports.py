@@ -153,6 +153,7 @@ ALLOWED = {
         "aioserve.engine.illustrations",
         "aioserve.engine.request_log",
         "aioserve.errors",
+        "aioserve.images",
         "aioserve.kv_cache",
         "aioserve.model_info",
         "aioserve.outputs",

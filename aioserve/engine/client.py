@@ -88,6 +88,11 @@ class EngineClient(ABC):
         """Why there can be no images in prompts; empty if there can be."""
         return self._alive().input_processor.refuses_images
 
+    @property
+    def image_placeholder(self) -> str:
+        """What stands for an image in a text prompt; empty if there can be none."""
+        return self._alive().input_processor.image_placeholder
+
     @abstractmethod
     async def add_request(
         self,

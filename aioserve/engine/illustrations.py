@@ -47,8 +47,9 @@ class Illustrations:
             except ConfigError as error:
                 self.refusal = str(error)
                 logger.warning("%s: images are refused: %s", info.config.served_name, error)
-        placeholder = None if self._processor is None else self._processor.placeholder
-        self.template = ChatTemplate(tokenizer, placeholder)
+        # in a text, one for each image; empty: there can be none
+        self.placeholder = "" if self._processor is None else self._processor.placeholder
+        self.template = ChatTemplate(tokenizer, self.placeholder or None)
 
     def look_at(self, prompt: Illustrated, room: Room) -> tuple[str | Messages, int]:
         """The words of a prompt, without its images, and how many tokens those stand for at least.

@@ -93,6 +93,11 @@ class InputProcessor:
         """Why there can be no images in prompts; empty if there can be."""
         return self._illustrations.refusal if self._has_tokenizer else NO_TOKENIZER
 
+    @property
+    def image_placeholder(self) -> str:
+        """What stands for an image in a text; empty if there can be none."""
+        return self._illustrations.placeholder if self._has_tokenizer else ""
+
     def room(self, params: SamplingParams | PoolingParams) -> Room:
         """What `params` leave to a prompt."""
         return Room.of(params, self._max_model_len)

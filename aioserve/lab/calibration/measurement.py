@@ -9,19 +9,22 @@ import math
 import platform
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, RequestError
+from aioserve.images import Illustrated
 from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.lab.workloads.workload import text_tokens
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.sampling_params import SamplingParams
@@ -34,6 +37,7 @@ MAX_HANDOVER_SECONDS = 0.005
 NUM_IDLE = 40  # requests that find the engine idle
 IDLE_SECONDS = 0.03
 IDLE_PROMPT = 100  # tokens
+IMAGE_SIZES = [(224, 224), (448, 336), (640, 480)]  # width and height
 
 
 class TimedStep(NamedTuple):
@@ -41,6 +45,7 @@ class TimedStep(NamedTuple):
 
     features: StepFeatures
     seconds: float  # from its hand-over to the next one's
+    num_encoder_tokens: int = 0  # of images that it encodes
 
 
 class StepTimer(DelegatingRunner):
@@ -50,6 +55,8 @@ class StepTimer(DelegatingRunner):
         super().__init__(runner)
         self.steps: list[TimedStep] = []
         self._features: StepFeatures | None = None  # of the last step
+        self._num_encoder_tokens = 0  # likewise
+        self._images: dict[str, Sequence[EncoderInput]] = {}  # of requests that have some
         self._began = self._ended = 0.0
 
     def execute_model(
@@ -58,13 +65,28 @@ class StepTimer(DelegatingRunner):
         clock = clock_of(asyncio.get_running_loop())
         now = clock()
         if self._features is not None and 0 <= now - self._ended < MAX_HANDOVER_SECONDS:
-            self.steps.append(TimedStep(self._features, now - self._began))
+            self.steps.append(
+                TimedStep(self._features, now - self._began, self._num_encoder_tokens)
+            )
         self._features = None
         if scheduler_output.total_num_scheduled_tokens:
             self._features, self._began = step_features(scheduler_output), now
+            self._num_encoder_tokens = self._count_encoder_tokens(scheduler_output)
         future = super().execute_model(scheduler_output)
         future.add_done_callback(lambda _: self._note_end(clock()))
         return future
+
+    def _count_encoder_tokens(self, output: SchedulerOutput) -> int:
+        for request_id in output.finished_req_ids:
+            self._images.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            if new.encoder_inputs:
+                self._images[new.request_id] = new.encoder_inputs
+        return sum(
+            self._images[request_id][index].num_tokens
+            for request_id, indices in output.scheduled_encoder_inputs.items()
+            for index in indices
+        )
 
     def _note_end(self, now: float) -> None:
         self._ended = now
@@ -164,6 +186,7 @@ async def measure(
             else:
                 await _serve(engine, load, rng)
             advance(1)
+        await _show_images(engine, rng)
         steps = list(timer.steps)
         first_tokens = [await _first_token(engine, rng) for _ in range(NUM_IDLE)]
         advance(1)
@@ -179,14 +202,22 @@ def calibrate(measured: Measurements) -> StepTimeModel:
     """The model that fits the steps best, with its error."""
     from aioserve.lab.calibration.fit import fit_step_time
 
+    plain = [step for step in measured.steps if not step.num_encoder_tokens]
     model = fit_step_time(
-        [step.features for step in measured.steps],
-        [step.seconds for step in measured.steps],
+        [step.features for step in plain],
+        [step.seconds for step in plain],
         source=f"measured: {measured.what}, {len(measured.steps)} steps",
     )
+    # What remains of a step that encodes is the encoder's.
+    encoding = [
+        (step.seconds - model.seconds(step.features)) / step.num_encoder_tokens
+        for step in measured.steps
+        if step.num_encoder_tokens
+    ]
+    encoder_token_us = max(1e6 * statistics.median(encoding), 0.0) if encoding else 0.0
     waking = [seconds - model.seconds(features) for features, seconds in measured.first_tokens]
     idle_ms = max(1e3 * statistics.median(waking), 0.0) if waking else 0.0
-    return msgspec.structs.replace(model, idle_ms=idle_ms)
+    return msgspec.structs.replace(model, idle_ms=idle_ms, encoder_token_us=encoder_token_us)
 
 
 def write_profile(model: StepTimeModel, path: str) -> None:
@@ -244,6 +275,26 @@ async def _serve(engine: AsyncEngine, crowd: Crowd, rng: random.Random) -> None:
                 await asyncio.sleep(rng.expovariate(1 / crowd.pause))
 
     await asyncio.gather(*(client() for _ in range(crowd.num_clients)))
+
+
+async def _show_images(engine: AsyncEngine, rng: random.Random) -> None:
+    """Images of several sizes, alone and together, if the model sees."""
+    if engine.refuses_images:
+        return
+    engine.switch_policy("chunked_prefill", {"chunk_size": 2048})
+    random_pixels = np.random.default_rng(rng.getrandbits(32)).integers
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+
+    async def one(width: int, height: int) -> None:
+        image = random_pixels(0, 256, (height, width, 3), dtype=np.uint8)
+        prompt = Illustrated(f"{engine.image_placeholder} What is this?", [image])
+        with suppress(RequestError):  # larger than the settings allow
+            async for _ in engine.generate(prompt, params):
+                pass
+
+    for width, height in IMAGE_SIZES:
+        for num_images in (1, 1, 1, 3):
+            await asyncio.gather(*(one(width, height) for _ in range(num_images)))
 
 
 async def _first_token(engine: AsyncEngine, rng: random.Random) -> tuple[StepFeatures, float]:

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from aioserve.config import EngineConfig, RunnerConfig
+from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.measurement import (
     Batch,
@@ -28,6 +29,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.features import StepFeatures
+from tests.seeing_models import make_seeing_model
 
 TRUE = StepTimeModel(
     base_ms=5, prefill_token_us=40, decode_us=90, context_token_us=0.1, query_context_ns=2
@@ -44,6 +46,12 @@ def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: P
             for c in (10, 500, 2000)
         )
     ]
+    encoder = StepTimeModel(**{**msgspec.structs.asdict(TRUE), "encoder_token_us": 300.0})
+    steps += [
+        TimedStep(features, encoder.seconds(features, num_tokens), num_tokens)
+        for features in (StepFeatures(90, 2, 90, 4000), StepFeatures(400, 0, 400, 80_000))
+        for num_tokens in (64, 256)
+    ]
     prompt = StepFeatures(64, 0, 64, 2080, 1)
     first_tokens = [(prompt, TRUE.seconds(prompt) + 1e-3 * wait) for wait in (0.2, 0.3, 9.0)]
     model = calibrate(Measurements(steps, first_tokens, "arithmetic"))
@@ -53,6 +61,7 @@ def test_a_linear_machine_is_found_again_and_its_profile_can_be_used(tmp_path: P
     found = load_profile(str(path))
     for name in ("base_ms", "prefill_token_us", "decode_us", "context_token_us"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.01)
+    assert found.encoder_token_us == pytest.approx(300, rel=0.05)
     assert "arithmetic" in found.source
     config = simulated(EngineConfig(runner=RunnerConfig(profile=str(path))))
     SimulatedRunner(config, ModelInfo(config.model))
@@ -122,6 +131,22 @@ async def test_loads_of_a_real_model_are_counted_as_they_are_done(
     assert len(measured.first_tokens) == 2
     assert any(step.features.num_decodes for step in measured.steps)
     assert "embedded" in measured.what
+
+
+async def test_images_are_shown_to_a_model_that_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = "aioserve.lab.calibration.measurement"
+    monkeypatch.setattr(f"{module}.make_plan", lambda *_, **__: [])
+    monkeypatch.setattr(f"{module}.CROWDS", [Crowd(512, 1, 2)])
+    monkeypatch.setattr(f"{module}.NUM_IDLE", 0)
+    monkeypatch.setattr(f"{module}.IMAGE_SIZES", [(40, 30), (70, 40)])
+    model = ModelConfig(model=str(make_seeing_model("idefics3", tmp_path)))
+    measured = await measure(EngineConfig(model=model, runner=RunnerConfig(threads=1)))
+    sizes = {step.num_encoder_tokens for step in measured.steps} - {0}
+    assert len(sizes) > 1
+    for step in measured.steps:
+        assert step.features.num_prefill_tokens >= step.num_encoder_tokens
 
 
 async def test_a_simulated_runner_is_nothing_to_measure() -> None:
