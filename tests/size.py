@@ -19,7 +19,7 @@ LIMITS = {
     "aioserve/kernels": 3_640,
     "aioserve/kv_cache": 1_200,
     "aioserve/kv_connector": 830,
-    "aioserve/lab": 7_060,
+    "aioserve/lab": 7_120,
     "aioserve/model_source": 2_230,
     "aioserve/ray": 1_460,
     "aioserve/routing": 400,
