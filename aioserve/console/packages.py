@@ -21,6 +21,7 @@ EXTRAS = {
     "gguf": "models in GGUF files, such as smollm2",
     "gpu": "attention of flashinfer on CUDA cards",
     "images": "models that see",
+    "otel": "traces for OpenTelemetry",
     "ray": "replicas by Ray Serve",
 }
 

@@ -18,9 +18,9 @@ from aioserve import AsyncEngine
 from aioserve.cli import main
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.console.chat import CONTROL
-from aioserve.server.app import listening, url_of
+from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
-from aioserve.server.sockets import bind
+from aioserve.server.sockets import bind, url_of
 from tests import processes
 from tests.console.terminal import Terminal, at_terminal
 from tests.processes import PATIENCE, serving, until
@@ -156,7 +156,7 @@ def test_what_was_said_goes_with_the_next_message(url: str) -> None:
 
 async def test_a_server_that_loads_is_waited_for() -> None:
     sockets = bind("127.0.0.1", 0)
-    url = url_of(sockets)
+    url = url_of(sockets[0])
     command = [sys.executable, "-m", "aioserve", "chat", url, "--sampling", "max_tokens=3"]
     async with answering_while_loading(sockets, shares_port=False):
         chat = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)

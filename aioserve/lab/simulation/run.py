@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine import AsyncEngine
+from aioserve.engine import AsyncEngine, failure_log
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.engine.illustrations import Encoded
@@ -97,13 +97,12 @@ def run_live(
 @contextmanager
 def raised_not_logged() -> Iterator[None]:
     """The first failure of a step ends the run and is raised; its log would say the same again."""
-    logger = logging.getLogger("aioserve.engine.core")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    level = failure_log.logger.level
+    failure_log.logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        failure_log.logger.setLevel(level)
 
 
 async def _simulate(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:
