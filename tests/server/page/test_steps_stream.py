@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 
 import aiohttp
 
+from tests.processes import PATIENCE
 from tests.server.conformity import check_answer
 
 
@@ -69,19 +71,35 @@ async def test_head_does_not_wait_for_an_end(server):
         assert response.status == 200
 
 
-async def test_one_that_never_reads_is_sent_little_and_harms_nobody(server):
-    _, sleeper = await asyncio.open_connection(server.host, server.port)
+async def test_one_that_sleeps_loses_frames_and_wakes_to_a_snapshot(server, monkeypatch):
+    monkeypatch.setattr("aioserve.engine.gallery.FRAME_SECONDS", 0.002)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of those accepted, too
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (server.host, server.port))
+    reader, sleeper = await asyncio.open_connection(sock=sock, limit=1024)
     sleeper.write(b"GET /watch/steps HTTP/1.1\r\nHost: x\r\n\r\n")
+    told = 0  # to one who is awake
+
+    async def ask():
+        while told < 2**19:
+            names = [f"{i}{'x' * 1000}" for i in range(40)]  # of which frames are full
+            await asyncio.gather(*(server.complete(max_tokens=9, user=name) for name in names))
+
     async with server.session.get(f"{server.url}/watch/steps") as response:
-        frames = frames_of(response)
-        await anext(frames)
-        answer = await server.complete(max_tokens=100, ignore_eos=True)
-        assert answer.status == 200
-        async for frame in frames:
-            if frame["events"]["ended"]:
+        asking = asyncio.create_task(ask())
+        async for data in response.content.iter_any():
+            told += len(data)
+            if told >= 2**19:
                 break
+        await asking
+    async with asyncio.timeout(PATIENCE):
+        received = b""
+        while received.count(b'"kind":"snapshot"') < 2:
+            received += await reader.read(65536)
+    assert len(received) < told * 0.8
     sleeper.close()
-    await sleeper.wait_closed()
 
 
 async def test_a_server_that_shuts_down_says_so_at_the_end_of_the_stream(server):
