@@ -217,10 +217,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     ] = 30.0
     max_encoder_tokens: Annotated[
         PositiveInt, Meta(description="most encoder tokens (images, audio) in one step")
-    ] = 2048
+    ] = 16_384  # what Qwen2.5-VL makes of the largest image that it takes
     encoder_cache_tokens: Annotated[
         PositiveInt, Meta(description="encoder outputs kept for the decoder, in tokens")
-    ] = 4096
+    ] = 16_384
     num_lookahead_tokens: Annotated[
         int, Meta(ge=0, description="KV slots kept ahead of each request for draft tokens")
     ] = 0

@@ -19,6 +19,8 @@ from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
 from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
+from aioserve.watch.reader import DecisionLog
+from aioserve.watch.replay import replay
 from tests.greedy import MARGIN
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 
@@ -301,6 +303,18 @@ async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
 
 def in_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+async def test_a_decision_log_holds_no_image_and_is_replayed_without(
+    seeing: Callable[[str], Seeing], tmp_path: Path
+) -> None:
+    model, path = seeing(ONE), tmp_path / "log"
+    config = make_config(model, **CASES["chunks"], decision_log=str(path))
+    await serve(config, model.prompts())
+    assert path.stat().st_size < 10_000  # the pixels of one alone are more
+    result = replay(DecisionLog(path))
+    assert result.divergence is None
+    assert result.num_requests == len(model.prompts())
 
 
 async def test_messages_mention_images_as_parts(seeing: Callable[[str], Seeing]) -> None:
