@@ -176,6 +176,7 @@ class ImageLoader:
                     group.create_task(bring(i, source))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        images.sources = [source._replace(base64="") for source in sources]  # only paths are left
         return Illustrated(conversation, [brought[i] for i in range(len(sources))])
 
     def shown(self, conversation: Conversation, images: ImageParts) -> Conversation | Shown:

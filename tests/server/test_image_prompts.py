@@ -1,6 +1,7 @@
 """Images from the HTTP door to a model that reads them: a tiny one of random weights."""
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.scheduler.registry import available_policies
 from aioserve.server.app import listening
+from aioserve.server.protocol import ContentPart
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
 from tests.processes import PATIENCE
@@ -432,6 +434,19 @@ async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(
             answer = await server.request("POST", "/v1/chat/completions", json=body)
             statuses.append(answer.status)
         assert statuses[-1] == 200
+
+
+async def test_what_was_sent_of_an_image_is_let_go_once_it_is_prepared(seeing):
+    said = [TEXT, chat_part(url_of(0))]
+    body = {"messages": [{"role": "user", "content": said}], "max_tokens": 400, "stream": True}
+    async with seeing() as server:
+        url = f"{server.url}/v1/chat/completions"
+        async with server.session.post(url, json=body | {"ignore_eos": True}) as response:
+            await response.content.readany()  # it runs
+            gc.collect()  # what other tests have left
+            kinds = {type(it) for it in gc.get_objects()}
+            assert kinds.isdisjoint({decoding.EncodedImage, ContentPart})
+            response.close()
 
 
 async def test_what_takes_long_is_done_off_the_loop(seeing, monkeypatch):

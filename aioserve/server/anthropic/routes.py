@@ -53,6 +53,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body), images.named():
         conversation, use = _conversation(request, body, images)
+        body.messages.clear()  # images that they hold would stay as long as the stream
         params = msgspec.structs.replace(
             body.sampling_params(),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,

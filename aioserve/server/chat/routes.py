@@ -42,6 +42,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
     )
+    body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)
     params = bind(params, use, chat_format, conversation)
     reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
