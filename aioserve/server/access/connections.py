@@ -88,7 +88,7 @@ class Connections:
             if connection.is_idle:
                 self.count("idle_connection_closed")
                 self.discard(connection)
-                connection.force_close()
+                connection.drop()
                 return True
             self.note(connection)
         return False
@@ -155,7 +155,7 @@ class Connection(RequestHandler):
         self._body: StreamReader | None = None  # of that
         self._head_bytes = 0  # of a head that has begun
         self._head_since: float | None = None
-        self._unread: tuple[int, float] | None = None  # bytes, and since when they are as many
+        self._unread: tuple[int, float] | None = None  # bytes, and when it read some last
         self._is_unwanted = False  # what is left of the body that is coming
 
     @property
@@ -216,6 +216,17 @@ class Connection(RequestHandler):
         finally:
             self._has_request = False
 
+    def resume_writing(self) -> None:
+        self._unread = None  # it has read a good deal
+        super().resume_writing()
+
+    def drop(self) -> None:
+        """Close it at once, whatever its client has not read."""
+        link, self._close = self._link, True
+        self.force_close()
+        if link is not None and link.get_write_buffer_size():
+            link.abort()
+
     def refuse_body(self) -> None:
         """What is still to come of it is of no use: it is read, so that the client comes to read
         why, and slowly.
@@ -236,9 +247,11 @@ class Connection(RequestHandler):
         left = 0 if self._link is None else self._link.get_write_buffer_size()
         if not left:
             self._unread = None
-        elif self._unread is None or left < self._unread[0]:
+        elif self._unread is None or left < self._unread[0]:  # it has read: nothing else takes away
             self._unread = left, now
-        elif now - self._unread[1] > settings.send_timeout:
+        else:
+            self._unread = left, self._unread[1]
+        if self._unread is not None and now - self._unread[1] > settings.send_timeout:
             self._connections.count("unread_answer")
             logger.info("a client has read nothing for %g s: closed", settings.send_timeout)
             if self._link is not None:

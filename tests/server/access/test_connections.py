@@ -5,9 +5,12 @@ import contextlib
 import io
 import json
 import socket
+from collections import Counter
 
 import pytest
+from aiohttp import web
 
+from aioserve.config import AccessConfig
 from aioserve.server.access import connections
 from tests.processes import PATIENCE
 from tests.server.raw_client import IDLE, RawClient, until
@@ -245,6 +248,49 @@ async def test_a_client_that_never_reads_is_dropped_and_its_request_ends(start_s
                 await asyncio.sleep(0.05)
         await until(server, lambda gauges: gauges == IDLE)
         await client.leave(reset=True)
+
+
+async def test_a_client_that_reads_slowly_and_steadily_is_not_dropped(start_server):
+    fields = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "n": 64, "stream": True}
+    async with start_server(access={"send_timeout": 0.4}) as server:
+        client = await RawClient.post(server, return_token_ids=True, logprobs=20, **fields)
+        received, loop = 0, asyncio.get_running_loop()
+        began = loop.time()
+        while loop.time() - began < 1.5:
+            data = await client.reader.read(65536)
+            assert data
+            received += len(data)
+            await asyncio.sleep(0.02)
+        assert "unread_answer" not in await refusals(server)
+        assert received > 2**18
+        await client.leave(reset=True)
+        await until(server, lambda gauges: gauges == IDLE)
+
+
+class Buffer:
+    """What has been sent and not read, as a test says."""
+
+    size, is_aborted = 0, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_a_buffer_that_is_read_and_filled_again_is_not_one_that_nobody_reads():
+    settings = AccessConfig(send_timeout=10)
+    all_connections = connections.Connections(settings, 1, Counter())
+    connection = connections.Connection(all_connections, web.Server(lambda request: None))
+    connection._link = buffer = Buffer()
+    for now, buffer.size in ((0, 50), (5, 60), (9, 55), (15, 70), (18, 65), (27, 80), (28, 90)):
+        connection.check(now)
+        assert not buffer.is_aborted, now
+    buffer.size = 95
+    connection.check(28.5)  # nothing was read since 18
+    assert buffer.is_aborted
+    all_connections.close()
 
 
 async def test_a_half_closed_socket_is_a_client_that_has_left(server):
