@@ -51,8 +51,9 @@ async def busy() -> AsyncIterator[AsyncEngine]:
     async with AsyncEngine(CONFIG) as engine:
         tasks = [asyncio.create_task(generate(engine, 50, 3000)) for _ in range(4)]
         tasks.append(asyncio.create_task(come_and_go()))
-        while len(scheduler_of(engine).get_requests()) < 7:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        chain = scheduler_of(engine)
+        while sum(r.num_output_tokens > 0 for r in chain.get_requests()) < 7:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
         try:
             yield engine
         finally:
