@@ -453,7 +453,7 @@ class ImageConfig(Section, frozen=True, kw_only=True):
         ),
     ] = False
     image_domain: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Meta(pattern=r"^[^\s/:@]+$")], ...],
         Meta(
             description="a domain that images are fetched from, with all below it; may be given "
             "several times (default: any)"

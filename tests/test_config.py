@@ -12,6 +12,7 @@ from aioserve import AsyncEngine, EngineConfig
 from aioserve.cli import main
 from aioserve.config import (
     CacheConfig,
+    ImageConfig,
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -97,6 +98,8 @@ def test_a_mapping_will_do_for_a_section() -> None:
         (SchedulerConfig, {"max_num_seqs": True}, r"max_num_seqs: Expected `int`, got `bool`"),
         (RunnerConfig, {"runner": "simulatd"}, r"runner: Invalid enum value 'simulatd'"),
         (CacheConfig, {"watermark": 1.0}, r"watermark: Expected `float` < 1.0"),
+        (ImageConfig, {"image_domain": ("https://a.example",)}, r"image_domain: .*pattern"),
+        (ImageConfig, {"image_domain": ("",)}, r"image_domain: .*pattern"),
         (ModelConfig, {"model": Path("x")}, r"model: Expected `str`, got `PosixPath`"),
     ],
 )
@@ -129,6 +132,8 @@ WITHOUT_EFFECT = [
     ({"simulated_output_tokens": 9}, "runner.simulated_output_tokens"),
     ({"num_kv_blocks": 9, "kv_cache_gib": 1.0}, "cache.kv_cache_gib is 1.0, .*num_kv_blocks"),
     ({"shadow_max_share": 0.5}, "shadow.shadow_max_share is 0.5, .*no shadow.shadow_policy"),
+    ({"image_domain": ("a.example",)}, "images.image_domain is .*image_urls is off"),
+    ({"image_timeout": 3.0}, "images.image_timeout is 3.0, .*image_urls is off"),
 ]
 
 
@@ -160,6 +165,7 @@ async def test_a_setting_without_effect_is_refused_before_anything_is_loaded(
         {"shadow_policy": "fcfs", "shadow_max_share": 0.5},
         {"threads": 1, "dtype": "float32", "fused": False, "kv_cache_gib": 1.0},
         {"quantization": "int4", "quantization_group_size": 128},
+        {"image_urls": True, "image_domain": ("a.example",), "image_timeout": 3.0},
     ],
 )
 def test_a_setting_with_an_effect_is_taken(fields: dict[str, Any]) -> None:
