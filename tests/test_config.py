@@ -98,8 +98,8 @@ def test_a_mapping_will_do_for_a_section() -> None:
         (SchedulerConfig, {"max_num_seqs": True}, r"max_num_seqs: Expected `int`, got `bool`"),
         (RunnerConfig, {"runner": "simulatd"}, r"runner: Invalid enum value 'simulatd'"),
         (CacheConfig, {"watermark": 1.0}, r"watermark: Expected `float` < 1.0"),
-        (ImageConfig, {"image_domain": ("https://a.example",)}, r"image_domain: .*pattern"),
-        (ImageConfig, {"image_domain": ("",)}, r"image_domain: .*pattern"),
+        (ImageConfig, {"image_domain": ("https://a.example",)}, r"image_domain: .*matching regex"),
+        (ImageConfig, {"image_domain": ("",)}, r"image_domain: .*matching regex"),
         (ModelConfig, {"model": Path("x")}, r"model: Expected `str`, got `PosixPath`"),
     ],
 )
