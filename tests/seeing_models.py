@@ -196,7 +196,33 @@ def _qwen3_vl(marks: dict[str, int]) -> tuple[Fields, Fields]:
     return {**config, "vision_config": vision}, {**processor, "processor_class": "Qwen3VLProcessor"}
 
 
+def _qwen3_vl_moe(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config, processor = _qwen3_vl(marks)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return {**config, "text_config": {**config["text_config"], **experts}}, processor
+
+
+def _internvl(marks: dict[str, int]) -> tuple[Fields, Fields]:
+    config = {
+        "vision_config": {**_VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "image_token_id": marks["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+    }
+    processor = {
+        "processor_class": "InternVLProcessor",
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "min_patches": 4,
+        "max_patches": 7,
+        "image_seq_length": 4,
+    }
+    return config, processor
+
+
 _KINDS = {
+    "internvl": _internvl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
     "llava": _llava,
@@ -215,14 +241,21 @@ _MARKS = {
 _MARKS["llava"] = _MARKS["llava_next"] = ["<image>"]
 _MARKS["gemma3"] = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 _NAMED_MARKS = {
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
     "gemma3": {
         "image_token": "<image_soft_token>",
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
-    }
+    },
 }
 _MARKS["smolvlm"] = _MARKS["idefics3"]
-_MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
+_MARKS["internvl"] = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+_MARKS["qwen3_vl_moe"] = _MARKS["qwen3_vl"] = _MARKS["qwen2_vl"] = _MARKS["qwen2_5_vl"] = [
     "<|vision_start|>",
     "<|image_pad|>",
     "<|video_pad|>",
@@ -240,6 +273,8 @@ _OWN_FIELDS = (
 )
 #: What stands for an image in a text.
 PLACEHOLDERS = {
+    "internvl": "<IMG_CONTEXT>",
+    "qwen3_vl_moe": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "llava": "<image>",
     "llava_next": "<image>",

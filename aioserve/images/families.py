@@ -27,11 +27,13 @@ _FAMILIES = [
     Family("idefics3", ("pixel_values", "pixel_attention_mask")),
     Family("smolvlm", ("pixel_values", "pixel_attention_mask")),
     Family("gemma3", ("pixel_values",), together=True),
+    Family("internvl", ("pixel_values",)),
     Family("llava", ("pixel_values",)),
     Family("llava_next", ("pixel_values", "image_sizes")),
     Family("qwen2_vl", ("pixel_values", GRID), axes=True),
     Family("qwen2_5_vl", ("pixel_values", GRID), axes=True),
     Family("qwen3_vl", ("pixel_values", GRID), axes=True),
+    Family("qwen3_vl_moe", ("pixel_values", GRID), axes=True),
 ]
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 

@@ -173,8 +173,9 @@ async def test_tokens_are_those_of_generate(
         assert stats.num_preemptions > 0
 
 
+# Not with experts: which of them a token takes is chance, then.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SEEING_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in SEEING_KINDS if "moe" not in kind])
 async def test_tokens_in_bfloat16_are_greedy_within_rounding(
     seeing: Callable[[str], Seeing], kind: str
 ) -> None:
