@@ -14,6 +14,8 @@ from aioserve.engine.core import EngineCore
 from aioserve.engine.questions import Arrivals, Running, State
 from aioserve.errors import ConfigError, EnginePausedError, InvariantError
 from aioserve.runner.interface import RunnerInterface
+from aioserve.scheduler import BaseScheduler
+from aioserve.watch.delegate import innermost
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +62,23 @@ class Control:
 
     async def sleep(self, running: Running, arrivals: Arrivals, *, frees_weights: bool) -> None:
         """Pause, and give back the memory of the KV cache, or that of the weights as well. Raises
-        `ConfigError` if that is not served; nothing has changed then.
+        `ConfigError` if that is not served; nothing has changed then. If the policy raises while
+        its requests give way, they have failed, and the engine goes on.
         """
         async with self._lock:
             if self.state == "asleep":
                 raise ConfigError("the engine is asleep already: wake it first")
             self._check("sleep", running, replaces_weights=frees_weights)
             self._runner.check_sleep(frees_weights=frees_weights)
+            before = self.state
             await self._pause(running, arrivals)
-            await self._vacate()
-            await self._runner.sleep(frees_weights=frees_weights)
+            try:
+                await self._vacate()
+                await self._runner.sleep(frees_weights=frees_weights)
+            except BaseException:
+                if before == "running":
+                    self._resume()
+                raise
             self.state = "asleep"
             logger.info("asleep; the weights are %s", "freed" if frees_weights else "kept")
 
@@ -139,6 +148,8 @@ class Control:
     def _check(self, what: str, running: Running, *, replaces_weights: bool) -> None:
         """Raises `ConfigError` where blocks, or weights, cannot be given up."""
         config = self._config
+        if not isinstance(innermost(self._core.scheduler), BaseScheduler):
+            raise ConfigError(f"{what}: only policies that derive from BaseScheduler give way")
         if config.cache.kv_connector != "none":
             raise ConfigError(
                 f"{what}: cache.kv_connector is {config.cache.kv_connector}, which keeps blocks "

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import (
@@ -18,10 +19,18 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine.questions import HowAreYou
-from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, RunnerDeadError
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EnginePausedError,
+    PolicyError,
+    RequestFailedError,
+    RunnerDeadError,
+)
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import FinishReason
 from aioserve.runner.simulated import SimulatedRunner
+from aioserve.scheduler import Request, RequestStatus
 from tests.models import make_model
 
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, detokenize=False)
@@ -143,6 +152,36 @@ def test_a_paused_engine_can_be_shut_down(sleeps: bool) -> None:
             await engine.resume()
 
     run(main, simulated())
+
+
+class Stubborn(FCFSScheduler):
+    """Has no place in its line for whoever lost its blocks."""
+
+    def order(self, request: Request) -> float:
+        if request.status is RequestStatus.PREEMPTED:
+            raise ValueError("no idea")
+        return request.arrival_time
+
+
+def test_a_policy_that_raises_when_its_requests_give_way_loses_them_alone() -> None:
+    async def main(engine: AsyncEngine) -> None:
+        stream = await engine.add_request([5] * 20, PARAMS)
+        await anext(stream)
+        with pytest.raises(PolicyError, match=r"ValueError\('no idea'\) in order\(\)"):
+            await engine.sleep()
+        assert engine.state == "running"
+        with pytest.raises(RequestFailedError, match="no idea"):
+            async for _ in stream:
+                pass
+        assert len(await read(engine, [5])) == PARAMS.max_tokens
+        await engine.pause(running="abort")
+        await engine.sleep()
+        await engine.wake()
+        assert len(await read(engine, [5])) == PARAMS.max_tokens
+
+    config = simulated()
+    policy = msgspec.structs.replace(config.scheduler, policy=f"{__file__}:Stubborn")
+    run(main, msgspec.structs.replace(config, scheduler=policy))
 
 
 async def test_who_waits_for_a_pause_hears_that_the_engine_dies(monkeypatch: Any) -> None:
@@ -355,6 +394,7 @@ async def test_what_cannot_lose_its_blocks_is_told_before_anything_changes(
             assert all(len(tokens) == PARAMS.max_tokens for tokens in await finish(begun))
 
 
+@pytest.mark.slow
 async def test_ranks_are_paused_and_do_not_sleep(model: Path) -> None:
     ranks = RunnerConfig(threads=2, device="cpu", tensor_parallel_size=2)
     async with serving(of_model(model)) as engine:

@@ -47,7 +47,7 @@ async def test_one_that_got_no_token_says_so(start_server, caplog):
     caplog.set_level(logging.INFO)
     limits = {"max_num_seqs": 1, "queue_timeout": 0.05}
     async with start_server(runner={"step_base_ms": 20}, scheduler=limits) as server:
-        first = asyncio.create_task(server.complete(max_tokens=50, ignore_eos=True))
+        first = asyncio.create_task(server.complete(max_tokens=20, ignore_eos=True))
         await asyncio.sleep(0.01)
         await server.complete(max_tokens=3, request_id="late")
         [line] = [line for line in lines(caplog) if line.startswith("late ")]

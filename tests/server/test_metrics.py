@@ -62,7 +62,7 @@ async def test_one_that_was_never_served_has_only_waited(start_server):
     async with start_server(
         runner={"step_base_ms": 20}, scheduler={"max_num_seqs": 1, "queue_timeout": 0.05}
     ) as server:
-        first = asyncio.create_task(server.complete(max_tokens=100, ignore_eos=True))
+        first = asyncio.create_task(server.complete(max_tokens=20, ignore_eos=True))
         await asyncio.sleep(0.01)
         second = await server.complete(max_tokens=5)
         assert second.json()["choices"][0]["finish_reason"] == "timeout"
