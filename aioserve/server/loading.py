@@ -6,6 +6,7 @@ Knows no engine. Every answer closes its connection: the next one is for the ser
 
 import asyncio
 import contextlib
+import errno
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from socket import socket
@@ -22,6 +23,8 @@ from aioserve.server.sockets import bind_beside
 LOADING = Health("loading", "the model is being loaded")
 
 HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
+
+FULL_SECONDS = 1.0  # until somebody is let in again, after there were too many
 
 RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready says when it is over.
 
@@ -64,13 +67,20 @@ class _Door:
         self._entering: set[asyncio.Task[Any]] = set()
         self._socket.setblocking(False)
         self._socket.listen(128)
-        self._loop.add_reader(self._socket.fileno(), self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # nobody is left, or has gone again; or there are no descriptors
+            except OSError as error:  # nobody is left, or has gone again
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptors: let some close
+                    self._loop.remove_reader(self._socket.fileno())
+                    self._loop.call_later(FULL_SECONDS, self._listen)
                 return
             connection.setblocking(False)
             enters = self._loop.connect_accepted_socket(self._server, connection, ssl=self._tls)

@@ -1,7 +1,11 @@
 """/health says whether to end the process, /ready whether to send it requests."""
 
 import asyncio
+import contextlib
+import os
 import re
+import resource
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +18,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.engine.questions import HowAreYou
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+from aioserve.server import loading
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind
@@ -115,6 +120,34 @@ async def test_while_the_model_loads_it_lives_and_refuses(shares_port):
             assert (await response.json())["error"]["code"] == "engine_unavailable"
         async with session.post(f"{url}/v1/messages", json={}) as response:
             assert (response.status, (await response.json())["type"]) == (503, "error")
+    for sock in sockets:
+        sock.close()
+
+
+async def test_too_many_clients_while_it_loads_are_let_in_later(monkeypatch):
+    monkeypatch.setattr(loading, "FULL_SECONDS", 0.01)
+    sockets = bind("127.0.0.1", 0)
+    host, port = sockets[0].getsockname()
+    own = asyncio.get_running_loop()
+    async with answering_while_loading(sockets, shares_port=False):
+        with socket.socket() as client:
+            client.setblocking(False)
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            taken = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 20, limits[1]))
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.dup(client.fileno()))
+                await own.sock_connect(client, (host, port))
+                await asyncio.sleep(0.05)  # it is there, and cannot be let in
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for number in taken:
+                    os.close(number)
+            await own.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(PATIENCE):
+                assert (await own.sock_recv(client, 100)).startswith(b"HTTP/1.1 200 ")
     for sock in sockets:
         sock.close()
 
