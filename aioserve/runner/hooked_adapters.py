@@ -64,7 +64,11 @@ class HookedAdapters:
         if table is not None:
             shape = (table[1].num_embeddings, table[1].embedding_dim)
 
+        # A part of a larger model has names that it had there.
+        own_name: Callable[[str], str] = getattr(self._module, "own_name", str)
+
         def find(name: str) -> Site | None:
+            name = own_name(name)
             module = self._names.get(name)
             if module is None:
                 return None
@@ -77,7 +81,7 @@ class HookedAdapters:
             table_shape=shape,
             rows_of_table=lambda ids: table[1].weight[ids] if table is not None else ids,
             head=head,
-            is_table=lambda name: table is not None and name == table[0],
+            is_table=lambda name: table is not None and own_name(name) == table[0],
         )
 
     def _seen(self, name: str, num_tokens: int) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 Knows how `transformers` names the parts of models that see; knows nothing about images.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from aioserve.errors import ConfigError
 from aioserve.model_source.source import one_line
 from aioserve.runner.attention.bridge import AttentionProbe, serving
+
+_IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")
 
 
 class TextPart(nn.Module):
@@ -37,6 +40,12 @@ class TextPart(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         """As in `transformers`."""
         return self.lm_head
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """What a module of the whole model is called in here; what sees has no other name."""
+        match = _IN_TEXT.fullmatch(name)
+        return name if match is None else f"model.{match[1]}"
 
     def forward(
         self,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
-from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
@@ -21,8 +21,10 @@ from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.replay import replay
+from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
+from tests.slow import mostly_slow
 
 pytest.importorskip("PIL")
 
@@ -154,10 +156,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "chunks" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES, but=["chunks"]))
 @pytest.mark.parametrize("kind", SEEING_KINDS)
 async def test_tokens_are_those_of_generate(
     seeing: Callable[[str], Seeing], kind: str, case: str
@@ -203,7 +202,7 @@ async def test_one_image_in_many_prompts_is_encoded_once(seeing: Callable[[str],
     assert stats.num_encoder_hits == 4
 
 
-@pytest.mark.parametrize("kind", SEEING_KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=["gemma3", "qwen2_5_vl"]))
 async def test_a_cached_prefix_is_found_for_the_same_image_alone(
     seeing: Callable[[str], Seeing], kind: str
 ) -> None:
@@ -304,6 +303,35 @@ async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
 
 def in_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+@pytest.mark.parametrize("fused", [True, False])
+async def test_adapters_are_for_the_text_part(
+    seeing: Callable[[str], Seeing], fused: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = seeing(ONE)
+    text = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    adapter = make_adapter(model.path, tmp_path / "text", targets=text)
+    adapted = copy.copy(model)
+    merged = merge(model.path, adapter, tmp_path / "merged")
+    adapted.model = AutoModelForImageTextToText.from_pretrained(merged).eval()
+    config = make_config(model, **CASES["chunks"], fused=fused)
+    config = msgspec.structs.replace(config, adapters=AdapterConfig(lora=(f"text={adapter}",)))
+    words, images = model.prompts()[0]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    async with AsyncEngine(config) as engine:
+        plain, tokens = await collect(engine, words, images), []
+        async for output in engine.generate(Illustrated(words, images), params, adapter="text"):
+            tokens += output.token_ids
+    assert plain == model.tokens(words, images)
+    assert tokens == adapted.tokens(words, images) != plain
+    other = make_adapter(model.path, tmp_path / "all", targets=("self_attn.q_proj",))
+    config = msgspec.structs.replace(config, adapters=AdapterConfig(lora=(f"all={other}",)))
+    with pytest.raises(ConfigError, match=r"no linear layer \S*vision\S* that can have an adapter"):
+        async with AsyncEngine(config):
+            pass
 
 
 async def test_a_decision_log_holds_no_image_and_is_replayed_without(

@@ -12,6 +12,7 @@ from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, Gate
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _TABLE = re.compile(r"(?:\w+\.)*embed_tokens")
+_SEES = re.compile(r"(?:^|\.)(?:vision|visual)")  # of a model's parts, those that read images
 
 
 def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device) -> AdapterSites:
@@ -22,7 +23,7 @@ def fused_sites(decoder: FusedDecoder, dtype: torch.dtype, device: torch.device)
     def find(name: str) -> Site | None:
         if name == "lm_head":
             return Site(HEAD, 0, tokens, hidden)
-        match = _LAYER.fullmatch(name)
+        match = None if _SEES.search(name) else _LAYER.fullmatch(name)
         if match is None or int(match[1]) >= len(sites):
             return None
         return sites[int(match[1])].get(match[2])
