@@ -64,6 +64,7 @@ def config_of_pods(tmp_path: Path) -> EngineConfig:
     return EngineConfig.load(tmp_path / "config.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
 def test_an_image_serves_on_its_port_and_is_well_while_it_does(stage: str) -> None:
     """The words of its entry point and of its health check, run here."""

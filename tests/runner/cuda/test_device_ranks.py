@@ -58,6 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.dist
 @_on_uvloop
 async def test_two_ranks_on_devices_give_the_tokens_of_one(model: str) -> None:
     """With steps in flight, prompts in pieces, preemptions, grammars and log probabilities."""
