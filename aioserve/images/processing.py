@@ -21,6 +21,11 @@ from aioserve.request import EncoderInput
 MISSING_PILLOW = "images need Pillow, which is not installed: pip install 'aioserve[images]'"
 
 
+# Of the longer side to the shorter: some processors make the shorter one as long as they like it,
+# and what that makes of the longer one would fill any memory.
+MAX_RATIO = 200
+
+
 class Prepared(NamedTuple):
     """What became of one image."""
 
@@ -166,6 +171,12 @@ def _size(image: Any, i: int) -> tuple[int, int]:
         height, width = shape[:2]
     if not (height and width):
         raise RequestError(f"an image of {width} x {height} has no pixels", param=f"images[{i}]")
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise RequestError(
+            f"an image of {width} x {height} is too narrow: one side may be {MAX_RATIO} times as "
+            "long as the other",
+            param=f"images[{i}]",
+        )
     return height, width
 
 

@@ -15,6 +15,7 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
+from aioserve.images.decoding import EncodedImage
 from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
 from aioserve.model_info import ModelInfo
@@ -23,6 +24,7 @@ from aioserve.watch.reader import DecisionLog
 from aioserve.watch.replay import replay
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
+from tests.images.pictures import bomb
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 from tests.slow import mostly_slow
 
@@ -383,6 +385,8 @@ async def test_messages_mention_images_as_parts(seeing: Callable[[str], Seeing])
     [
         ("a name", "an image must be one of PIL, or an array"),
         (picture(0, 8, 8).resize((1, 8)).crop((0, 0, 0, 8)), "has no pixels"),
+        (picture(0, 201, 1), "an image of 201 x 1 is too narrow"),
+        (EncodedImage(bomb(1, 65_535), "images[1]"), "1 x 65535 is too narrow"),  # undecoded
     ],
 )
 async def test_what_is_no_image_is_refused_by_its_number(
