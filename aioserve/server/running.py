@@ -27,18 +27,18 @@ class RunningResponses:
         requests that were not yet handed over are the caller's to abort. Raises
         `RequestIdInUseError`.
         """
-        if response_id in self._running:
-            raise RequestIdInUseError(f"request id {response_id!r} is in use")
+        own_ids = {response_id, *request_ids}
+        if taken := own_ids & self._owners.keys():  # else an abort of one would end the other
+            raise RequestIdInUseError(f"request id {min(taken)!r} is in use")
         is_aborted = Event()
         self._running[response_id] = (is_aborted, request_ids)
-        own_ids = {response_id, *request_ids}
         self._owners.update(dict.fromkeys(own_ids, owner))
         try:
             yield is_aborted
         finally:
             del self._running[response_id]
             for own_id in own_ids:
-                self._owners.pop(own_id, None)
+                del self._owners[own_id]
 
     def abort(self, given_id: str, reach: str = "") -> bool:
         """End a response, or one request, early. False if none of that id is running, or none of

@@ -258,3 +258,18 @@ async def test_what_a_key_has_asked_for_only_it_and_operators_can_see_and_end(lo
         for given_id in ("mine-1", "mine"):
             assert (await ask(locked, key, "/v1/abort", request_id=given_id)).status == 200
         assert {c["finish_reason"] for c in (await asked).json()["choices"]} == {"abort"}
+
+
+async def test_an_id_that_anothers_prompt_has_cannot_be_taken_nor_ended_by_a_part_of_ones_own(
+    locked,
+):
+    asked = asyncio.ensure_future(
+        ask(locked, ANN, request_id="job-1", max_tokens=4000, ignore_eos=True)
+    )
+    await until(locked, lambda gauges: gauges["num_requests_running"] == 1)
+    answer = await ask(locked, CARL, request_id="job", prompt=["a", "b"])
+    assert (answer.status, "'job-1' is in use" in answer.json()["error"]["message"]) == (409, True)
+    for given_id in ("job", "job-1"):
+        assert (await ask(locked, CARL, "/v1/abort", request_id=given_id)).status == 404
+    assert (await ask(locked, ANN, "/v1/abort", request_id="job-1")).status == 200
+    assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
