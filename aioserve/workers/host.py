@@ -269,6 +269,7 @@ class WorkerClient:
         self._calls = Calls()
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
+        self._claiming: set[str] = set()  # of these, ids that nobody else can have now
         self._leases: dict[int, str] = {}  # names of keys, of requests that were let in
         self._answering: set[asyncio.Task[None]] = set()
         try:
@@ -347,8 +348,10 @@ class WorkerClient:
             case Stopped(num_tokens):
                 self._stop(num_tokens)
             case Abort(request_id):
-                if request_id in self._samples or request_id in self._adding:
-                    self._engine.abort(request_id)
+                if request_id in self._adding:  # by the time of the call, that has begun
+                    asyncio.get_running_loop().call_soon(self._abort, request_id)
+                else:
+                    self._abort(request_id)
             case Ask(call_id, question):
                 self._spawn(self._answer(call_id, bytes(question)))
             case Reply(call_id, answer, failure):
@@ -389,6 +392,7 @@ class WorkerClient:
 
         async def run() -> None:
             failure = None
+            self._claiming.add(spec.request_id)  # the first that is done, or it is refused at once
             try:
                 samples = await self._engine.accept(
                     spec,
@@ -403,6 +407,8 @@ class WorkerClient:
                 failure = Failure.of(error)
                 if not isinstance(error, AioserveError):
                     logger.exception("%s could not be accepted", spec.request_id)
+            finally:
+                self._claiming.discard(spec.request_id)
             self._say(Reply(add.call_id, NO_ANSWER, failure))
 
         def forget(task: asyncio.Task[None]) -> None:
@@ -411,6 +417,11 @@ class WorkerClient:
 
         self._adding[spec.request_id] = task = asyncio.create_task(run())
         task.add_done_callback(forget)
+
+    def _abort(self, request_id: str) -> None:
+        """What another worker has by that id goes on."""
+        if request_id in self._samples or request_id in self._claiming:
+            self._engine.abort(request_id)
 
     def _drop(self, request_id: str) -> None:
         if (task := self._adding.get(request_id)) is not None:

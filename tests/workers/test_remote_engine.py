@@ -37,7 +37,7 @@ from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
 from aioserve.workers.line import Line
-from aioserve.workers.messages import Stopped
+from aioserve.workers.messages import Add, Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.processes import PATIENCE
@@ -208,6 +208,30 @@ async def test_an_abort_reaches_the_requests_of_other_workers():
             assert await other.ask(AbortElsewhere("x"))
             assert not await other.ask(AbortElsewhere("y"))
             assert [o.finish_reason async for o in stream][-1] is FinishReason.ABORT
+        await idle(engine)
+
+
+async def test_an_abort_of_one_that_is_being_accepted_ends_that_and_no_other_workers(monkeypatch):
+    async with joined(SLOW, 2) as (engine, _, [one, other], _):
+        say = other._say
+
+        def say_and_abort(message, arrays=()):
+            say(message, arrays)
+            if isinstance(message, Add):
+                other.abort(request_id)  # in one message with it
+
+        monkeypatch.setattr(other, "_say", say_and_abort)
+        async with await one.add_request([1], ENDLESS, request_id="x") as stream:
+            await anext(stream)
+            request_id = "x"
+            with pytest.raises(RequestIdInUseError):
+                await other.add_request([1], ENDLESS, request_id="x")
+            request_id = "y"
+            [output] = await read(other, [1], ENDLESS, request_id="y")
+            assert output.finish_reason is FinishReason.ABORT
+            assert one.abort("x")
+            outputs = [output async for output in stream]
+            assert outputs[-1].finish_reason is FinishReason.ABORT
         await idle(engine)
 
 
