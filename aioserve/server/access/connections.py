@@ -198,8 +198,9 @@ class Connection(RequestHandler):
             elif self._is_unwanted:
                 self._rest()
             return
-        self._is_unwanted, self._has_request = False, True
-        self._body = self._messages[-1][1] if self._messages else None
+        self._is_unwanted = False
+        if not self._has_request:  # else they wait until that is answered
+            self._take_next()
         size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
         if not (was_waiting and self._messages):
             return
@@ -214,7 +215,12 @@ class Connection(RequestHandler):
         try:
             return await super().finish_response(*args, **options)
         finally:
-            self._has_request = False
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """Of the requests that have come, the first is the one to answer."""
+        self._has_request = bool(self._messages)
+        self._body = self._messages[0][1] if self._messages else None
 
     def resume_writing(self) -> None:
         self._unread = None  # it has read a good deal

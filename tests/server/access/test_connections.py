@@ -224,6 +224,25 @@ async def test_where_all_are_busy_one_more_hears_so_and_they_go_on(start_server)
             await client.leave()
 
 
+LONG = json.dumps({"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}).encode()
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+async def test_who_waits_for_an_answer_is_busy_however_many_requests_came_in_one_write(
+    start_server,
+):
+    async with start_server(access={"max_connections": 1}) as server, Raw.to(server) as client:
+        await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + POST % len(LONG) + LONG)
+        async with asyncio.timeout(PATIENCE):
+            assert b"200 OK" in await client.reader.readuntil(b"}")
+        for send in (b"", POST % 9 + b"{"):  # the body of the next one may take its time
+            await client.send(send)
+            await asyncio.sleep(0.02)
+            async with Raw.to(server) as late:
+                assert (await late.answer())[1]["error"]["code"] == "too_many_connections"
+        assert server.engine.get_stats().num_running_reqs == 1
+
+
 async def test_2000_idle_connections_keep_nobody_from_being_served(start_server):
     async with start_server(access={"max_connections": 2100}) as server:
         writers = []
