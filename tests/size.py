@@ -25,13 +25,13 @@ LIMITS = {
     "aioserve/routing": 400,
     "aioserve/runner": 15_600,
     "aioserve/scheduler": 2_640,
-    "aioserve/server": 9_950,
+    "aioserve/server": 10_080,
     "aioserve/testing": 3_580,
     "aioserve/watch": 2_350,
     "aioserve/workers": 1_900,
     "benchmarks": 5_480,
     "policies": 650,
-    "tests": 45_800,
+    "tests": 46_300,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
