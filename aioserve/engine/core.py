@@ -277,6 +277,10 @@ class EngineCore:
     def _update(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        # First: one that is pooled would end well with its prompt, whatever came of it.
+        for request_id, reason in result.failed.items():
+            failed = self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
+            self._failed.append((failed, RequestFailedError(reason)))
         try:
             outputs = self.scheduler.update_from_output(output, result)
         except Exception as error:
@@ -285,9 +289,6 @@ class EngineCore:
             self._blame_policy(failed, self._as_policy_error(error, "update_from_output()"))
             return {}
         self.policy_failure = None
-        for request_id, reason in result.failed.items():
-            failed = self.finish_requests([request_id], RequestStatus.FINISHED_ERROR)
-            self._failed.append((failed, RequestFailedError(reason)))
         return outputs
 
     async def _fail_steps(self, error: Exception) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
+from aioserve import AsyncEngine, EngineConfig, Illustrated, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.images.decoding import EncodedImage
@@ -301,6 +301,21 @@ async def test_an_image_that_cannot_be_encoded_fails_who_needs_it(
         assert "an image of this request could not be encoded: what is this?" in str(failure)
     assert [found[1], found[3]] == [model.tokens(*prompts[1]), model.tokens(*prompts[3])]
     assert again == model.tokens(*prompts[0])
+
+
+async def test_no_vector_is_told_of_an_image_that_cannot_be_encoded(
+    seeing: Callable[[str], Seeing], tmp_path: Path
+) -> None:
+    model, path = seeing(ONE), tmp_path / "log"
+    prompt = Illustrated(f"{model.mark} What is this?", [picture(2, 30, 30)])
+    pooling = PoolingParams(pooling="mean")
+    config = make_config(model, decision_log=str(path))
+    async with AsyncEngine(config) as engine:
+        with broken(engine, lambda _: True):
+            with pytest.raises(RequestFailedError, match="could not be encoded: what is this"):
+                await engine.embed(prompt, pooling)
+        assert len((await engine.embed(prompt, pooling)).embedding) == 64
+    assert replay(DecisionLog(path)).divergence is None
 
 
 def in_parts(content: Any) -> Any:
