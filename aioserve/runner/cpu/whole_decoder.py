@@ -87,9 +87,10 @@ class WholeDecoder(FusedDecoder):
         if self._attention is not attention:
             self._fill_in(attention)
         ids, table = inputs.input_ids, self._struct.embedding
+        rows: Tensor | None = None
         if given:  # they are a table of their own, of this step
             rows = self.embedded(inputs)
-            ids, self._struct.embedding = torch.arange(len(rows)), rows.data_ptr()
+            ids = torch.arange(len(rows))
         num_tokens, num_sampling = len(inputs.input_ids), len(inputs.logits_rows)
         size = num_tokens * self._numbers_per_token
         if self._scratch.numel() < size:
@@ -121,8 +122,12 @@ class WholeDecoder(FusedDecoder):
             self._tapped.data_ptr(),
             num_taps,
         )
-        self._kernels.decode(self._struct, step, self._scratch, logits)
-        self._struct.embedding = table
+        if rows is not None:
+            self._struct.embedding = rows.data_ptr()
+        try:
+            self._kernels.decode(self._struct, step, self._scratch, logits)
+        finally:  # the rows are gone after this
+            self._struct.embedding = table
         if taps is not None:
             taps.keep(inputs.slots, self._tapped)
         if self._sums is not None:
