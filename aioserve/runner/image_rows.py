@@ -33,12 +33,13 @@ class _Row:
     places: IntArray  # positions that stand for a row of an image, ascending
     starts: IntArray  # the first of each image among these, and their number
     axes: IntArray | None  # [3, up to the end of the last image]
+    ahead: int = 0  # by how much text behind the last image turns more than by its position
 
     def turns(self, positions: IntArray) -> IntArray:
         """By which heads turn, but for those of images."""
         assert self.axes is not None, "of a model that has some"
         end = self.axes.shape[1]
-        turns: IntArray = positions + (int(self.axes.max()) + 1 - end)  # text behind the last image
+        turns: IntArray = positions + self.ahead
         before = positions < end
         turns[before] = self.axes[0, positions[before]]
         return turns
@@ -64,11 +65,12 @@ class ImageRows:
             for item in request.encoder_inputs
         ]
         starts = np.cumsum([0, *map(len, places)])
+        axes, ahead = None, 0
+        if self._merged is not None:
+            axes = _axes(request.encoder_inputs, places, self._merged)
+            ahead = int(axes.max()) + 1 - axes.shape[1]
         self._rows[request.request_id] = _Row(
-            request.encoder_inputs,
-            np.concatenate(places),
-            starts,
-            None if self._merged is None else _axes(request.encoder_inputs, places, self._merged),
+            request.encoder_inputs, np.concatenate(places), starts, axes, ahead
         )
 
     def drop(self, request_id: str) -> None:
@@ -91,6 +93,8 @@ class ImageRows:
             first = inputs.query_start_loc[row]
             begin, end = inputs.positions[first], inputs.seq_lens[row]
             low, high = np.searchsorted(own.places, (begin, end))
+            if low == high:  # as of every decode
+                continue
             for number, item in enumerate(own.items):
                 start = own.starts[number]
                 a, b = max(low, start), min(high, own.starts[number + 1])
@@ -141,7 +145,7 @@ def _axes(items: Sequence[EncoderInput], places: Sequence[IntArray], merged: int
     """
     parts, end, following = [], 0, 0
     for item, own in zip(items, places, strict=True):
-        assert item.arrays is not None, "of a request that came with its images"
+        assert item.arrays is not None, "refused at the door"
         time, height, width = item.arrays[GRID][0].tolist()
         sizes = (time, height // merged, width // merged)
         text = following + np.arange(own[0] - end)
