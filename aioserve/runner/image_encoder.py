@@ -22,6 +22,8 @@ from aioserve.scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
+NOT_ENCODED = "an image of this request was not encoded before its tokens"  # a fault of ours
+
 
 def num_deep_rows(config: Any) -> int:
     """Behind how many layers images add more rows, by the configuration of the whole model."""
@@ -41,12 +43,18 @@ class ImageEncoder:
         self._hidden_size = module.config.get_text_config().hidden_size
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
+        self._gone: set[str] = set()  # of these, what the step says to drop
 
     def drop(self, content_hashes: Iterable[str]) -> None:
-        """Nobody will ask for these before they are encoded again."""
-        for content_hash in content_hashes:
-            self._made.pop(content_hash, None)
+        """Nobody will ask for these before they are encoded again. To be called with every step:
+        that they failed is known until the next, as who comes with this one may have found blocks
+        that were computed without them.
+        """
+        for content_hash in self._gone:
             self._failures.pop(content_hash, None)
+        self._gone = set(content_hashes)
+        for content_hash in self._gone:
+            self._made.pop(content_hash, None)
 
     def see(self, inputs: StepInputs, step: SchedulerOutput) -> tuple[StepInputs, dict[str, str]]:
         """Encode what the step says. The step with what its tokens for images are given; and whose
@@ -60,7 +68,11 @@ class ImageEncoder:
                 for index in indices
             )
         spans = list(rows.spans(inputs))
-        failed: dict[str, str] = {}
+        failed = {
+            span.request_id: NOT_ENCODED
+            for span in spans
+            if span.content_hash not in self._made and span.content_hash not in self._failures
+        }
         if self._failures:
             needed = [(span.request_id, span.content_hash) for span in spans]
             # who has just come may have found blocks that were computed without the image
@@ -69,7 +81,7 @@ class ImageEncoder:
                 for request in step.scheduled_new_reqs
                 for item in request.encoder_inputs
             ]
-            failed = {
+            failed |= {
                 request_id: self._failures[content_hash]
                 for request_id, content_hash in needed
                 if content_hash in self._failures
@@ -86,7 +98,8 @@ class ImageEncoder:
         """Make the rows of these images, so many of each. One that fails does so alone."""
         batches: dict[tuple[Any, ...], list[tuple[EncoderInput, int]]] = {}
         for item, count in items:
-            assert item.arrays is not None, "of a request that came with its images"
+            assert item.arrays is not None, "refused at the door"
+            self._gone.discard(item.content_hash)  # what is made of it now is news
             shapes = tuple(array.shape[1:] for array in item.arrays.values())
             batches.setdefault(shapes, []).append((item, count))
         for batch in batches.values():
