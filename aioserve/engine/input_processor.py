@@ -24,6 +24,7 @@ from aioserve.engine.sampling_door import NO_TOKENIZER, SamplingDoor
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.images import Illustrated
+from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
@@ -64,6 +65,8 @@ class InputProcessor:
         self._grammars = grammars
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
+        family = family_of(model_info) if reads_images else None
+        self._arrays = () if family is None else family.arrays  # that each encoder input must have
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
         if self._has_tokenizer:
@@ -158,6 +161,13 @@ class InputProcessor:
         if isinstance(prompt, Encoded):
             assert room.keep is None, "what is cut off would take its images along"
             token_ids = self._check_vocabulary(prompt.token_ids, "prompt")
+            for i, item in enumerate(prompt.encoder_inputs):
+                if missing := [name for name in self._arrays if name not in (item.arrays or {})]:
+                    raise RequestError(
+                        f"encoder_inputs[{i}] comes without {', '.join(missing)}, which the "
+                        "encoder of this model reads",
+                        param=f"encoder_inputs[{i}]",
+                    )
             return Encoded(token_ids, prompt.encoder_inputs)
         return Encoded(room.cut(await self._encode_all(prompt, room, add_special_tokens)))
 
