@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, Illustrated, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.illustrations import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.images.decoding import EncodedImage
 from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
 from aioserve.model_info import ModelInfo
-from aioserve.request import WaitReason
+from aioserve.request import EncoderInput, WaitReason
+from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.cpu.whole_decoder import WholeDecoder
+from aioserve.runner.image_encoder import ImageEncoder
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.replay import replay
 from tests.adapters import make_adapter, merge
@@ -311,11 +317,88 @@ async def test_no_vector_is_told_of_an_image_that_cannot_be_encoded(
     pooling = PoolingParams(pooling="mean")
     config = make_config(model, decision_log=str(path))
     async with AsyncEngine(config) as engine:
-        with broken(engine, lambda _: True):
-            with pytest.raises(RequestFailedError, match="could not be encoded: what is this"):
-                await engine.embed(prompt, pooling)
+        refused = pytest.raises(RequestFailedError, match="could not be encoded: what is this")
+        with broken(engine, lambda _: True), refused:
+            await engine.embed(prompt, pooling)
         assert len((await engine.embed(prompt, pooling)).embedding) == 64
     assert replay(DecisionLog(path)).divergence is None
+
+
+def a_step(request_id: str, tokens: list[int], begin: int) -> tuple[Any, Any]:
+    """That runs the tokens of a new request with one image in front, from `begin` on."""
+    item = EncoderInput(0, 4, "X", {})
+    new = NewRequestData(
+        request_id, tokens, len(tokens), SamplingParams(), frozenset(), [0], begin, (item,)
+    )
+    num_tokens = len(tokens) - begin
+    step = SchedulerOutput(
+        1, [new], CachedRequestData([], [], {}), {request_id: num_tokens}, num_tokens, [], []
+    )
+    positions = np.arange(begin, len(tokens))
+    inputs = StepInputs(
+        [request_id],
+        np.zeros(1, np.int64),
+        np.asarray(tokens[begin:]),
+        positions,
+        positions,
+        np.asarray([0, num_tokens]),
+        np.asarray([len(tokens)]),
+        np.zeros((1, 1), np.int32),
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+    )
+    return inputs, step
+
+
+def test_a_failure_is_known_to_who_comes_with_the_step_that_drops_its_image(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing(ONE)
+    mark = model.processor.image_token_id
+    encoder = ImageEncoder(model.model, FAMILIES[ONE], mark)
+    tokens = [mark] * 4 + [7]
+    encoder.encode([(EncoderInput(0, 4, "X", {}), 4)])  # there are no pixels in it
+    for says, expected in ((["X"], ["b"]), ([], [])):
+        inputs, step = a_step("b", tokens, begin=4)  # all of the image was found cached
+        encoder.batch_rows.set(step.scheduled_new_reqs[0])
+        encoder.drop(says)
+        assert list(encoder.see(inputs, step)[1]) == expected
+    inputs, step = a_step("c", tokens, begin=0)  # nobody had it encoded
+    encoder.batch_rows.set(step.scheduled_new_reqs[0])
+    assert "was not encoded" in encoder.see(inputs, step)[1]["c"]
+
+
+async def test_a_failed_step_leaves_the_embedding_where_it_was(
+    seeing: Callable[[str], Seeing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeing(ONE)
+    async with AsyncEngine(make_config(model)) as engine:
+        runner: Any = engine._runner
+        decoder = runner._executor._model.decoder
+        if not isinstance(decoder, WholeDecoder):
+            pytest.skip("the kernels of this CPU have no compiled loop")
+        table = decoder._struct.embedding
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder._kernels, "decode", None)
+            with pytest.raises(RequestFailedError):
+                await collect(engine, model.mark, [picture(1, 8, 8)])
+        assert decoder._struct.embedding == table
+        assert await collect(engine, "Nothing", []) == model.tokens("Nothing", [])
+
+
+async def test_what_comes_without_its_arrays_is_refused_and_fails_nobody(
+    seeing: Callable[[str], Seeing],
+) -> None:
+    model = seeing("qwen2_5_vl")
+    bare = Encoded([5] * 9, [EncoderInput(0, 4, "X")])
+    async with AsyncEngine(make_config(model)) as engine:
+        found = await asyncio.gather(
+            collect(engine, *model.prompts()[0]), engine.add_request(bare), return_exceptions=True
+        )
+    assert found[0] == model.tokens(*model.prompts()[0])
+    assert isinstance(found[1], RequestError)
+    assert found[1].param == "encoder_inputs[0]"
+    assert "without pixel_values, image_grid_thw" in str(found[1])
 
 
 def in_parts(content: Any) -> Any:
