@@ -16,7 +16,7 @@ from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server.access.accounts import Accounts, Entrance
 from aioserve.server.access.keyring import Key, Keyring, Rights, read_keys
-from aioserve.server.access.tls import load, make_context
+from aioserve.server.access.tls import load, make_context, read_roots
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +31,27 @@ class Access:
         self.keyring = Keyring(keys)
         self.entrance = entrance
         self.refusals: Refusals = Counter()
+        self._roots = read_roots(settings)
         self.tls = make_context(settings)
 
     def take(self, keys: Sequence[Key]) -> None:
         """These keys from now on, and what is in the files of the certificate. Raises
-        `ConfigError`: then nothing has changed.
+        `ConfigError`: then the certificate is as before. A key that is gone is gone all the same.
         """
-        if self.tls is not None:
-            make_context(self.settings)  # tries it out: a context that is half loaded serves nobody
-            load(self.tls, self.settings)
         self.keyring = Keyring(keys)
+        self.read_certificate()
+
+    def read_certificate(self) -> None:
+        """Again, for connections from now on. Raises `ConfigError`: then nothing has changed."""
+        if self.tls is None:
+            return
+        if read_roots(self.settings) != self._roots:  # a context takes roots, and forgets none
+            raise ConfigError(
+                f"{self.settings.ssl_ca_certs} is not what it was at the start: whose certificates "
+                "are taken cannot change while the server runs: start it anew"
+            )
+        make_context(self.settings)  # tries it out: a context that is half loaded serves nobody
+        load(self.tls, self.settings)
 
 
 class MainAccess(Access):
@@ -70,7 +81,15 @@ class MainAccess(Access):
         keys = _read(self._config)
         if bool(keys) != bool(self.keyring):
             raise ConfigError("keys: whether there are any cannot change while the server runs")
-        self.take(keys)
+        had_operator = any(key.admin for key in self.keyring.keys)
+        if self.settings.admin_port is not None and had_operator:
+            if not any(key.admin for key in keys):
+                raise ConfigError(
+                    "keys: none is 'admin: true' any more, and access.admin_port would answer "
+                    "everybody: that cannot change while the server runs"
+                )
+        self.read_certificate()  # first: what makes no sense changes nothing
+        self.keyring = Keyring(keys)
         logger.info("there are %d keys now", len(keys))
         self.on_reload(keys)
 

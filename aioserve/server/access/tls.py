@@ -5,6 +5,7 @@ Knows no connection.
 
 import os
 import ssl
+from pathlib import Path
 
 from aioserve.config import AccessConfig
 from aioserve.errors import ConfigError
@@ -45,3 +46,15 @@ def load(context: ssl.SSLContext, settings: AccessConfig) -> None:
         raise ConfigError(
             f"cannot read {' or '.join(dict.fromkeys(names))}: {error.strerror}"
         ) from error
+
+
+def read_roots(settings: AccessConfig) -> bytes:
+    """What is in the file of those that clients' certificates must come from, if there is one.
+    Raises `ConfigError`.
+    """
+    if settings.ssl_ca_certs is None:
+        return b""
+    try:
+        return Path(settings.ssl_ca_certs).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {settings.ssl_ca_certs}: {error.strerror}") from error

@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
-from aioserve.server.access.access import MainAccess
+from aioserve.server.access.access import Access, MainAccess
+from aioserve.server.access.accounts import Accounts
+from aioserve.server.access.keyring import Key, Rights
 from aioserve.server.access.tls import PASSWORD, make_context
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
@@ -90,12 +92,27 @@ async def test_clients_must_show_a_certificate_where_their_roots_are_named(tmp_p
     cert, key = certify(tmp_path)
     own, own_key = certify(tmp_path, "client")
     settings = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": own}
-    async with serving(**settings) as (url, _, _):
+    async with serving(**settings) as (url, _, access):
         tls = ssl.create_default_context(cafile=cert)
         with pytest.raises((aiohttp.ClientError, OSError)):
             await status(f"{url}/health", connector=aiohttp.TCPConnector(ssl=tls))
         tls.load_cert_chain(own, own_key)
         assert await status(f"{url}/health", connector=aiohttp.TCPConnector(ssl=tls)) == 200
+        access.reload()
+        certify(tmp_path, "client")  # the one that was trusted would stay so
+        with pytest.raises(ConfigError, match=r"client\.pem is not what it was at the start"):
+            access.reload()
+
+
+async def test_a_worker_that_cannot_read_the_certificate_knows_the_new_keys_all_the_same(tmp_path):
+    cert, key = certify(tmp_path)
+    known, new = (Key(name=name, sha256=name[0] * 64) for name in ("ann", "ben"))
+    settings = AccessConfig(ssl_certfile=cert, ssl_keyfile=key)
+    access = Access(settings, [known], Accounts(lambda name: Rights()))
+    (tmp_path / "server.pem").write_text("nonsense")
+    with pytest.raises(ConfigError, match="no certificate can be had"):
+        access.take([new])
+    assert access.keyring.keys == (new,)
 
 
 async def test_while_the_model_is_loaded_answers_are_encrypted_as_well(tmp_path):
@@ -163,13 +180,18 @@ async def test_operators_routes_can_have_a_port_of_their_own(keys_file, has_oper
     if not has_operator:
         keys_file.write_text(keys_file.read_text().replace(", admin: true", ""))
     settings = {"enable_admin": True, "admin_port": 0, "api_keys_file": str(keys_file)}
-    async with serving(**settings) as (url, doors, _):
+    async with serving(**settings) as (url, doors, access):
         own = f"http://127.0.0.1:{doors.admin[0].getsockname()[1]}"
         reset = "/admin/reset_prefix_cache"
         assert await status(url + reset, "POST", key=ADMIN) == 404
         assert await status(own + reset, "POST", key=ADMIN) == 200
         assert await status(own + reset, "POST", key=ANN) == (403 if has_operator else 200)
         assert await status(own + reset, "POST") == (401 if has_operator else 200)
+        if has_operator:  # else its port would be all that protects them, from one day to the next
+            keys_file.write_text(f"keys: [{{name: ann, key: {ANN}}}]")
+            with pytest.raises(ConfigError, match="none is 'admin: true' any more"):
+                access.reload()
+            assert await status(own + reset, "POST") == 401
         assert await status(f"{own}/health") == 200
         assert await status(f"{own}/v1/models", key=ADMIN) == 404
         assert await status(f"{url}/v1/models", key=ANN) == 200
