@@ -249,6 +249,13 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         budget = self.step_budget(max_model_len)
         return min(budget, self.long_prefill_token_threshold or budget)
 
+    def max_whole(self, max_model_len: int) -> int:
+        """Most tokens that surely get one step to themselves: beside a decode of all others, with
+        their drafts, which may come in every step. Below 1 if there are none.
+        """
+        others = (self.max_num_seqs - 1) * (1 + self.num_lookahead_tokens)
+        return min(self.max_chunk(max_model_len), self.step_budget(max_model_len) - others)
+
     @property
     def depth(self) -> int:
         """`pipeline_depth`, once the runner has been asked; 1 until then."""

@@ -33,11 +33,11 @@ def check_size(request: Request, kv_cache: KVCacheManager) -> None:
 
 
 def check_encoder_inputs(
-    request: Request, config: SchedulerConfig, max_chunk: int, *, whole: bool
+    request: Request, config: SchedulerConfig, max_whole: int, *, whole: bool
 ) -> None:
     """Each input must be in the prompt, and fit a step and the cache; all together, if prompts run
-    `whole`. One that runs whole itself must fit the `max_chunk` tokens of a request in a step.
-    Raises `RequestError`.
+    `whole`. One that runs whole itself must fit the `max_whole` tokens that a full house leaves of
+    a step: else it would wait as long as others come. Raises `RequestError`.
     """
     room, num_tokens = min(config.max_encoder_tokens, config.encoder_cache_tokens), 0
     for i, item in enumerate(request.encoder_inputs):
@@ -48,11 +48,11 @@ def check_encoder_inputs(
                 f"{request.num_prompt_tokens} tokens",
                 param=f"encoder_inputs[{i}]",
             )
-        if item.whole and item.num_tokens > max_chunk:
+        if item.whole and item.num_tokens > max_whole:
             raise RequestError(
                 f"encoder_inputs[{i}] does not fit: its {item.num_tokens} tokens have to run in "
-                f"one step, and max_num_batched_tokens or long_prefill_token_threshold is "
-                f"{max_chunk}",
+                "one step, and max_num_batched_tokens, less a decode with drafts of each of "
+                f"max_num_seqs, or long_prefill_token_threshold is {max(max_whole, 0)}",
                 param=f"encoder_inputs[{i}]",
             )
         if num_tokens > room:

@@ -303,8 +303,8 @@ class BaseScheduler(Switchable):
             ) from error
 
     def _check_encoder_inputs(self, request: Request) -> None:
-        max_chunk = self._config.max_chunk(self.max_model_len)
-        check_encoder_inputs(request, self._config, max_chunk, whole=self.runs_whole_prompts)
+        max_whole = self._config.max_whole(self.max_model_len)
+        check_encoder_inputs(request, self._config, max_whole, whole=self.runs_whole_prompts)
 
     def _check_takeover(self, request: Request) -> None:
         """What was accepted for another policy must be able to run under this one."""

@@ -285,7 +285,7 @@ class PolicyContract:
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """At all places of prompts, beside others, found in the cache up to the middle."""
-        for max_num_batched_tokens in (7, 20, None):
+        for max_num_batched_tokens in (8, 20, None):
             with subject.harness(
                 pipeline_depth=pipeline_depth,
                 max_num_seqs=3,

@@ -78,6 +78,31 @@ def test_an_image_that_waits_for_room_says_so() -> None:
     assert counts(harness) == (2, 6, 0, 3)
 
 
+@pytest.mark.parametrize(("num_lookahead_tokens", "most"), [(0, 13), (2, 7)])
+def test_an_image_that_runs_whole_runs_beside_a_full_house_or_is_refused(
+    num_lookahead_tokens: int, most: int
+) -> None:
+    harness = SchedulerHarness(
+        ChunkedPrefillScheduler,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        num_lookahead_tokens=num_lookahead_tokens,
+    )
+    large = EncoderInput(4, most + 1, "large", whole=True)
+    with pytest.raises(
+        RequestError, match=rf"decode with drafts of each of max_num_seqs, .* is {most}$"
+    ):
+        harness.add_request("large", [1] * 30, encoder_inputs=[large])
+    for number in range(40):  # others come all the time, and keep every seat taken
+        harness.add_request(f"r{number}", [number] * 3, max_tokens=20)
+        if number == 3:
+            fits = EncoderInput(4, most, "fits", whole=True)
+            harness.add_request("fits", [1] * 30, encoder_inputs=[fits], max_tokens=1)
+    while "fits" not in harness.finished:
+        harness.step()
+    assert len(harness.scheduler.waiting) > 20
+
+
 def test_an_image_that_could_never_run_is_refused_by_its_number() -> None:
     limits = {"max_encoder_tokens": 5, "encoder_cache_tokens": 4}
     chunked = SchedulerHarness(ChunkedPrefillScheduler, **limits)
