@@ -18,7 +18,10 @@ from aioserve.version import __version__
 
 MAX_REDIRECTS = 3
 MAX_URL = 4096  # characters
-_AT_ONCE = 16  # connections; who wants more waits, within its time
+# Connections: who wants more waits, within its time, so that no request may take them all, nor
+# any one host.
+_AT_ONCE, _AT_ONE_HOST = 64, 16
+AT_ONCE_FOR_REQUEST = 4
 _PIECE = 2**16  # bytes
 # Storage often does not say what it holds; the bytes do.
 _UNTYPED = ("application/octet-stream", "binary/octet-stream")
@@ -100,7 +103,10 @@ class ImageFetcher:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=_AT_ONCE, force_close=True, socket_factory=_public_socket
+                    limit=_AT_ONCE,
+                    limit_per_host=_AT_ONE_HOST,
+                    force_close=True,
+                    socket_factory=_public_socket,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

@@ -21,7 +21,7 @@ from aioserve.images.decoding import (
     Header,
     decode_base64,
 )
-from aioserve.images.fetching import ImageFetcher
+from aioserve.images.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
 
 Part = dict[str, Any]  # of a message, as chat templates know it
 Content = str | list[Part]
@@ -190,9 +190,10 @@ class ImageLoader:
 
     async def _bring(self, i: int, source: _Source, allowance: "_Allowance") -> EncodedImage:
         if source.url is not None:
-            data = await self._fetcher.fetch(
-                source.url, allowance.take_bytes, self._config.image_timeout
-            )
+            async with allowance.fetches:  # waiting here is nobody's fault, and takes no time
+                data = await self._fetcher.fetch(
+                    source.url, allowance.take_bytes, self._config.image_timeout
+                )
         else:
             allowance.take_bytes(len(source.base64) * 3 // 4)
             data = await self._in_thread(decode_base64, source.base64)
@@ -211,6 +212,7 @@ class _Allowance:
         self._config = config
         self._bytes = config.max_image_mib * 2**20
         self._pixels = config.max_image_megapixels * 1_000_000
+        self.fetches = asyncio.Semaphore(AT_ONCE_FOR_REQUEST)
 
     def take_bytes(self, count: int) -> None:
         """Raises `RequestError` if there are not so many left."""

@@ -1,7 +1,10 @@
 """Images at the doors: which parts bring them, and what is refused before a model sees any."""
 
+import asyncio
+
 import numpy as np
 import pytest
+from aiohttp import web
 
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
@@ -261,6 +264,49 @@ async def test_limits_hold_for_all_images_of_a_request(make_loader):
         with pytest.raises(RequestError, match=message) as raised:
             await make_loader(*[small] * count, **{"max_images": 1000} | settings)
         assert raised.value.param.startswith("part ")
+
+
+async def test_slow_urls_of_one_request_leave_room_for_another(monkeypatch):
+    monkeypatch.setattr(fetching, "is_public", lambda address: True)
+    asked, have_asked = [], asyncio.Event()
+
+    async def stall(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if len(asked) == 4:
+            have_asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=encoded(), content_type="image/png")
+
+    app = web.Application()
+    app.router.add_get("/slow/{number}", stall)
+    app.router.add_get("/image", answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    config = ImageConfig(image_urls=True, image_timeout=10)
+    loader = ImageLoader(config)
+
+    def parts(*paths):
+        images = ImageParts(config, "")
+        for i, path in enumerate(paths):
+            images.add(f"part {i}", host + path)
+        return images
+
+    slow = asyncio.create_task(loader.show(TALK, parts(*(f"/slow/{i}" for i in range(16)))))
+    try:
+        await have_asked.wait()
+        shown = await loader.show(TALK, parts("/image"))
+        assert len(shown.images) == 1
+        assert len(asked) == 4
+    finally:
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        await loader.close()
+        await runner.cleanup()
 
 
 def test_what_the_engine_says_of_an_image_names_its_part():
