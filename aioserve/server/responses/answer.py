@@ -182,7 +182,9 @@ class ResponseAnswer(Answer):
         super().__init__(request, body.model, None)
         self._format, self._store = request.app[CHAT_FORMAT], request.app[RESPONSES]
         self._owner = owner_of(request)
-        self._body, self._use, self._params, self._input = body, use, params, items
+        self._body, self._use, self._params = body, use, params
+        body.input = ""  # with images in it, it would stay as long as the stream
+        self._input = items if body.store is not False else ()
         self._created = int(time.time())
         self._reader: ReplyReader | None = None
         self._writer = ItemWriter(self._format.make_id)

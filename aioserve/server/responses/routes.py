@@ -80,6 +80,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         )
         params = bind(params, use, chat_format, conversation)
         answer = ResponseAnswer(request, body, use, params, items)
+        del items, before  # images that they hold would stay as long as the stream
         prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)
 
