@@ -5,6 +5,7 @@ Declares it, and does what follows from a stream. Knows nothing about how one is
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypedDict, TypeVar, Unpack
 
@@ -92,6 +93,12 @@ class EngineClient(ABC):
     def image_placeholder(self) -> str:
         """What stands for an image in a text prompt; empty if there can be none."""
         return self._alive().input_processor.image_placeholder
+
+    @abstractmethod
+    def arriving(self) -> AbstractContextManager[None]:
+        """Inside the block one more request counts as waiting: what it needs is being brought. May
+        raise `EngineOverloadedError`, as `add_request`.
+        """
 
     @abstractmethod
     async def add_request(

@@ -100,6 +100,10 @@ class EngineFront(EngineClient, Generic[Parts]):
                 await self._submit(spec, samples, stream, adapter, timeout, parts)
         return stream
 
+    def arriving(self) -> AbstractContextManager[None]:
+        """See `EngineClient.arriving`."""
+        return self._arriving(1, self._alive())
+
     @abstractmethod
     def _alive(self) -> Parts:
         """What serves requests. Raises `EngineDeadError` if that is not the time."""

@@ -220,7 +220,7 @@ async def respond(
         streams: list[RequestStream] = []
         for request_id, prompt in zip(ids, prompts, strict=True):
             stream = await engine.add_request(
-                await prompt.bring() if isinstance(prompt, Shown) else prompt,
+                await prompt.bring(engine) if isinstance(prompt, Shown) else prompt,
                 params,
                 request_id=request_id,
                 adapter=reply.model,

@@ -142,9 +142,12 @@ class Shown(NamedTuple):
     conversation: Conversation
     images: ImageParts
 
-    async def bring(self) -> Prompt:
-        """As `ImageLoader.show`."""
-        return await self.loader.show(self.conversation, self.images)
+    async def bring(self, engine: EngineClient) -> Prompt:
+        """As `ImageLoader.show`. Counts as a request that waits: raises `EngineOverloadedError`
+        before any image is fetched or decoded.
+        """
+        with engine.arriving():
+            return await self.loader.show(self.conversation, self.images)
 
 
 class ImageLoader:

@@ -3,6 +3,8 @@
 Knows the shape of these endpoints; the tokenizer and the chat template are the engine's.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from aiohttp import web
 
 from aioserve.engine import Conversation, Prompt
 from aioserve.errors import RequestError
+from aioserve.server.access.gate import entered
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.tool_use import chat_tool_use
@@ -69,6 +72,19 @@ detokenize_decoder = BodyDecoder(DetokenizeRequest, {}, shared={}, hints=())
 _encoder = msgspec.json.Encoder()
 
 
+@asynccontextmanager
+async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[None]:
+    """Inside the block images are brought and prepared, though for no tokens: like a request's,
+    they count for its key, and for the queue. Raises `EngineOverloadedError`.
+    """
+    if not images.sources:
+        yield
+        return
+    async with entered(request):
+        with request.app[ENGINE].arriving():
+            yield
+
+
 async def tokenize(request: web.Request) -> web.Response:
     """The handler of /tokenize. There may be more tokens than the model takes."""
     body = await decode_body(request, tokenize_decoder)
@@ -78,9 +94,10 @@ async def tokenize(request: web.Request) -> web.Response:
     prompt = _prompt(body, images)
     try:
         with images.named():
-            if isinstance(prompt, Conversation):
-                prompt = await request.app[IMAGES].show(prompt, images)
-            token_ids = await engine.tokenize(prompt, add_special_tokens=special)
+            async with preparing(request, images):
+                if isinstance(prompt, Conversation):
+                    prompt = await request.app[IMAGES].show(prompt, images)
+                token_ids = await engine.tokenize(prompt, add_special_tokens=special)
     except RequestError as error:
         if error.param == "prompt" and body.messages is not None:
             error.param = "messages"  # what the engine calls them when they are rendered

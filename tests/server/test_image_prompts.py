@@ -30,6 +30,7 @@ from aioserve.scheduler import SchedulerOutput
 from aioserve.scheduler.registry import available_policies
 from aioserve.server.app import listening
 from aioserve.server.protocol import ContentPart
+from aioserve.server.responses.protocol import InputItem
 from aioserve.server.sockets import bind
 from tests.images.pictures import bomb, data_url, encoded
 from tests.processes import PATIENCE
@@ -345,7 +346,9 @@ async def test_what_is_wrong_with_an_image_is_a_400_that_names_its_part(seeing, 
         assert (await look(server, good))["usage"]["completion_tokens"] == NUM_TOKENS
 
 
-async def test_an_image_that_is_being_fetched_counts_for_its_key(model, keys_file, monkeypatch):
+@pytest.mark.parametrize("door", ["chat", "tokenize", "count_tokens"])
+@pytest.mark.parametrize("limit", ["key", "queue"])
+async def test_images_that_are_being_fetched_count(model, keys_file, monkeypatch, door, limit):
     monkeypatch.setattr(fetching, "is_public", lambda address: True)
     is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -360,19 +363,30 @@ async def test_an_image_that_is_being_fetched_counts_for_its_key(model, keys_fil
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/image"
-    config = config_of(model, images={"image_urls": True, "image_timeout": 3600.0})
-    config = msgspec.structs.replace(config, access=AccessConfig(api_keys_file=str(keys_file)))
-    headers = {"Authorization": f"Bearer {BEN}"}  # who may have one request at once
+    images, headers = {"image_urls": True, "image_timeout": 3600.0}, {}
+    if limit == "key":
+        config, code = config_of(model, images=images), "rate_limit_exceeded"
+        config = msgspec.structs.replace(config, access=AccessConfig(api_keys_file=str(keys_file)))
+        headers["Authorization"] = f"Bearer {BEN}"  # who may have one request at once
+    else:
+        config = config_of(model, images=images, max_waiting_requests=1)
+        code = "engine_overloaded"
     try:
         async with running(config) as server:
             server.session.headers.update(headers)
-            looking = asyncio.create_task(look(server, url))
-            await is_asked.wait()
-            refused = await ask(server, "chat", url)
-            assert check(refused, 429)["code"] == "rate_limit_exceeded"
-            may_answer.set()
-            assert ids_of(await looking)
+            for first, second in ((door, "chat"), ("chat", door)):
+                is_asked.clear()
+                may_answer.clear()
+                looking = asyncio.create_task(ask(server, first, url))
+                await is_asked.wait()
+                refused = await ask(server, second, url_of(1))
+                is_theirs = second == "count_tokens"  # Anthropic's: another status, and no code
+                error = check(refused, 529 if is_theirs and limit == "queue" else 429)
+                assert error.get("code", code) == code
+                may_answer.set()
+                assert (await looking).status == 200
     finally:
+        may_answer.set()
         await runner.cleanup()
 
 
@@ -436,16 +450,21 @@ async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(
         assert statuses[-1] == 200
 
 
-async def test_what_was_sent_of_an_image_is_let_go_once_it_is_prepared(seeing):
-    said = [TEXT, chat_part(url_of(0))]
-    body = {"messages": [{"role": "user", "content": said}], "max_tokens": 400, "stream": True}
+@pytest.mark.parametrize("door", ["chat", "responses"])
+async def test_what_was_sent_of_an_image_is_let_go_once_it_is_prepared(seeing, door):
+    path, body_of, part, _ = DOORS[door]
+    long = {"max_tokens": 400, "ignore_eos": True}
+    if door == "responses":
+        long = {"max_output_tokens": 400, "store": False}
+    body = body_of([part(url_of(0))]) | {"stream": True, **long}
     async with seeing() as server:
-        url = f"{server.url}/v1/chat/completions"
-        async with server.session.post(url, json=body | {"ignore_eos": True}) as response:
+        url = f"{server.url}{path}"
+        async with server.session.post(url, json=body) as response:
+            assert response.status == 200
             await response.content.readany()  # it runs
             gc.collect()  # what other tests have left
             kinds = {type(it) for it in gc.get_objects()}
-            assert kinds.isdisjoint({decoding.EncodedImage, ContentPart})
+            assert kinds.isdisjoint({decoding.EncodedImage, ContentPart, InputItem})
             response.close()
 
 

@@ -26,6 +26,7 @@ from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
+from aioserve.server.tokenization import preparing
 from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
 
@@ -70,8 +71,9 @@ async def count_tokens(request: web.Request) -> web.Response:
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(body), images.named():
         conversation, _ = _conversation(request, body, images)
-        prompt = await request.app[IMAGES].show(conversation, images)
-        token_ids = await request.app[ENGINE].tokenize(prompt)
+        async with preparing(request, images):
+            prompt = await request.app[IMAGES].show(conversation, images)
+            token_ids = await request.app[ENGINE].tokenize(prompt)
     return web.Response(
         body=_encoder.encode(InputTokens(input_tokens=len(token_ids))),
         content_type="application/json",
