@@ -6,6 +6,7 @@ own shapes, nor what a model makes of an image.
 
 import asyncio
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
-from aioserve.errors import RequestError
+from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.images import Illustrated
 from aioserve.images.decoding import (
     MEDIA_TYPES,
@@ -158,14 +159,21 @@ class ImageLoader:
         self._fetcher = ImageFetcher(config.image_domain)
         # One thread: what takes long is done where images are processed.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-images")
+        self._num_bytes = 0  # of images as they were sent, until nobody has them any more
 
     async def show(self, conversation: Conversation, images: ImageParts) -> Prompt:
         """The conversation with its images, whose headers are known to be good and within limits.
-        Raises `RequestError` that names the part.
+        Raises `RequestError` that names the part, `EngineOverloadedError` if others' take too much.
         """
         sources = images.sources
         if not sources:
             return conversation
+        limit = self._config.image_memory_gib * 2**30
+        if self._num_bytes > limit:
+            raise EngineOverloadedError(
+                f"images that wait to be prepared take {self._num_bytes / 2**20:.0f} MiB, more "
+                f"than image_memory_gib ({self._config.image_memory_gib:g})"
+            )
         allowance = _Allowance(self._config)
         brought: dict[int, EncodedImage] = {}
 
@@ -201,8 +209,14 @@ class ImageLoader:
             allowance.take_bytes(len(source.base64) * 3 // 4)
             data = await self._in_thread(decode_base64, source.base64)
         image = await self._in_thread(EncodedImage, data, f"images[{i}]")
+        num_bytes = len(data)  # beforehand: images end in other threads, too
+        self._num_bytes += num_bytes
+        weakref.finalize(image, self._release, num_bytes).atexit = False
         allowance.take_pixels(image.header)
         return image
+
+    def _release(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

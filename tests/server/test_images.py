@@ -8,7 +8,7 @@ from aiohttp import web
 
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
-from aioserve.errors import RequestError
+from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.images import Illustrated, fetching
 from aioserve.server.images import ImageLoader, ImageParts, joined
 from tests.images.pictures import bomb, data_url, encoded, picture
@@ -264,6 +264,25 @@ async def test_limits_hold_for_all_images_of_a_request(make_loader):
         with pytest.raises(RequestError, match=message) as raised:
             await make_loader(*[small] * count, **{"max_images": 1000} | settings)
         assert raised.value.param.startswith("part ")
+
+
+async def test_images_that_wait_are_bounded_in_memory_until_nobody_has_them():
+    config = ImageConfig(image_memory_gib=1e-6)
+    loader = ImageLoader(config)
+
+    async def show():
+        images = ImageParts(config, "")
+        images.add("part", data_url())
+        return await loader.show(TALK, images)
+
+    try:
+        first = await show()
+        with pytest.raises(EngineOverloadedError, match="wait to be prepared take"):
+            await show()
+        del first
+        assert await show()
+    finally:
+        await loader.close()
 
 
 async def test_slow_urls_of_one_request_leave_room_for_another(monkeypatch):
