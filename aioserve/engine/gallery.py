@@ -62,6 +62,7 @@ class Gallery:
         self._timer: asyncio.TimerHandle | None = None
         self._num_looking = 0  # who wait for the next frame
         self._last_look = self._last_frame = self._last_shadow = 0.0
+        self._is_closed = False
 
     @property
     def is_open(self) -> bool:
@@ -76,6 +77,8 @@ class Gallery:
         if self._policies is None:
             self._policies = await asyncio.to_thread(describe_policies)
         self._last_look = self._clock()
+        if self._is_closed:
+            raise EngineDeadError("the engine is shutting down")
         if self._onlooker is None:
             self._open()
         elif after == self._number:
@@ -91,7 +94,11 @@ class Gallery:
         return Seen(self._number, [self._snapshot(onlooker, self._policies)])
 
     def close(self) -> None:
-        """The engine ends, or nobody looks any more."""
+        """The engine ends: nobody can look any more. Idempotent."""
+        self._is_closed = True
+        self._take_away()
+
+    def _take_away(self) -> None:
         if self._onlooker is not None:
             self._core.scheduler = without(self._core.scheduler, self._onlooker)
         self._onlooker = self._metrics.latencies = None
@@ -133,7 +140,7 @@ class Gallery:
         assert self._onlooker is not None
         now = self._clock()
         if not self._num_looking and now - self._last_look > AWAY_SECONDS:
-            self.close()
+            self._take_away()
             return
         is_quiet = not self._onlooker.has_events
         if not is_quiet or now - self._last_frame >= QUIET_SECONDS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
+from aioserve.engine import gallery
 from aioserve.engine.gallery import AWAY_SECONDS, NUM_KEPT
 from aioserve.engine.questions import Seen, ShowSteps
 from aioserve.errors import EngineDeadError, RequestError
@@ -171,6 +173,24 @@ def test_who_looks_at_the_end_is_told_so() -> None:
             await waiting
         with pytest.raises(EngineDeadError):
             await look(engine, number)
+
+    run(main)
+
+
+def test_who_comes_while_the_engine_ends_does_not_begin_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_ended = threading.Event()
+    monkeypatch.setattr(gallery, "describe_policies", lambda: {"late": str(has_ended.wait(60))})
+
+    async def main(engine: AsyncEngine) -> None:
+        looking = asyncio.create_task(look(engine, 0))
+        await asyncio.sleep(0)
+        await engine.shutdown()
+        has_ended.set()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await looking
+        assert engine.metrics.latencies is None
 
     run(main)
 
