@@ -86,6 +86,7 @@ class Host:
         access.on_reload = self._tell_keys
         self.responses = ResponseStore()
         self.workers: list[WorkerClient] = []
+        self.log_level: SetLogLevel | None = None  # None: that of the settings
         self._refused_by_gone: Refusals = Counter()
         self._telling: asyncio.Future[list[Any]] | None = None  # held, or it may be collected
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -115,6 +116,7 @@ class Host:
         match question:
             case ShowMetrics():
                 await self._hear_reports()
+                return await self.engine.ask(ShowMetrics())  # what it has counted is in its report
             case AbortElsewhere(request_id, reach):
                 others = [worker for worker in self.workers if worker is not asking]
                 return any(await _ask_all(others, AbortHere(request_id, reach)))
@@ -134,6 +136,7 @@ class Host:
             paths = AdapterPaths(dict(self.engine.adapters.paths))
             await _ask_all(self.workers, KnowAdapters(paths))
         if isinstance(question, SetLogLevel):
+            self.log_level = question
             await _ask_all(self.workers, question)
         return answer
 
@@ -271,7 +274,7 @@ class WorkerClient:
         self._adding: dict[str, asyncio.Task[None]] = {}
         self._claiming: set[str] = set()  # of these, ids that nobody else can have now
         self._leases: dict[int, str] = {}  # names of keys, of requests that were let in
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
         try:
             self._line = Line(
                 context, address, listens=True, on_message=self._on_message, on_room=self._send
@@ -359,6 +362,8 @@ class WorkerClient:
                 self._calls.settle(call_id, bytes(answer), error)
             case Listening():
                 self.is_listening = True
+                if (log_level := self._host.log_level) is not None:
+                    self._spawn(self.ask(log_level))  # it was started with that of the settings
                 self._on_listening()
 
     def _greet(self, hello: Hello) -> None:
@@ -455,7 +460,7 @@ class WorkerClient:
                 logger.exception("a question of %s could not be answered", self.name)
         self._say(Reply(call_id, answer, failure))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)

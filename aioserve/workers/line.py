@@ -133,9 +133,14 @@ class Calls:
         self._last = 0
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
+    def number(self) -> int:
+        """Of a question whose answer nobody waits for."""
+        self._last += 1
+        return self._last
+
     def begin(self) -> tuple[int, "asyncio.Future[bytes]"]:
         """A number, and what the answer will be, or an error."""
-        self._last = number = self._last + 1
+        number = self.number()
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._open[number] = future
         future.add_done_callback(lambda _: self._open.pop(number, None))

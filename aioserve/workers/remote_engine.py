@@ -199,8 +199,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
     def tell(self, question: Question[None]) -> None:
         """As `ask`, of what needs no answer: nothing happens if the engine has died."""
         if self._error is None:
-            number, _ = self._calls.begin()
-            self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
+            self._say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(question))))
 
     def begin(self) -> None:
         """We take connections from now on."""

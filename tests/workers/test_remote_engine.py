@@ -9,11 +9,14 @@ import pytest
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine import async_engine
 from aioserve.engine.questions import (
     AbortElsewhere,
+    Counted,
     HowAreYou,
     LoadAdapter,
     ResetPrefixCache,
+    SetLogLevel,
     ShowMetrics,
     SwitchPolicy,
     UnloadAdapter,
@@ -37,7 +40,7 @@ from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
 from aioserve.workers.line import Line
-from aioserve.workers.messages import Add, Stopped
+from aioserve.workers.messages import Add, LeaveAccount, Listening, Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.processes import PATIENCE
@@ -368,6 +371,38 @@ async def test_a_worker_that_fails_tells_its_clients_and_ends(monkeypatch):
                 async for _ in stream:
                     pass
         assert await remote.is_over == 1
+
+
+async def test_what_a_worker_has_counted_is_told_once():
+    async with joined(SIMULATED, 2) as (_, _, [one, _], _):
+        told = [Counted("answers", "Sent", ("status",), [(("200",), 3)])]
+        one.tell_counted = lambda: told
+        lines = (await one.ask(ShowMetrics(told))).decode().splitlines()
+        assert [line for line in lines if line.startswith("aioserve_answers_total")] == [
+            'aioserve_answers_total{process="worker-0",status="200"} 3.0'
+        ]
+
+
+async def test_a_worker_that_comes_later_has_the_log_level_that_was_set(monkeypatch):
+    levels: list[str] = []
+    monkeypatch.setattr(async_engine, "set_log_level", levels.append)
+    monkeypatch.setattr(remote_engine, "set_log_level", levels.append)
+    async with joined(SIMULATED) as (_, _, [one], [worker]):
+        await one.ask(SetLogLevel("debug"))
+        assert levels == ["debug"] * 2
+        worker._take(Listening(), ())  # as one does that was started again
+        async with asyncio.timeout(PATIENCE):
+            while len(levels) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert levels[-1] == "debug"
+
+
+async def test_what_needs_no_answer_leaves_nobody_waiting_at_the_end():
+    async with joined(SIMULATED) as (_, _, [one], _):
+        one.tell(LeaveAccount(1))
+        assert not one._calls._open
+        one.die("gone")
+        one.tell(LeaveAccount(2))
 
 
 async def test_what_the_server_asks_is_answered_by_the_whole():
