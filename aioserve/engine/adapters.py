@@ -7,6 +7,8 @@ paths and counts; knows nothing about weights, tokens or HTTP.
 import asyncio
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aioserve.config import EngineConfig
@@ -64,6 +66,7 @@ class Adapters:
         self._disk = asyncio.Lock()  # one is read after another
         self._uses = itertools.count(1)
         self._is_closed = False
+        self._keeps_out = False  # those that are not loaded yet: the weights change
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -75,6 +78,26 @@ class Adapters:
         """By name, of those in memory: what tells their cached prefixes from others'."""
         return {name: known.adapter_id for name, known in self._named.items() if known.adapter_id}
 
+    @property
+    def served(self) -> list[str]:
+        """Names that can be asked for, or are about to be."""
+        return list(dict.fromkeys((*self._named, *self._arriving)))
+
+    @property
+    def needed(self) -> list[str]:
+        """Those, and of adapters that were unloaded and requests still have."""
+        users = (adapter.name for adapter in self._resident if adapter.num_users)
+        return list(dict.fromkeys((*self.served, *users)))
+
+    @contextmanager
+    def keeping_out(self, keeps_out: bool = True) -> Iterator[None]:
+        """Inside the block the weights change: none can be loaded."""
+        self._keeps_out = keeps_out
+        try:
+            yield
+        finally:
+            self._keeps_out = False
+
     async def load_configured(self) -> None:
         """Those of the settings. Raises `ConfigError`."""
         for spec in self._config.adapters.lora:
@@ -85,12 +108,15 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Give an adapter a name. Raises `ConfigError` for a name that is in use, and for files
-        that are no adapter of this model; `EngineDeadError` when there is no more model.
+        that are no adapter of this model, and while its weights change; `EngineDeadError` when
+        there is no more model.
         """
         if not name.isprintable() or not name.strip() or not path:
             raise ConfigError(f"an adapter needs a name and a path, got {name!r} and {path!r}")
         if name == self._config.model.served_name:
             raise ConfigError(f"adapter name {name!r} is the model's own")
+        if self._keeps_out:
+            raise ConfigError(f"adapter {name!r}: the weights are about to change: try again later")
         if name in self._named or name in self._arriving:
             raise ConfigError(f"adapter name {name!r} is in use: unload it first")
         adapter = _Adapter(name, path)

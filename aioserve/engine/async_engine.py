@@ -436,12 +436,13 @@ class AsyncEngine(EngineFront[EngineParts]):
     async def _drain(self, parts: EngineParts, seconds: float) -> None:
         if parts.shadow_turns is not None:
             parts.shadow_turns.close()
-        if self._control is not None and not self._control.let_go():
-            seconds = 0.0
         deadline = parts.clock() + seconds
         # Polled: it happens once in a life, which an event of its own would not be worth.
         while (  # noqa: ASYNC110
-            self._error is None and len(parts.output_processor) and parts.clock() < deadline
+            self._error is None
+            and len(parts.output_processor)
+            and parts.clock() < deadline
+            and (self._control is None or self._control.let_go())
         ):
             await asyncio.sleep(0.01)
         if self._error is None:
@@ -589,6 +590,8 @@ class AsyncEngine(EngineFront[EngineParts]):
     ) -> None:
         spec = await parts.arrivals.prepare(spec, samples, adapter, seconds)
         self._alive()
+        if self._control is not None:
+            self._control.check_arrival()  # a pause may have begun meanwhile
         parts.arrivals.enter(spec, samples, register)
         if is_real(parts.clock):
             self._pulse.start()

@@ -6,16 +6,18 @@ who was kept goes on where it was, computed again if its blocks or weights are g
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
 from aioserve.engine.questions import Arrivals, Running, State
-from aioserve.errors import ConfigError, EnginePausedError, InvariantError
+from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
-from aioserve.watch.delegate import innermost
+from aioserve.watch.delegate import chain, innermost
+from aioserve.watch.recorder import RecordingScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Control:
         self._adapters = adapters
         self._abort_all = abort_all
         self._lock = asyncio.Lock()
+        self._is_ending = False
 
     def check_arrival(self) -> None:
         """Raises `EnginePausedError` if a new request is to be refused."""
@@ -50,12 +53,12 @@ class Control:
 
     async def pause(self, running: Running, arrivals: Arrivals) -> None:
         """Return when no step is computed, and none will be. Who sleeps sleeps on."""
-        async with self._lock:
+        async with self._turn():
             await self._pause(running, arrivals)
 
     async def resume(self) -> None:
         """Go on. Raises `ConfigError` if it sleeps: it has to be woken."""
-        async with self._lock:
+        async with self._turn():
             if self.state == "asleep":
                 raise ConfigError("the engine is asleep: wake it, which resumes it as well")
             self._resume()
@@ -65,28 +68,30 @@ class Control:
         `ConfigError` if that is not served; nothing has changed then. If the policy raises while
         its requests give way, they have failed, and the engine goes on.
         """
-        async with self._lock:
+        async with self._turn():
             if self.state == "asleep":
                 raise ConfigError("the engine is asleep already: wake it first")
             self._check("sleep", running, replaces_weights=frees_weights)
             self._runner.check_sleep(frees_weights=frees_weights)
             before = self.state
-            await self._pause(running, arrivals)
-            try:
-                await self._vacate()
-                await self._runner.sleep(frees_weights=frees_weights)
-            except BaseException:
-                if before == "running":
-                    self._resume()
-                raise
-            self.state = "asleep"
+            with self._adapters.keeping_out(frees_weights):
+                await self._pause(running, arrivals)
+                try:
+                    self._check_kept("sleep", running, replaces_weights=frees_weights)
+                    await self._vacate()
+                    await self._runner.sleep(frees_weights=frees_weights)
+                except BaseException:
+                    if before == "running":
+                        self._resume()
+                    raise
+                self.state = "asleep"
             logger.info("asleep; the weights are %s", "freed" if frees_weights else "kept")
 
     async def wake(self) -> None:
         """Have what `sleep` gave back, and go on. Raises `ConfigError` if there is no memory for it
         any more, or the files are gone: it sleeps on then.
         """
-        async with self._lock:
+        async with self._turn():
             if self.state != "asleep":
                 raise ConfigError(f"the engine is {self.state}, not asleep")
             await self._runner.wake()
@@ -100,29 +105,46 @@ class Control:
 
         A pause stays one; who sleeps is woken.
         """
-        async with self._lock:
+        async with self._turn():
             self._check("reload", running, replaces_weights=True)
-            await self._runner.check_weights(path)
             before = self.state
-            await self._pause(running, "wait" if before == "running" else self.arrivals)
-            try:
-                if before != "asleep":
-                    await self._vacate()
-                await self._runner.load_weights(path)
-                self.state = "running" if before == "asleep" else before
-                logger.info("the weights are those of %s", path)
-            except BaseException:
-                self.state = before
-                raise
-            finally:
-                if self.state == "running":
-                    self._core.resume()
+            with self._adapters.keeping_out():
+                await self._runner.check_weights(path)
+                await self._pause(running, "wait" if before == "running" else self.arrivals)
+                try:
+                    self._check_kept("reload", running, replaces_weights=True)
+                    if before != "asleep":
+                        await self._vacate()
+                    await self._runner.load_weights(path)
+                    self.state = "running" if before == "asleep" else before
+                    logger.info("the weights are those of %s", path)
+                except BaseException:
+                    self.state = before
+                    raise
+                finally:
+                    if self.state == "running":
+                        self._core.resume()
 
     def let_go(self) -> bool:
-        """The engine ends: requests may finish. False if they cannot, because it sleeps."""
+        """The engine ends: requests may finish, and nothing else is begun. To be called until they
+        have: what goes on is done first. False if they cannot, because it sleeps.
+        """
+        self._is_ending = True
+        if self._lock.locked():
+            return True
         if self.state == "paused":
             self._resume()
         return self.state == "running"
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        async with self._lock:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if self._is_ending:
+            raise EngineDeadError("the engine is shutting down")
 
     async def _pause(self, running: Running, arrivals: Arrivals) -> None:
         if self.state == "running":
@@ -160,8 +182,32 @@ class Control:
                 f"{what}: a decision log does not tell that requests lose their blocks: abort "
                 "them (running: abort), or serve without scheduler.decision_log"
             )
-        if replaces_weights and self._adapters.paths:
+        if replaces_weights:
+            adapters = self._adapters
+            # Who is to be aborted has not left yet; looked at again when they have.
+            _check_adapters(what, adapters.needed if running == "keep" else adapters.served)
+        if running == "keep":
+            self._check_trial(what)
+
+    def _check_kept(self, what: str, running: Running, *, replaces_weights: bool) -> None:
+        """In a pause, when nothing comes between any more: what may have begun meanwhile."""
+        self._check_open()
+        if replaces_weights:
+            _check_adapters(what, self._adapters.needed)
+        if running == "keep":
+            self._check_trial(what)
+
+    def _check_trial(self, what: str) -> None:
+        if any(isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.scheduler)):
             raise ConfigError(
-                f"{what}: adapters are of weights that go: unload them first "
-                f"({', '.join(self._adapters.paths)})"
+                f"{what}: the traffic is recorded to try a policy on, and a recording does not "
+                "tell that requests lose their blocks: abort them (running: abort), or wait"
             )
+
+
+def _check_adapters(what: str, names: list[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{what}: adapters are of weights that go: unload them first, and let their requests "
+            f"end ({', '.join(names)})"
+        )

@@ -3,7 +3,7 @@
 Knows nothing. What stands between engine and policy derives from it and overrides what it watches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVConnectorBase
@@ -88,11 +88,18 @@ class DelegatingScheduler(SchedulerInterface):
         self.live.shutdown()
 
 
+def chain(scheduler: SchedulerInterface) -> Iterator[SchedulerInterface]:
+    """Those who watch, and at the end who decides."""
+    while isinstance(scheduler, DelegatingScheduler):
+        yield scheduler
+        scheduler = scheduler.live
+    yield scheduler
+
+
 def innermost(scheduler: SchedulerInterface) -> SchedulerInterface:
     """Who decides, at the end of a chain of those who watch."""
-    while isinstance(scheduler, DelegatingScheduler):
-        scheduler = scheduler.live
-    return scheduler
+    *_, decides = chain(scheduler)
+    return decides
 
 
 def without(scheduler: SchedulerInterface, leaver: DelegatingScheduler) -> SchedulerInterface:

@@ -22,6 +22,7 @@ from aioserve.errors import (
     RequestTimeoutError,
     UnknownModelError,
 )
+from aioserve.outputs import FinishReason
 from tests.adapters import make_adapter, merge
 from tests.greedy import GreedyReference
 from tests.models import make_model
@@ -277,3 +278,36 @@ async def test_files_that_are_gone_fail_the_request_alone(
         with pytest.raises(RequestFailedError, match="again: no adapter_model"):
             await say(engine, "lost")
         assert await say(engine, "kept") == expected["two"]
+
+
+async def test_weights_do_not_change_under_an_adapter_that_a_request_has(
+    base: Path, paths: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    one = str(paths["one"])
+    async with AsyncEngine(make_config(base, {"one": paths["one"]})) as engine:
+        with_it = await engine.add_request(PROMPT, PARAMS, adapter="one")
+        without = asyncio.create_task(say(engine, ""))
+        await anext(with_it)
+        engine.adapters.unload("one")
+        for changing in (engine.reload(str(base)), engine.sleep(weights=True)):
+            with pytest.raises(ConfigError, match=r"let their requests end \(one\)"):
+                await changing
+        assert [output async for output in with_it][-1].finish_reason is FinishReason.LENGTH
+        assert await without == expected[""]
+        results = await asyncio.gather(
+            engine.adapters.load("one", one), engine.reload(str(base)), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [type(None), ConfigError]
+        assert await say(engine, "one") == expected["one"]
+        with_it = await engine.add_request(PROMPT, PARAMS, adapter="one")
+        await anext(with_it)
+        engine.adapters.unload("one")
+        reloading = asyncio.create_task(engine.reload(str(base), running="abort"))
+        while engine.state == "running":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="weights are about to change"):
+            await engine.adapters.load("one", one)
+        await reloading
+        assert [output async for output in with_it][-1].finish_reason is FinishReason.ABORT
+        await engine.adapters.load("one", one)
+        assert await say(engine, "one") == expected["one"]

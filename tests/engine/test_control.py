@@ -154,6 +154,28 @@ def test_a_paused_engine_can_be_shut_down(sleeps: bool) -> None:
     run(main, simulated())
 
 
+async def test_who_is_tokenized_when_a_pause_begins_is_refused_as_it_says(monkeypatch: Any) -> None:
+    async with AsyncEngine(simulated()) as engine:
+        assert engine._parts is not None
+        door, paused = engine._parts.input_processor, asyncio.Event()
+        tokenize = door.tokenize
+
+        async def late(*args: Any) -> Any:
+            await paused.wait()
+            return await tokenize(*args)
+
+        monkeypatch.setattr(door, "tokenize", late)
+        asking = asyncio.create_task(engine.add_request([5], PARAMS))
+        await asyncio.sleep(0)
+        await engine.pause(running="abort", arrivals="refuse")
+        paused.set()
+        with pytest.raises(EnginePausedError):
+            await asking
+        stats = engine.get_stats()
+        assert stats is not None
+        assert stats.num_waiting_reqs == 0
+
+
 class Stubborn(FCFSScheduler):
     """Has no place in its line for whoever lost its blocks."""
 
@@ -342,9 +364,9 @@ async def test_requests_wait_for_other_weights_whatever_a_pause_before_said(
         await reloading
 
 
-async def test_weights_that_do_not_fit_leave_the_old_ones(model: Path, folder: Path) -> None:
-    wider = make_model("llama", folder / "wider", hidden_size=96)
-    damaged = shutil.copytree(model, folder / "damaged")
+async def test_weights_that_do_not_fit_leave_the_old_ones(model: Path, tmp_path: Path) -> None:
+    wider = make_model("llama", tmp_path / "wider", hidden_size=96)
+    damaged = shutil.copytree(model, tmp_path / "damaged")
     async with serving(of_model(model)) as engine:
         expected = await whole_replies(engine)
         begun = await begin(engine)
@@ -358,6 +380,49 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(model: Path, folder: P
         assert engine.state == "running"
         assert await finish(begun) == expected
         assert await whole_replies(engine) == expected
+
+
+async def test_a_drain_waits_for_what_an_operator_has_begun(
+    model: Path, other_weights: Path, monkeypatch: Any
+) -> None:
+    """Before requests have lost their blocks, and when the model is gone."""
+    for begins_at, does, expected in (
+        ("load_weights", lambda engine: engine.reload(str(other_weights)), FinishReason.LENGTH),
+        ("sleep", lambda engine: engine.sleep(weights=True), FinishReason.ABORT),
+        ("vacate", lambda engine: engine.sleep(), FinishReason.LENGTH),
+    ):
+        async with serving(of_model(model)) as engine:
+            begun = await begin(engine)
+            has_begun = asyncio.Event()
+            assert engine._parts is not None
+            place = engine._parts.core if begins_at == "vacate" else engine._runner
+            monkeypatch.setattr(place, begins_at, telling(getattr(place, begins_at), has_begun))
+            doing = asyncio.create_task(does(engine))
+            if begins_at == "vacate":  # the pause before it
+                while engine.state == "running":  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            else:
+                await has_begun.wait()
+            await engine.shutdown(drain_timeout=100)
+            assert engine.errored is None
+            for stream, _ in begun:
+                assert [output async for output in stream][-1].finish_reason is expected
+            if begins_at == "vacate":
+                with pytest.raises(EngineDeadError, match="shutting down"):
+                    await doing
+            else:
+                await doing
+
+
+def telling(work: Any, has_begun: asyncio.Event) -> Any:
+    async def told(*args: Any, **kwargs: Any) -> Any:
+        doing = asyncio.ensure_future(work(*args, **kwargs))
+        await asyncio.sleep(0)
+        has_begun.set()
+        await asyncio.sleep(0.05)  # as if it took a while
+        return await doing
+
+    return told
 
 
 async def test_who_asked_for_weights_may_leave(model: Path, other_weights: Path) -> None:

@@ -140,6 +140,20 @@ async def test_what_cannot_be_tried_is_refused_in_words(
             await engine.ask(TryPolicy(policy, options, seconds))
 
 
+async def test_blocks_are_not_taken_while_a_trial_records() -> None:
+    async with busy() as engine:
+        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
+        while not isinstance(scheduler_of(engine), RecordingScheduler):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with pytest.raises(ConfigError, match="recorded to try a policy on"):
+            await engine.sleep()
+        assert engine.state == "running"
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await engine.sleep()
+        await engine.wake()
+
+
 async def test_who_leaves_ends_the_recording() -> None:
     async with busy() as engine:
         chain = scheduler_of(engine)
