@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 3_230,
     "aioserve/console": 1_500,
-    "aioserve/engine": 6_250,
+    "aioserve/engine": 6_320,
     "aioserve/grammars": 650,
     "aioserve/images": 1_000,
     "aioserve/kernels": 3_640,
