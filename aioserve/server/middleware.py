@@ -66,7 +66,7 @@ def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
         level,
         "%s %s (%s)%s: %s after %.0f ms",
         request.method,
-        request.path,
+        request.rel_url.raw_path,  # as it was sent: decoded, it could have lines of its own
         " is ".join(filter(None, (_given_request_id(request), request.get(RESPONSE_ID)))),
         f" of key {request[KEY].name}" if KEY in request else "",
         outcome,
@@ -90,7 +90,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except AioserveError as error:
         return _error(request, error)
     except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
+        logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
         return _error(request, error)
 
 

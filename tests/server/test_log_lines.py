@@ -7,7 +7,9 @@ import subprocess
 import sys
 import urllib.request
 
+import aiohttp
 import pytest
+import yarl
 
 from aioserve.log_format import JsonFormatter
 from tests.processes import PATIENCE, started
@@ -54,6 +56,16 @@ async def test_one_that_got_no_token_says_so(start_server, caplog):
         assert "ttft=- " in line
         assert line.endswith("finish=timeout")
         await first
+
+
+async def test_a_path_can_have_no_line_of_its_own(server, caplog):
+    caplog.set_level(logging.INFO)
+    async with aiohttp.ClientSession() as session:
+        url = yarl.URL(f"http://{server.host}:{server.port}/x%0Aforged%1B[31m", encoded=True)
+        async with session.get(url) as answer:
+            assert answer.status == 404
+    [line] = [text for text in caplog.messages if "forged" in text]
+    assert line.isprintable()
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
