@@ -39,10 +39,20 @@ class _Account:
         self.left = float(self._size)
 
     def fill(self, size: int, now: float) -> None:
-        """To what there is now; another size than before comes with as many tokens more."""
-        self.left += (now - self._filled_at) * self._size / 60 + size - self._size
-        self.left = min(self.left, size)
+        """To what there is now; a larger size than before comes with as many tokens more, of a
+        smaller one as large a part is there, or owed: 0 is without a limit, and owes nothing.
+        """
+        self.left = min(self.left + (now - self._filled_at) * self._size / 60, self._size)
+        if size < self._size:
+            self.left *= size / self._size
+        else:
+            self.left += size - self._size
         self._size, self._filled_at = size, now
+
+    def charge(self, num_tokens: int) -> None:
+        """Take them out, where there is a limit."""
+        if self._size:
+            self.left -= num_tokens
 
     @property
     def seconds_to_pay(self) -> float:
@@ -87,8 +97,8 @@ class Accounts:
                 f"key {name!r} has {account.num_running} requests running, as many as it may",
                 _bounded(1 / rate if rate else MIN_RETRY_SECONDS),
             )
+        account.fill(rights.tokens_per_minute or 0, now)
         if rights.tokens_per_minute is not None:
-            account.fill(rights.tokens_per_minute, now)
             if account.left <= 0:
                 raise KeyLimitError(
                     f"key {name!r} has had its {rights.tokens_per_minute} tokens a minute, and "
@@ -107,7 +117,7 @@ class Accounts:
         """A request of that key has so many tokens more."""
         self.num_tokens[name] += num_tokens
         if (account := self._accounts.get(name)) is not None:
-            account.left -= num_tokens
+            account.charge(num_tokens)
 
     def num_running(self, name: str) -> int:
         """Of a key that is counted; else 0."""

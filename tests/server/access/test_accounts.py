@@ -66,8 +66,15 @@ def test_other_limits_hold_from_the_next_request_on():
     accounts.enter("ann")
     accounts.charge("ann", 60)
     assert refused(accounts) == pytest.approx(1)
-    limit[0] = 60
-    assert refused(accounts) == pytest.approx(60)
+    accounts.charge("ann", 60)
+    assert refused(accounts) == pytest.approx(30)
+    limit[0] = 60  # what is owed takes as long to pay
+    assert refused(accounts) == pytest.approx(30)
+    limit[0] = None
+    accounts.enter("ann")
+    accounts.charge("ann", 10_000)
+    limit[0] = 60  # nothing is owed of a time without a limit
+    accounts.enter("ann")
 
 
 async def test_what_has_entered_leaves_however_it_ends():
