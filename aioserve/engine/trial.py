@@ -6,6 +6,7 @@ in a process of its own, of low priority. Knows no HTTP, and of the lab the comm
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from aioserve.watch.writer import LogWriter
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 300.0  # of a recording: what it holds is simulated, which takes a fraction of that
+SECRETS = ("AIOSERVE_API_KEYS", "AIOSERVE_SSL_KEYFILE_PASSWORD")  # no business of a comparison
 COMPARE_SECONDS = 300.0  # until a comparison is given up
 NUM_KEPT = 8  # reports; they are asked for soon, or never
 
@@ -140,6 +142,7 @@ class Trials:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name not in SECRETS},
         )
         try:
             async with asyncio.timeout(COMPARE_SECONDS):

@@ -86,7 +86,12 @@ class _Door:
             enters = self._loop.connect_accepted_socket(self._server, connection, ssl=self._tls)
             task = self._loop.create_task(enters)
             self._entering.add(task)
-            task.add_done_callback(self._entering.discard)
+            task.add_done_callback(self._entered)
+
+    def _entered(self, task: asyncio.Task[Any]) -> None:
+        self._entering.discard(task)
+        if not task.cancelled():
+            task.exception()  # a handshake that failed is nobody's news
 
     async def close(self) -> None:
         """Whoever has entered is answered; who takes his time to, with TLS, is not waited for."""

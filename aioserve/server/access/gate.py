@@ -12,6 +12,7 @@ from aiohttp import hdrs, web
 
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.server.access.keyring import Key
+from aioserve.server.access.origins import check_page
 from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
 
@@ -22,14 +23,17 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # whose trace it belongs to, as W
 
 @web.middleware
 async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """No handler runs, and no body is read, for a client without the key that its route needs.
+    """No handler runs, and no body is read, for a client without the key that its route needs; nor,
+    where that is an operator's, for pages of others in an operator's browser.
 
     Raises `UnknownKeyError` or `ForbiddenError`.
     """
     access = request.app[ACCESS]
+    needed = request.app[NEEDS].get(_route(request), "key")  # of no route, too: nothing is told
+    if needed in ("admin_key", "admin_key_if_any"):
+        check_page(request)
     if not access.keyring:
         return await handler(request)
-    needed = request.app[NEEDS].get(_route(request), "key")  # of no route, too: nothing is told
     if needed == "admin_key_if_any":  # else its port is what protects it
         needed = "admin_key" if any(key.admin for key in access.keyring.keys) else "nothing"
     if needed == "nothing":

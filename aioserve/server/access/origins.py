@@ -4,6 +4,7 @@ Knows headers; knows nothing about keys, which such a page must show like everyb
 """
 
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
@@ -59,6 +60,23 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
     response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED
     if settings.allow_credentials:
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
+
+
+def check_page(request: web.Request) -> None:
+    """Raises `ForbiddenError` if a browser sends this for a page that is neither this server's own
+    nor of an allowed origin: it sends what it need not ask about, such as a POST without a body, and
+    only keeps the answer from the page.
+    """
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None or request.method in (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
+        return
+    # The host alone: behind a proxy the scheme is another one.
+    is_own = urlsplit(origin).netloc == request.host
+    if not (is_own or _is_allowed(request.app[ACCESS].settings, origin)):
+        raise ForbiddenError(
+            f"{request.path} does not take requests of pages of {_short(origin)}: it is neither "
+            "this server nor one of access.allowed_origins"
+        )
 
 
 def _is_allowed(settings: AccessConfig, origin: str | None) -> bool:

@@ -38,6 +38,27 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_errors_as_well(start
         assert "none of access.allowed_origins" in answer.json()["error"]["message"]
 
 
+async def test_pages_of_others_cannot_operate_a_server_through_an_operators_browser(start_server):
+    """A browser asks nothing before a POST without a body."""
+    settings = {"server": {"enable_admin": True}, "access": {"allowed_origins": (PAGE,)}}
+    async with start_server(**settings) as server:
+        own = server.url.replace("http:", "https:")  # a proxy's
+        paths = ("/admin/pause", "/admin/resume", "/admin/reset_prefix_cache")
+        for path in paths:
+            for origin in ("https://evil.example", "null", f"{own}.evil.example"):
+                answer = await server.request("POST", path, headers={"Origin": origin})
+                assert answer.status == 403
+                assert "does not take requests of pages" in answer.json()["error"]["message"]
+            for origin in (own, server.url, PAGE):
+                assert (await server.request("POST", path, headers={"Origin": origin})).status == 200
+        assert (await server.request("POST", "/admin/resume")).status == 200
+        body = {"prompt": "Hello", "max_tokens": 2}
+        answer = await server.request(
+            "POST", "/v1/completions", json=body, headers={"Origin": "https://evil.example"}
+        )
+        assert answer.status == 200
+
+
 async def test_a_stream_tells_its_origin_with_its_first_bytes(start_server):
     async with start_server(access={"allowed_origins": ("*",)}) as server:
         body = {"prompt": "Hello", "max_tokens": 2, "stream": True}
