@@ -246,9 +246,10 @@ async def serve(
         access.count_for(engine)
         async with site(engine, doors, access, signals.first.set) as url:
             await loading.aclose()
-            signals.on_hangup.append(access.reload)
+            reloads = [access.reload]
             if read_again is not None:
-                signals.on_hangup.append(lambda: follow_policy(engine, read_again()))
+                reloads.append(lambda: follow_policy(engine, read_again()))
+            signals.call_on_hangup(*reloads)
             logger.info(
                 "listening on %s (model %s, policy %s)",
                 url,
@@ -307,15 +308,24 @@ class _Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        #: What SIGHUP calls, once it serves. What raises has changed nothing.
-        self.on_hangup: list[Callable[[], None]] = []
+        self._on_hangup: tuple[Callable[[], None], ...] = ()
+        self._has_hung_up = False  # before anybody wanted to hear of it
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
 
-    def _on_hangup(self) -> None:
-        for reload in self.on_hangup:
+    def call_on_hangup(self, *reloads: Callable[[], None]) -> None:
+        """From now on SIGHUP calls these; at once, if it has come before. What raises has changed
+        nothing.
+        """
+        self._on_hangup = reloads
+        if self._has_hung_up:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self._has_hung_up = True
+        for reload in self._on_hangup:
             try:
                 reload()
             except AioserveError as error:

@@ -5,11 +5,13 @@ import json
 import logging
 import re
 import signal
+import subprocess
+import sys
 import urllib.request
 
 import pytest
 
-from tests.processes import PATIENCE, read_lines, serving
+from tests.processes import PATIENCE, read_lines, serving, started
 
 ADMIN = {"enable_admin": True}
 
@@ -151,3 +153,21 @@ def test_a_hangup_has_the_policy_read_again(words, tmp_path):
         assert policies() == both
         hang_up("scheduler: {policy: fcfs}", "shadow policy is now None")
         assert policies() == [("", "fcfs")]
+
+
+def test_a_hangup_while_it_loads_is_heard_when_it_serves(tmp_path):
+    """A key that is taken back in those minutes would stay good."""
+    path = tmp_path / "config.yaml"
+    path.write_text("scheduler: {policy: fcfs}")
+    words = ("-m", "aioserve", "serve", "--port", "0", "--config", str(path))
+    command = (sys.executable, *words, "--runner", "simulated")
+    with started(*command, stderr=subprocess.PIPE) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "says when the model is loaded" in line:
+                path.write_text("scheduler: {policy: priority}")
+                process.send_signal(signal.SIGHUP)
+            if "listening on" in line:
+                break
+    assert any("policy is now priority" in line for line in lines), lines

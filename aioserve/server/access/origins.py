@@ -64,8 +64,8 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
 
 def check_page(request: web.Request) -> None:
     """Raises `ForbiddenError` if a browser sends this for a page that is neither this server's own
-    nor of an allowed origin: it sends what it need not ask about, such as a POST without a body, and
-    only keeps the answer from the page.
+    nor of an allowed origin: what it need not ask about, such as a POST without a body, it sends,
+    and only keeps the answer from the page.
     """
     origin = request.headers.get(hdrs.ORIGIN)
     if origin is None or request.method in (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS):

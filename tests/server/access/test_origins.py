@@ -50,7 +50,9 @@ async def test_pages_of_others_cannot_operate_a_server_through_an_operators_brow
                 assert answer.status == 403
                 assert "does not take requests of pages" in answer.json()["error"]["message"]
             for origin in (own, server.url, PAGE):
-                assert (await server.request("POST", path, headers={"Origin": origin})).status == 200
+                assert (
+                    await server.request("POST", path, headers={"Origin": origin})
+                ).status == 200
         assert (await server.request("POST", "/admin/resume")).status == 200
         body = {"prompt": "Hello", "max_tokens": 2}
         answer = await server.request(
