@@ -47,6 +47,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int  # afterwards
     num_waiting: int
     num_used_blocks: int
+    encoded: list[tuple[int, int]]  # whose images it encodes, and the tokens that these stand for
 
 
 class Back(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -211,8 +211,16 @@ class Onlooker(DelegatingScheduler):
                 num_running,
                 num_waiting,
                 self.pool.num_used_blocks,
+                self._encoded(output) if output.scheduled_encoder_inputs else [],
             )
         )
+
+    def _encoded(self, output: SchedulerOutput) -> list[tuple[int, int]]:
+        found = []
+        for row, places in output.scheduled_encoder_inputs.items():
+            items = self._requests[self._numbers[row]].encoder_inputs
+            found.append((self._numbers[row], sum(items[place].num_tokens for place in places)))
+        return found
 
     def _note_result(self, step_id: int, result: ModelRunnerOutput) -> None:
         counts = list(map(len, result.sampled_token_ids))

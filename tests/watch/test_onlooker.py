@@ -9,9 +9,10 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.illustrations import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
-from aioserve.request import RequestStatus
+from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import SchedulerOutput
 from aioserve.watch.delegate import DelegatingScheduler, innermost, without
 from aioserve.watch.frames import Ended, Events
@@ -152,6 +153,29 @@ def test_who_was_in_each_step_with_how_many_tokens_is_told(depth: int) -> None:
     assert {"blocks", "seats"} & set(told.reasons)
     assert {ended.reason for ended in told.ended} == {"length", "abort"}
     assert list(told.ids.values()).count("again") > 1
+
+
+def test_whose_images_a_step_encodes_is_told_once() -> None:
+    config = EngineConfig(runner=RunnerConfig(runner="simulated"))
+    images = [EncoderInput(2, 3, "a"), EncoderInput(8, 5, "b")]
+
+    async def main() -> Events:
+        async with AsyncEngine(config) as engine:
+            assert engine._parts is not None
+            core = engine._parts.core
+            policy: Any = innermost(core.scheduler)
+            clock = asyncio.get_running_loop().time
+            core.scheduler = onlooker = Onlooker(core.scheduler, policy, clock)
+            for _ in range(2):
+                params = SamplingParams(max_tokens=3)
+                async for _ in engine.generate(Encoded(list(range(20)), images), params):
+                    pass
+            assert onlooker.error is None
+            return onlooker.take_events()
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        events = runner.run(main())
+    assert [plan.encoded for plan in events.planned if plan.encoded] == [[(1, 8)]]
 
 
 def test_a_reader_leaves_the_chain_wherever_it_stands_in_it() -> None:

@@ -139,6 +139,7 @@ export class Now {
       if (chunks.length > 3) names.push(`${chunks.length - 3} more`);
       words.push(`${plural(step.prefill, "prompt token")}: ${names.join(", ")}`);
     }
+    if (step.encoded) words.push(`images of ${plural(step.encoded, "token")} encoded`);
     if (step.back !== null) words.push(`took ${duration(step.back - step.time)}`);
     byId("step-words").textContent = words.join(" · ");
   }

@@ -9,8 +9,8 @@ const RECENT_MS = 10000; // what percentiles are of
 // The rows of frames, by their fields: aioserve/watch/frames.py.
 const asCame = ([number, id, user, priority, prompt, max, arrival]) =>
   ({ number, id, user, priority, prompt, max, arrival });
-const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used]) =>
-  ({ id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used });
+const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded]) =>
+  ({ id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded });
 
 class Life {
   constructor(came, known) {
@@ -192,6 +192,7 @@ export class Story {
       decode: plan.total - prefill, lives: this.rows, running: plan.running,
       waiting: plan.waiting, used: plan.used, preempted: plan.preempted.length,
       admitted: plan.admitted.map(([number]) => this.lives.get(number)),
+      encoded: plan.encoded.reduce((sum, [, count]) => sum + count, 0), // tokens of images
     };
     this.steps.push(step);
     this.unanswered.set(step.id, step);
