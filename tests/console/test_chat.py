@@ -84,7 +84,9 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_leaves(url: str) -> None:
         until(lambda: num_running(url) == 0, "the server has stopped it as well")
         terminal.type("/stats\n")  # what was said stays, and the count begins anew
         terminal.wait(r"last reply: .*\]\r\n> ")
-        terminal.type("half a word\x03")
+        terminal.type("half a word")
+        terminal.wait("half a word")  # readline misses a Ctrl-C while it takes what was typed
+        terminal.type("\x03")
         terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
         terminal.type("\x03")
         assert process.wait(timeout=PATIENCE) == 0
