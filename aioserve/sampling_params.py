@@ -40,14 +40,15 @@ RANGES: dict[str, Range] = {
     "n": Range(f"between 1 and {MAX_N}", ge=1, le=MAX_N),
     "max_tokens": Range("at least 1", ge=1),
     "min_tokens": Range("at least 0", ge=0),
-    "temperature": Range("a number of at least 0", ge=0),
+    "temperature": Range("between 0 and 2", ge=0, le=2),  # as at OpenAI
     "top_p": Range("above 0 and at most 1", ge=0, le=1, other_than=0),
     "top_k": Range("-1 or 0 (all tokens) or at least 1", ge=-1),
     "min_p": Range("between 0 and 1", ge=0, le=1),
     "seed": Range("a 64-bit integer", ge=-(2**63), le=2**63 - 1),
     "presence_penalty": Range("between -2 and 2", ge=-2, le=2),
     "frequency_penalty": Range("between -2 and 2", ge=-2, le=2),
-    "repetition_penalty": Range("above 0", ge=0, other_than=0),
+    # It multiplies or divides logits: what is far from 1 leaves nothing of what the model says.
+    "repetition_penalty": Range("between 0.01 and 10", ge=0.01, le=10),
     "truncate_prompt_tokens": Range(
         "-1 (what leaves room for max_tokens) or at least 1", ge=-1, other_than=0
     ),

@@ -93,7 +93,7 @@ class Kernels:
         self._linear = by_dtype("linear", _P, _P, _P, _I)
         self._embed = by_dtype("embed", _P, _P, _P, _I)
         self._decode = by_dtype("decode", _P, _P, _P, _P)
-        self._add_low_rank = by_dtype("add_low_rank", _P, _I, _I, _P, _P, _P, _I)
+        self._add_low_rank = by_dtype("add_low_rank", _P, _I, _I, _P, _P, _P, _I, _I)
         #: Numbers of a vector: how `add_low_rank` wants the first factors.
         self.lanes = _I.in_dll(library, "lanes").value
         #: How `linear` and `decode` want weights; those in blocks are as many outputs wide.
@@ -234,7 +234,8 @@ class Kernels:
     def linear(self, weight: PackedWeight, x: Tensor, out: Tensor) -> None:
         """`out` [T, outputs] = `x` [T, inputs] @ weight.T + bias, all packed for the type of `x`.
 
-        A row's result does not depend on the other rows or on the number of threads.
+        `out` is of the type of `x`; of a weight that `is_wide`, float32: the sums as they are. A
+        row's result does not depend on the other rows or on the number of threads.
         """
         self._linear[x.dtype](ctypes.byref(weight), x.data_ptr(), out.data_ptr(), x.shape[0])
 
@@ -249,9 +250,10 @@ class Kernels:
         self, adapter: AdapterStruct, x: Tensor | None, ids: Tensor | None, out: Tensor
     ) -> None:
         """`out` [T, outputs] += what the first product of `adapter` makes of its rows of `x`
-        [T, inputs]; or its table, of `ids` int64 [T].
+        [T, inputs]; or its table, of `ids` int64 [T]. `out` is of the type of `x`, or float32.
         """
-        self._add_low_rank[out.dtype](
+        dtype = out.dtype if x is None else x.dtype
+        self._add_low_rank[dtype](
             ctypes.byref(adapter),
             1,
             0,
@@ -259,13 +261,14 @@ class Kernels:
             None if ids is None else ids.data_ptr(),
             out.data_ptr(),
             out.shape[1],
+            out.dtype is not dtype,
         )
 
     def decode(
         self, decoder: DecoderStruct, step: StepStruct, scratch: Tensor, logits: Tensor
     ) -> None:
-        """A whole forward pass: `logits` [S, V] of the tokens that sample. Fills the KV cache. Its
-        ids are the caller's to check, by `check_ids`.
+        """A whole forward pass: `logits` [S, V] of the tokens that sample, float32 if the head
+        `is_wide`. Fills the KV cache. Its ids are the caller's to check, by `check_ids`.
 
         `scratch` has room for `tokens` times twice `hidden` and `wide` numbers.
         """

@@ -37,7 +37,7 @@ class PackedWeight(ctypes.Structure):
 
     _fields_ = (
         *(("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I)),
-        *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I)),
+        *(("parts", ctypes.POINTER(BlockPart)), ("num_parts", _I), ("is_wide", _I)),
     )
 
 

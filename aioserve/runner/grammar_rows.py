@@ -4,6 +4,7 @@ Masks are made on a thread of their own while the step computes. Knows rows and 
 nothing about logits, nor how grammars are compiled.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.runner.unsound import step_failed
 from aioserve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from aioserve.grammars import GrammarCompiler
+
+logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
@@ -37,6 +41,11 @@ class Masks:
         bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
+    def of(self, place: int) -> "Masks | None":
+        """That of one of the S, as the only one of a step; None if it may take all tokens."""
+        own = np.flatnonzero(self.places == place)
+        return Masks(np.zeros(1, dtype=np.int64), self.words[own[:1]]) if len(own) else None
+
 
 class Standing(NamedTuple):
     """A row that samples and has a grammar."""
@@ -55,7 +64,7 @@ class GrammarRows:
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._matchers: dict[int, LLMatcher] = {}
-        self._errors: dict[int, str] = {}
+        self.errors: dict[int, str] = {}  # rows that cannot go on, and why
         self._ahead: dict[int, int] = {}  # guesses that rows have gone ahead
         self._executor: ThreadPoolExecutor | None = None
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
@@ -73,7 +82,7 @@ class GrammarRows:
     def drop(self, row: int) -> None:
         """Forget the request of a row."""
         self._matchers.pop(row, None)
-        self._errors.pop(row, None)
+        self.errors.pop(row, None)
 
     def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> "Future[Masks] | None":
         """Start the masks of the S `rows`; None if none of them has a grammar.
@@ -102,8 +111,9 @@ class GrammarRows:
     def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
         """What was sampled, at the places of the S; unless somebody else has the row by now."""
         for place, row, matcher in standing:
-            if self._matchers.get(row) is matcher:
-                self.advance(row, [int(token_ids[place])])
+            token_id = int(token_ids[place])
+            if self._matchers.get(row) is matcher and token_id >= 0:  # else the row has failed
+                self.advance(row, [token_id])
 
     def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
         """Note the tokens kept of `rows`."""
@@ -114,18 +124,27 @@ class GrammarRows:
     def advance(self, row: int, token_ids: Sequence[int]) -> None:
         """A row has said so much more. A step that was planned ahead may bring too many."""
         matcher = self._matchers.get(row)
-        if matcher is not None and token_ids and not matcher.is_stopped():
-            matcher.consume_tokens(list(token_ids))
-            self._check(row, matcher)
+        if matcher is None or not token_ids:
+            return
+        try:
+            if not matcher.is_stopped():
+                matcher.consume_tokens(list(token_ids))
+                self._check(row, matcher)
+        except Exception as error:
+            self._fail(row, error)
 
     def guesses(self, row: int) -> list[int]:
         """What comes next of a row, as far as its grammar leaves no choice of text."""
         matcher = self._matchers.get(row)
-        if matcher is None or matcher.is_stopped():
+        try:
+            if matcher is None or matcher.is_stopped():
+                return []
+            token_ids = matcher.compute_ff_tokens()[:MAX_GUESSES]
+            self._check(row, matcher)
+            return token_ids
+        except Exception as error:
+            self._fail(row, error)
             return []
-        token_ids = matcher.compute_ff_tokens()[:MAX_GUESSES]
-        self._check(row, matcher)
-        return token_ids
 
     def masks(self, rows: IntArray) -> Masks | None:
         """What each of M `rows` may say next; None if none of them has a grammar."""
@@ -153,19 +172,15 @@ class GrammarRows:
             self._matchers[row].rollback(num_tokens)
         self._ahead.clear()
 
+    def _fail(self, row: int, error: Exception) -> None:
+        """A row cannot go on, for what its matcher has raised."""
+        logger.error("a grammar could not be followed", exc_info=error)
+        self.errors.setdefault(row, step_failed(error))
+
     def _check(self, row: int, matcher: "LLMatcher") -> None:
         if matcher.is_error():
             reason = matcher.get_error().partition("\n")[0]
-            self._errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether there is a row that cannot go on."""
-        return bool(self._errors)
-
-    def error(self, row: int) -> str | None:
-        """Why a row cannot go on; None if it can."""
-        return self._errors.get(row)
+            self.errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
 
     def close(self) -> None:
         """Let the thread end. Idempotent."""
@@ -180,21 +195,31 @@ class GrammarRows:
         words = np.empty((len(rows), self._num_words), dtype=np.int32)
         place = 0
         while place < len(rows):
-            row = rows[place]
-            matcher, guesses = self._matchers[row], drafts.get(row, ())
-            self._fill_row(row, matcher, words[place])
-            num_taken = 0
-            for step, token_id in enumerate(guesses, start=1):
-                if num_taken == step - 1 and not matcher.is_stopped():
-                    num_taken += matcher.try_consume_tokens([token_id])
-                if num_taken == step:
-                    self._fill_row(row, matcher, words[place + step])
-                else:  # never looked at: the guess before it is wrong
-                    words[place + step] = self._only_eos
-            if num_taken:
-                matcher.rollback(num_taken)
-            place += 1 + len(guesses)
+            row, guesses = rows[place], drafts.get(rows[place], ())
+            own = words[place : place + 1 + len(guesses)]
+            try:
+                self._fill_ahead(row, self._matchers[row], own, guesses)
+            except Exception as error:
+                self._fail(row, error)
+                own[:] = self._only_eos
+            place += len(own)
         return Masks(places, words)
+
+    def _fill_ahead(
+        self, row: int, matcher: "LLMatcher", words: Words, guesses: Sequence[int]
+    ) -> None:
+        """The masks of a row, and of what comes behind each of its `guesses`."""
+        self._fill_row(row, matcher, words[0])
+        num_taken = 0
+        for step, token_id in enumerate(guesses, start=1):
+            if num_taken == step - 1 and not matcher.is_stopped():
+                num_taken += matcher.try_consume_tokens([token_id])
+            if num_taken == step:
+                self._fill_row(row, matcher, words[step])
+            else:  # never looked at: the guess before it is wrong
+                words[step] = self._only_eos
+        if num_taken:
+            matcher.rollback(num_taken)
 
     def _fill_row(self, row: int, matcher: "LLMatcher", words: Words) -> None:
         if not matcher.is_stopped():  # else the end may follow, and nothing else

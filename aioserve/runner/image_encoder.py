@@ -56,17 +56,22 @@ class ImageEncoder:
         for content_hash in self._gone:
             self._made.pop(content_hash, None)
 
-    def see(self, inputs: StepInputs, step: SchedulerOutput) -> tuple[StepInputs, dict[str, str]]:
-        """Encode what the step says. The step with what its tokens for images are given; and whose
-        image could not be encoded, and why.
-        """
-        rows = self.batch_rows
+    def run(self, step: SchedulerOutput) -> None:
+        """Drop and encode what the step says, before `see`."""
+        self.drop(step.free_encoder_hashes)
         if step.scheduled_encoder_inputs:
             self.encode(
-                rows.item(request_id, index)
+                self.batch_rows.item(request_id, index)
                 for request_id, indices in step.scheduled_encoder_inputs.items()
                 for index in indices
+                if request_id in self.batch_rows
             )
+
+    def see(self, inputs: StepInputs, step: SchedulerOutput) -> tuple[StepInputs, dict[str, str]]:
+        """The step with what its tokens for images are given; and whose image could not be encoded,
+        and why. It may be asked for again.
+        """
+        rows = self.batch_rows
         spans = list(rows.spans(inputs))
         failed = {
             span.request_id: NOT_ENCODED

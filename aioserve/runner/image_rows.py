@@ -77,6 +77,10 @@ class ImageRows:
         """It is in the batch no longer."""
         self._rows.pop(request_id, None)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request in the batch has images."""
+        return request_id in self._rows
+
     def item(self, request_id: str, index: int) -> tuple[EncoderInput, int]:
         """An image of a request, and how many rows it stands for."""
         own = self._rows[request_id]

@@ -4,6 +4,7 @@ Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and 
 nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,15 +19,19 @@ from aioserve.runner.attention.backend import IntArray, StepInputs
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import GrammarRows, Masks
 from aioserve.runner.image_rows import ImageRows
+from aioserve.runner.lost_rows import LostRows
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
 from aioserve.runner.state_rows import StateRows
+from aioserve.runner.unsound import step_failed
 from aioserve.runner.window_rows import WindowRows
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
+
+logger = logging.getLogger(__name__)
 
 _NONE = np.zeros(0, dtype=np.int64)
 NEVER = 2**62  # tokens that a row has computed when it samples, if it is pooled
@@ -75,6 +80,8 @@ class InputBatch:
             self._windows = WindowRows(*self._block_table.shape, block_size)
         self._drafter = drafter
         self._guessed: set[int] = set()  # rows whose drafts are the drafter's
+        self.lost = LostRows()
+        self.may_lose = False  # whether a request may be given up alone
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -83,12 +90,62 @@ class InputBatch:
         """Drop who left, add who came, update who stayed. Ids that are unknown may be dropped."""
         self._drop(step.finished_req_ids, are_finished=True)
         self._drop(step.preempted_req_ids)
+        self.lost.end(step.finished_req_ids)
         for request in step.scheduled_new_reqs:
-            self._add(request)
-        self._update(step.scheduled_cached_reqs)
+            self.lost.comes_anew(request.request_id)
+            try:
+                self._add(request)
+            except Exception as error:
+                if not self.may_lose:
+                    raise
+                logger.exception("request %s does not get into the batch", request.request_id)
+                self.lose(request.request_id, step_failed(error), request.block_ids)
+        cached = step.scheduled_cached_reqs
+        self._update(self.lost.left_out(cached) if self.lost.why else cached)
         if self._windows is not None:
             for request_id, blocks in step.scheduled_windows.items():
-                self._windows.extend(self._rows[request_id], blocks)
+                if request_id not in self.lost.why:
+                    self._windows.extend(self._rows[request_id], blocks)
+
+    def lose(self, request_id: str, why: str, block_ids: Iterable[int] = ()) -> None:
+        """Give a request up, and all that it was to write: `block_ids`, and what it has behind its
+        computed tokens.
+        """
+        if (row := self._rows.get(request_id)) is not None:
+            first = int(self._num_computed_tokens[row]) // self._block_size
+            block_ids = {*block_ids, *self.blocks(row)[first:].tolist()}
+        self._drop([request_id])
+        self.lost.add(request_id, why, block_ids)
+
+    def num_computed(self, request_id: str) -> int:
+        """How many tokens of a request were computed before the step; 0 of one that is not here."""
+        row = self._rows.get(request_id)
+        return 0 if row is None else int(self._num_computed_tokens[row])
+
+    def blocks_read(self, request_id: str) -> list[int]:
+        """The blocks in which a step finds the computed tokens of a request."""
+        row, count = self._rows[request_id], self.num_computed(request_id)
+        found: list[int] = self._block_table[row, : -(-count // self._block_size)].tolist()
+        return found
+
+    def blocks_begun(self, request_id: str, count: int) -> list[int]:
+        """The blocks that are written from their beginning when `count` tokens of it are."""
+        row, begin = self._rows[request_id], self.num_computed(request_id)
+        first, end = (-(-place // self._block_size) for place in (begin, begin + count))
+        found: list[int] = self._block_table[row, first:end].tolist()
+        return found
+
+    def may_cut(self, request_id: str, step: SchedulerOutput) -> bool:
+        """Whether the tokens of a request in `step` can be computed a part at a time: neither where
+        drafts are verified, nor where tokens of an image may see each other.
+        """
+        if request_id in step.scheduled_spec_decode_tokens:
+            return False
+        return self._image_rows is None or request_id not in self._image_rows
+
+    def place(self, request_id: str, num_computed: int) -> None:
+        """So many tokens of a request are computed by now."""
+        self._num_computed_tokens[self._rows[request_id]] = num_computed
 
     def prepare(self, step: SchedulerOutput) -> StepInputs:
         """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
@@ -222,7 +279,12 @@ class InputBatch:
             else:
                 waiting.append(row)
         if self._drafter is not None:
-            guesses = self._drafter.guesses(waiting, others, inputs, self)
+            try:
+                guesses = self._drafter.guesses(waiting, others, inputs, self)
+            except Exception:  # what follows is computed without
+                logger.exception("no tokens could be guessed")
+                self.grammar_rows.come_back()
+                guesses = {}
             self._guessed.update(guesses)
             found |= guesses
         return {
@@ -233,12 +295,11 @@ class InputBatch:
 
     def failures(self, inputs: StepInputs) -> dict[str, str]:
         """Who of the rows of `inputs` cannot go on, and why."""
+        errors = self._sampling.errors | self.grammar_rows.errors
+        if not errors:
+            return {}
         rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
-        return {
-            request_id: error
-            for request_id, row in (rows if self.grammar_rows.has_errors else ())
-            if (error := self.grammar_rows.error(row)) is not None
-        }
+        return {request_id: errors[row] for request_id, row in rows if row in errors}
 
     def close(self) -> None:
         """Let its threads end. Idempotent."""

@@ -36,6 +36,8 @@ from aioserve.runner.attention.bridge import (
 )
 from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
+from aioserve.runner.fused.decoder import LOGITS_DTYPE
+from aioserve.runner.fused.ops import Ops, WideLinear
 from aioserve.runner.hooked_adapters import HookedAdapters
 from aioserve.runner.image_encoder import ImageEncoder, num_deep_rows
 from aioserve.runner.low_rank import TokenAdapters
@@ -44,6 +46,7 @@ from aioserve.runner.seeing import TextPart, take_text_part
 from aioserve.runner.served_model import Halves, ServedModel
 from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
+from aioserve.runner.weights_check import warn_of_unsound
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +259,7 @@ def prepare_model(
     nothing can.
     """
     dtype = next(module.parameters()).dtype
+    warn_of_unsound(module)
     states = StatefulLayers(module)
     try:
         # Of kernels for cards that it does not find, transformers warns at the first call.
@@ -273,8 +277,31 @@ def prepare_model(
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
             _unpack(module, place)
+    _widen_head(module, place.create_ops(model.kv_cache_spec, set()) if config.fused else None)
     model.take_apart(info)
     return model
+
+
+def _widen_head(module: nn.Module, ops: Ops | None = None) -> None:
+    """Let the head of `module` write logits in float32, not rounded to the type of its weight.
+
+    `ops` may copy a weight that is tied to the embedding: `num_weight_bytes` counts the copy. A
+    head of another class than `nn.Linear`, or shared out over ranks, stays as it is.
+    """
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or head.weight.dtype is LOGITS_DTYPE:
+        return
+    weight, bias = head.weight.data, None if head.bias is None else head.bias.data
+    is_tied = head.weight is getattr(module.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    if ops is not None and is_tied:
+        wide = ops.linear(weight, bias, LOGITS_DTYPE)
+    else:
+        wide = WideLinear(weight, bias)
+
+    def forward(hidden: Tensor) -> Tensor:
+        return wide(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 @torch.inference_mode()
@@ -287,6 +314,7 @@ def _row_by_row(
             # what `generate` would have: not all of them compute the same
             part.config._attn_implementation = part.get_correct_attn_implementation(None)
     _unpack(module, place)
+    _widen_head(module)
     name = type(module).__name__
     try:
         model = RowByRowModel(module, info.vocab_size)

@@ -36,7 +36,9 @@ class LogitsEdits:
         stops = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
         self._masked = [(token_id, float("-inf")) for token_id in stops]
         bad = [token_ids[0] for token_ids in params.bad_words_ids if len(token_ids) == 1]
-        self._added = [*(params.logit_bias or {}).items(), *((token_id, BAD) for token_id in bad)]
+        biases = (params.logit_bias or {}).items()
+        self._added = [(token_id, float(bias)) for token_id, bias in biases]
+        self._added += [(token_id, BAD) for token_id in bad]
         #: Bad words of several tokens: the last is bad where the others were said just before.
         self.bad_sequences = [ids for ids in params.bad_words_ids if len(ids) > 1]
         self._num_recent = max(map(len, self.bad_sequences), default=1) - 1

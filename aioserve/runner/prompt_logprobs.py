@@ -38,7 +38,8 @@ class WantedLogprobs:
     places: IntArray  # N, ascending: none of them samples
     token_ids: IntArray  # N, of the prompt, each after the one at its place
     num_logprobs: list[int]  # N, alternatives
-    _parts: list[tuple[_Prompt, int, bool]]  # whose they are, how many, whether that is all
+    #: Whose they are, behind how many, how many, whether that is all.
+    _parts: list[tuple[_Prompt, int, int, bool]]
 
     def pieces(self, vocab_size: int) -> list[slice]:
         """The N in pieces whose logits fit into memory together."""
@@ -51,8 +52,8 @@ class WantedLogprobs:
         To be called in the order of the steps, whatever was dropped or set meanwhile.
         """
         complete, begin = {}, 0
-        for prompt, count, is_last in self._parts:
-            prompt.found += found[begin : begin + count]
+        for prompt, place, count, is_last in self._parts:
+            prompt.found[place:] = found[begin : begin + count]
             begin += count
             if is_last:
                 complete[prompt.request_id] = prompt.found
@@ -77,7 +78,9 @@ class PromptRows:
         self._prompts.pop(row, None)
 
     def begin(self, inputs: StepInputs) -> WantedLogprobs | None:
-        """What the step of `inputs` can tell; None if nobody asks."""
+        """What the step of `inputs` can tell; None if nobody asks. A step that raises may ask
+        again.
+        """
         if not self._prompts:
             return None
         places, token_ids, num_logprobs, parts = [], [], [], []
@@ -87,14 +90,17 @@ class PromptRows:
                 continue
             begin, end = inputs.query_start_loc[index : index + 2].tolist()
             following = inputs.positions[begin:end] + 1
+            place = int(following[0]) - 1  # of what is found among all of the prompt
+            if place >= len(prompt.token_ids):  # it was complete with the last step
+                self.drop(row)
+                continue
             is_last = bool(following[-1] >= len(prompt.token_ids))
             if is_last:  # what follows it is sampled
                 following = following[following < len(prompt.token_ids)]
-                self.drop(row)
             places.append(np.arange(begin, begin + len(following)))
             token_ids.append(prompt.token_ids[following])
             num_logprobs += [prompt.num_logprobs] * len(following)
-            parts.append((prompt, len(following), is_last))
+            parts.append((prompt, place, len(following), is_last))
         if not parts:
             return None
         return WantedLogprobs(

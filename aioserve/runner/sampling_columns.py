@@ -3,6 +3,7 @@
 Knows rows and numbers; knows nothing about models or about how a token is chosen.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +11,18 @@ import numpy.typing as npt
 
 from aioserve.runner.logits_edits import LogitsEdits
 from aioserve.runner.noise import seed_words
+from aioserve.runner.unsound import step_failed
 from aioserve.scheduler.output import NewRequestData
+
+logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
+# The smallest number that float32 holds in full precision. What is smaller, and not 0, is taken for
+# it: rounded to 0, a temperature or a top-p would mean something else.
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,14 @@ class SamplingColumns:
         self._seeds = np.zeros((num_rows, 2), dtype=np.uint32)
         self._num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int64)
         self._edits: dict[int, LogitsEdits] = {}
+        self.errors: dict[int, str] = {}  # rows that cannot go on, and why
 
     def set(self, row: int, request: NewRequestData) -> None:
         """Enter a request."""
         params = request.sampling_params
-        self._temperature[row] = params.temperature
+        self._temperature[row] = params.temperature and max(params.temperature, SMALLEST)
         self._top_k[row] = min(max(params.top_k, 0), self._vocab_size)
-        self._top_p[row] = params.top_p
+        self._top_p[row] = max(params.top_p, SMALLEST)
         self._min_p[row] = params.min_p
         self._seeds[row] = seed_words(params.seed or 0)
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
@@ -79,14 +87,19 @@ class SamplingColumns:
     def drop(self, row: int) -> None:
         """Forget the request of a row."""
         self._edits.pop(row, None)
+        self.errors.pop(row, None)
 
     def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
         """Note the tokens kept of `rows`."""
         if self._edits:
             for row, own in zip(rows.tolist(), token_ids, strict=True):
-                if row in self._edits:
-                    for token_id in own:
-                        self._edits[row].append(token_id)
+                try:
+                    if row in self._edits:
+                        for token_id in own:
+                            self._edits[row].append(token_id)
+                except Exception as error:
+                    logger.exception("a token could not be counted")
+                    self.errors.setdefault(row, step_failed(error))
 
     def counts_tokens(self, row: int) -> bool:
         """Whether what a row has said changes what it says next."""

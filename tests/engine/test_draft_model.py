@@ -150,7 +150,7 @@ async def test_a_bad_draft_model_changes_no_token(
     assert stats.num_accepted_tokens < 0.5 * stats.num_draft_tokens
 
 
-CHOICES, NUM_REQUESTS = (260, 300, 400), 500
+CHOICES, NUM_REQUESTS = (207, 231, 247), 500
 PROMPT = [40, 41, 42, 43]
 
 
@@ -160,7 +160,7 @@ def chances() -> Iterator[tuple[tuple[int, ...], float]]:
     texts = list(itertools.product(CHOICES, repeat=3))
     with torch.inference_mode():
         logits = module(torch.tensor([[*PROMPT, *text] for text in texts])).logits
-    steps = (logits[:, len(PROMPT) - 1 : -1, list(CHOICES)] / 4.0).softmax(dim=-1)
+    steps = (logits[:, len(PROMPT) - 1 : -1, list(CHOICES)] / 2.0).softmax(dim=-1)
     for text, of_text in zip(texts, steps, strict=True):
         places = [CHOICES.index(token_id) for token_id in text]
         yield text, float(np.prod([of_text[at, place] for at, place in enumerate(places)]))
@@ -175,7 +175,7 @@ async def chi_square(speculation: SpeculationConfig) -> float:
 
         async def one(seed: int) -> tuple[int, ...]:
             params = SamplingParams(
-                temperature=4.0, max_tokens=3, seed=seed, allowed_token_ids=list(CHOICES)
+                temperature=2.0, max_tokens=3, seed=seed, allowed_token_ids=list(CHOICES)
             )
             found: list[int] = []
             async for output in engine.generate(PROMPT, params):

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import shutil
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from aioserve.images.decoding import EncodedImage
 from aioserve.images.families import FAMILIES
 from aioserve.images.processing import load_processor
 from aioserve.model_info import ModelInfo
-from aioserve.request import EncoderInput, WaitReason
+from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.image_encoder import ImageEncoder
@@ -31,6 +31,7 @@ from aioserve.watch.replay import replay
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
 from tests.images.pictures import bomb
+from tests.processes import PATIENCE
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 from tests.slow import mostly_slow
 
@@ -261,13 +262,20 @@ async def test_a_request_waits_for_room_for_its_image(
             return output
 
         monkeypatch.setattr(scheduler, "schedule", noting)
-        encode = encoder_of(engine)._encode
+        add_request, encode = scheduler.add_request, encoder_of(engine)._encode
+        all_are_here = threading.Event()
 
-        def slowly(batch: Any) -> None:
-            time.sleep(0.1)  # so that others come meanwhile
+        def counting(request: Request) -> None:
+            add_request(request)
+            if scheduler.get_num_unfinished_requests() == len(prompts):
+                all_are_here.set()
+
+        def when_all_are_here(batch: Any) -> None:
+            assert all_are_here.wait(PATIENCE)
             encode(batch)
 
-        monkeypatch.setattr(encoder_of(engine), "_encode", slowly)
+        monkeypatch.setattr(scheduler, "add_request", counting)
+        monkeypatch.setattr(encoder_of(engine), "_encode", when_all_are_here)
         tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
     assert tokens == [model.tokens(*prompt) for prompt in prompts]
     assert WaitReason.ENCODER_BUDGET in reasons

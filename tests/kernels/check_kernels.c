@@ -554,7 +554,7 @@ typedef struct {
     const void *weight, *bias;
     int64_t in, out;
     const block_part *parts;
-    int64_t num_parts;
+    int64_t num_parts, is_wide;
 } linear;
 
 typedef void linear_function(const linear *, const void *, void *, int64_t);
@@ -573,7 +573,7 @@ static linear pack(const int64_t *panel, type t, const void *weight, const void 
                    (const char *)weight + (o * in + i) * SIZES[t], SIZES[t]);
         }
     if (bias) memcpy(padded_bias, bias, out * SIZES[t]);
-    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0};
+    return (linear){packed, bias ? padded_bias : 0, in, out, 0, 0, 0};
 }
 
 static void check_linear(type t) {
@@ -584,14 +584,17 @@ static void check_linear(type t) {
                                 {16, 200, 7}, {272, 129, 4}, {528, 33, 24}, {272, 67, 25},
                                 {48, 70, 201}};
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (int has_bias = 0; has_bias < 2; has_bias++) {
+        for (int kind = 0; kind < 4; kind++) {
+            const int has_bias = kind % 2, is_wide = kind / 2;
+            const type to = is_wide ? F32 : t;
             int64_t in = sizes[i][0], out = sizes[i][1], rows = sizes[i][2];
-            begin("linear_%s %d rows, %d to %d%s", SUFFIXES[t], (int)rows, (int)in, (int)out,
-                  has_bias ? ", bias" : "");
+            begin("linear_%s %d rows, %d to %d%s%s", SUFFIXES[t], (int)rows, (int)in, (int)out,
+                  has_bias ? ", bias" : "", is_wide ? ", wide" : "");
             void *weight = random_numbers(t, out * in, 0.3), *x = random_numbers(t, rows * in, 1);
             void *bias = has_bias ? random_numbers(t, out, 1) : 0;
-            char *y = allocate((rows * out + 64) * SIZES[t]), *row = allocate(out * SIZES[t]);
+            char *y = allocate((rows * out + 64) * SIZES[to]), *row = allocate(out * SIZES[to]);
             linear layer = pack(panel, t, weight, bias, in, out);
+            layer.is_wide = is_wide;
             product(&layer, x, y, rows);
             for (int64_t j = 0; j < rows * out; j++) {
                 double v = has_bias ? get(t, bias, j % out) : 0, scale = fabs(v);
@@ -599,13 +602,13 @@ static void check_linear(type t) {
                     double term = get(t, x, j / out * in + k) * get(t, weight, j % out * in + k);
                     v += term, scale += fabs(term);
                 }
-                compare(t, "out", j, get(t, y, j), v, scale, 1);
+                compare(to, "out", j, get(to, y, j), v, scale, 1);
             }
-            for (int64_t j = 0; j < 64 * SIZES[t]; j++)
-                if (y[rows * out * SIZES[t] + j] != 0x5a) fail("it wrote beyond its end");
-            int64_t last = (rows - 1) * SIZES[t];
-            product(&layer, (char *)x + last * in, row, 1);
-            if (memcmp(row, y + last * out, out * SIZES[t])) fail("a row alone has other bits");
+            for (int64_t j = 0; j < 64 * SIZES[to]; j++)
+                if (y[rows * out * SIZES[to] + j] != 0x5a) fail("it wrote beyond its end");
+            product(&layer, (char *)x + (rows - 1) * in * SIZES[t], row, 1);
+            if (memcmp(row, y + (rows - 1) * out * SIZES[to], out * SIZES[to]))
+                fail("a row alone has other bits");
             end();
         }
 }
@@ -638,14 +641,17 @@ static void *panels_of(type t, const void *matrix, int64_t n, int64_t k, int64_t
 
 static void check_low_rank(type t) {
     void (*add)(const adapter_rows *, int64_t, int64_t, const void *, const int64_t *, void *,
-                int64_t) = function("add_low_rank", t);
+                int64_t, int64_t) = function("add_low_rank", t);
     const int64_t *panel = function("panel", t), *lanes = dlsym(library, "lanes");
     if (!add || !panel || !lanes) return;
     enum { IN = 272, OUT = 150, ROWS = 40, RANK = 17 };
-    for (int is_table = 0; is_table < 2; is_table++) {
-        begin("add_low_rank_%s%s", SUFFIXES[t], is_table ? ", an embedding" : "");
-        void *x = random_numbers(t, ROWS * IN, 1), *y = random_numbers(t, ROWS * OUT, 1);
-        void *before = copy(y, ROWS * OUT * SIZES[t]);
+    for (int kind = 0; kind < 3; kind++) {
+        const int is_table = kind == 1, is_wide = kind == 2;
+        const type to = is_wide ? F32 : t;
+        begin("add_low_rank_%s%s", SUFFIXES[t],
+              is_table ? ", an embedding" : is_wide ? ", wide" : "");
+        void *x = random_numbers(t, ROWS * IN, 1), *y = random_numbers(to, ROWS * OUT, 1);
+        void *before = copy(y, ROWS * OUT * SIZES[to]);
         int64_t *ids = shuffled(ROWS), rows[2][ROWS], counts[2] = {0, 0};
         low_rank products[2][2] = {0};
         void *as[2], *bs[2];
@@ -670,8 +676,8 @@ static void check_low_rank(type t) {
         adapter_rows groups[2];
         for (int g = 0; g < 2; g++)
             groups[g] = (adapter_rows){products[g], products[g] + 1, rows[g], counts[g]};
-        if (!is_table) add(groups, 2, 0, x, 0, y, OUT);  // a place where nothing is added
-        add(groups, 2, 1, is_table ? 0 : x, ids, y, OUT);
+        if (!is_table) add(groups, 2, 0, x, 0, y, OUT, is_wide);  // a place where nothing is added
+        add(groups, 2, 1, is_table ? 0 : x, ids, y, OUT, is_wide);
         for (int64_t r = 0; r < ROWS; r++) {
             const int g = r % 8 > 5;
             double narrow[RANK], sizes[RANK];
@@ -684,12 +690,12 @@ static void check_low_rank(type t) {
                 }
             }
             for (int64_t o = 0; o < OUT; o++) {
-                double v = get(t, before, r * OUT + o), scale = fabs(v);
+                double v = get(to, before, r * OUT + o), scale = fabs(v);
                 for (int64_t k = 0; k < (r % 8 && o ? RANK : 0); k++) {
                     double b = get(t, bs[g], (o - 1) * RANK + k);
                     v += narrow[k] * b, scale += sizes[k] * fabs(b);
                 }
-                compare(t, "out", r * OUT + o, get(t, y, r * OUT + o), v, scale, 1);
+                compare(to, "out", r * OUT + o, get(to, y, r * OUT + o), v, scale, 1);
             }
         }
         end();
@@ -776,8 +782,10 @@ static void check_blocks(type t) {
             const int is_rounded = t == BF16 && rows[i] >= *rounded_from;
             const double *whole = whole_rows(t, x, rows[i] * in, is_rounded);
             void *bias = random_numbers(t, out + panel[0], 1);
-            char *y = allocate((rows[i] * out + 64) * SIZES[t]), *row = allocate(in * SIZES[t]);
-            linear layer = {0, bias, in, out, parts, 2};
+            const int is_wide = i % 2;
+            const type to = is_wide ? F32 : t;
+            char *y = allocate((rows[i] * out + 64) * SIZES[to]), *row = allocate(in * SIZES[t]);
+            linear layer = {0, bias, in, out, parts, 2, is_wide};
             product(&layer, x, y, rows[i]);
             for (int64_t j = 0; j < rows[i] * out; j++) {
                 double v = get(t, bias, j % out), scale = fabs(v);
@@ -788,10 +796,10 @@ static void check_blocks(type t) {
                     const double term = whole[j / out * in + k] * weight;
                     v += term, scale += fabs(term);
                 }
-                compare(t, "out", j, get(t, y, j), v, scale, 1);
+                compare(to, "out", j, get(to, y, j), v, scale, 1);
             }
-            for (int64_t j = 0; j < 64 * SIZES[t]; j++)
-                if (y[rows[i] * out * SIZES[t] + j] != 0x5a) fail("it wrote beyond its end");
+            for (int64_t j = 0; j < 64 * SIZES[to]; j++)
+                if (y[rows[i] * out * SIZES[to] + j] != 0x5a) fail("it wrote beyond its end");
             const int64_t id = below(out);
             embed(&layer, &id, row, 1);
             for (int64_t k = 0; k < in; k++) {

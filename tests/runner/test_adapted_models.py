@@ -237,8 +237,7 @@ def test_rows_keep_an_adapter_that_is_unloaded(
     driver.runner.adapters.unload("wide")
     assert driver.generate("wide-0", NUM_TOKENS) == expected("llama")["wide-0"]
     driver.add("wide-1", PROMPTS[1])
-    with pytest.raises(KeyError):
-        driver.step({"wide-1": 1})
+    assert "KeyError" in driver.step({"wide-1": 1}).failed["wide-1"]
 
 
 def test_an_adapter_of_another_model_is_refused_by_name(

@@ -17,7 +17,7 @@ from aioserve.errors import RunnerDeadError
 from aioserve.runner.tensor_parallel import processes
 from aioserve.runner.tensor_parallel.messages import Sampled
 from aioserve.runner.tensor_parallel.processes import OtherRanks
-from tests.processes import PATIENCE, until
+from tests.processes import COMPUTING_SECONDS, PATIENCE, until
 
 FAKE = "tests.runner.fake_rank"
 
@@ -121,7 +121,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_ranks_do_not_outlive_one_that_is_killed() -> None:
     killed = subprocess.run(
-        [sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True, timeout=PATIENCE
+        [sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True, timeout=COMPUTING_SECONDS
     )
     assert killed.returncode == -signal.SIGKILL
     for pid in map(int, killed.stdout.split()):

@@ -67,13 +67,15 @@ static void NAME(take_rows)(T *x, const int64_t *indices, int64_t count, int64_t
 
 // A product, and what adapters add to it.
 static void NAME(adapted)(const linear *layer, const adapter_rows *adapters, int64_t num_adapters,
-                          int64_t place, const T *x, T *y, int64_t rows) {
+                          int64_t place, const T *x, void *y, int64_t rows) {
     NAME(linear)(layer, x, y, rows);
-    if (num_adapters) NAME(add_low_rank)(adapters, num_adapters, place, x, 0, y, layer->out);
+    if (num_adapters)
+        NAME(add_low_rank)(adapters, num_adapters, place, x, 0, y, layer->out, layer->is_wide);
 }
 
-// Logits [num_sampling, vocabulary]. `scratch`: tokens * (2 * hidden + 2 * wide) numbers.
-void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T *logits) {
+// Logits [num_sampling, vocabulary], float32 where the head is wide. `scratch`: tokens * (2 * hidden
+// + 2 * wide) numbers.
+void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, void *logits) {
     int64_t tokens = step->tokens, hidden = model->hidden;
     T *residual = scratch, *normed = residual + tokens * hidden;
     T *wide = normed + tokens * hidden, *narrow = wide + tokens * model->wide;
@@ -84,7 +86,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, T 
     const decoder_layer *layer = model->layers;
     const adapter_rows *adapters = step->adapters;
     int64_t num = step->num_adapters, place = 0;
-    if (num) NAME(add_low_rank)(adapters, num, 0, 0, step->input_ids, residual, hidden);
+    if (num) NAME(add_low_rank)(adapters, num, 0, 0, step->input_ids, residual, hidden, 0);
     NAME(rms_norm)(residual, layer->input_norm, layer->input_eps, normed, tokens, hidden);
     for (int64_t i = 0; i < model->num_layers; i++, layer++) {
         int is_last = i + 1 == model->num_layers;

@@ -87,12 +87,12 @@ INLINE void NAME(widen_rows)(const T *x, int64_t stride, int64_t rows, int64_t n
 }
 
 // Up to FEW rows. What an item's next block will be is fetched during this one.
-static void NAME(linear_few)(const linear *layer, const T *x, T *y, int64_t rows) {
+static void NAME(linear_few)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = ceil_div(out, PANEL);
     const int64_t at_once = rows <= PAIR_ROWS ? 2 : 1, items = ceil_div(panels, at_once);
     const int64_t x_stride = in + 16, panel_size = in * PANEL;
     const int64_t tiles = ceil_div(rows, MAX_ROWS);
-    const T *const weight = layer->weight, *const bias = layer->bias;
+    const T *const weight = layer->weight;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t threads = omp_get_num_threads();
@@ -121,9 +121,8 @@ static void NAME(linear_few)(const linear *layer, const T *x, T *y, int64_t rows
             }
             for (int64_t p = 0; p < count; p++)
                 for (int64_t r = 0; r < rows; r++)
-                    NAME(store_sums)(sums + (p * rows + r) * PANEL,
-                                     bias ? bias + column + p * PANEL : 0,
-                                     y + r * out + column + p * PANEL,
+                    NAME(store_sums)(layer, sums + (p * rows + r) * PANEL, y, r,
+                                     column + p * PANEL,
                                      smaller(out - column - p * PANEL, PANEL));
         }
         free(wide);
@@ -163,12 +162,11 @@ static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, 
     }
 }
 
-static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t rows) {
+static void NAME(linear_many)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
     const int64_t x_stride = BLOCK + 16;  // rows of a power of two would share lines of a cache
     const int64_t blocks = ceil_div(rows, MANY);
     const int64_t at_once = ceil_div(ceil_div(rows, blocks), MAX_ROWS) * MAX_ROWS;
-    const T *const bias = layer->bias;
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
     {
         const int64_t share = ceil_div(panels * blocks, 4 * omp_get_num_threads());
@@ -196,17 +194,16 @@ static void NAME(linear_many)(const linear *layer, const T *x, T *y, int64_t row
             for (int64_t panel = first; panel < end; panel++) {
                 const place at = find_panel(layer, panel);
                 for (int64_t r = 0; r < n; r++)
-                    NAME(store_sums)(sums + ((panel - first) * at_once + r) * PANEL,
-                                     bias ? bias + at.column : 0, y + (row + r) * out + at.column,
-                                     at.count);
+                    NAME(store_sums)(layer, sums + ((panel - first) * at_once + r) * PANEL, y,
+                                     row + r, at.column, at.count);
             }
         }
         free(wide);
     }
 }
 
-// y [rows, out] = x [rows, in] . weight^T + bias.
-void NAME(linear)(const linear *layer, const T *x, T *y, int64_t rows) {
+// y [rows, out] = x [rows, in] . weight^T + bias; of T, or of float where the layer is wide.
+void NAME(linear)(const linear *layer, const T *x, void *y, int64_t rows) {
     if (!rows) return;
     if (layer->num_parts && sizeof(T) == 2)
         NAME(linear_blocks)(layer, x, y, rows);

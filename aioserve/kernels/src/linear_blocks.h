@@ -1,19 +1,25 @@
 // Products with a weight of a few bits. Included once per element type of two bytes: T, LOAD, STORE,
 // NAME. Rows become whole numbers (see whole.h): no result depends on other rows or on threads.
 
-// Outputs of one row and one panel, of which `count` exist.
-INLINE void NAME(store_sums)(const float *sums, const T *bias, T *y, int64_t count) {
-    T whole[PANEL], *to = count < PANEL ? whole : y;
+// The outputs [column, column + count) of a row of y [rows, out], from the sums of their panel.
+INLINE void NAME(store_sums)(const linear *layer, const float *sums, void *y, int64_t row,
+                             int64_t column, int64_t count) {
+    const T *const bias = layer->bias ? (const T *)layer->bias + column : 0;
+    const int64_t size = layer->is_wide ? sizeof(float) : sizeof(T);
+    char *const own = (char *)y + (row * layer->out + column) * size;
+    float room[PANEL];
+    char *const to = count < PANEL ? (char *)room : own;
     for (int64_t c = 0; c < PANEL; c += W) {
         vf v = load_f32(sums + c);
-        STORE(to + c, bias ? v + LOAD(bias + c) : v);
+        if (bias) v += LOAD(bias + c);
+        if (layer->is_wide) store_f32((float *)to + c, v);
+        else STORE((T *)to + c, v);
     }
-    if (count < PANEL) memcpy(y, whole, count * sizeof(T));
+    if (count < PANEL) memcpy(own, room, count * size);
 }
 
-static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t rows) {
+static void NAME(linear_blocks)(const linear *layer, const T *x, void *y, int64_t rows) {
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
-    const T *const bias = layer->bias;
     const product all = begin_product(layer, rows);
     const int64_t sum_bytes = all.at_once * PANEL * sizeof(float);
 #pragma omp parallel if (rows * in * out >= PARALLEL_PRODUCTS_FROM)
@@ -38,8 +44,7 @@ static void NAME(linear_blocks)(const linear *layer, const T *x, T *y, int64_t r
                 const int64_t count = smaller(all.at_once, rows - first);
                 multiply_whole(count, &all.x, first, &at, all.is_unpacked ? room : 0, sums);
                 for (int64_t r = 0; r < count; r++)
-                    NAME(store_sums)(sums + r * PANEL, bias ? bias + at.column : 0,
-                                     y + (first + r) * out + at.column, at.count);
+                    NAME(store_sums)(layer, sums + r * PANEL, y, first + r, at.column, at.count);
             }
         }
         free(sums);

@@ -11,8 +11,19 @@ const int64_t panel_bf16[2] = {PANEL, 2};
 
 // Both define TILE_ROWS, BLOCK_NUMBERS (of x, that stay in the second-level cache) and, for some rows
 // of x [rows, in] and one panel, of which `count` outputs exist, `panel_product`: what lies at `next`
-// is fetched meanwhile, as much as there is in a panel.
+// is fetched meanwhile, as much as there is in a panel. An output takes `size` bytes: 2 as bfloat16,
+// 4 as float32; one row of them begins `stride` bytes after the last.
 // `begin_panels(rows)` and `end_panels()` stand around the products of a thread.
+
+// Up to 16 outputs.
+INLINE void store_outputs(char *to, __mmask16 mask, vf outputs, int64_t size) {
+    if (size == sizeof(float)) {
+        _mm512_mask_storeu_ps(to, mask, (__m512)outputs);
+        return;
+    }
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh((__m512)outputs));
+}
+
 #define AHEAD 96  // inputs of a panel, fetched before they are needed: 12 KiB. Measured: 64 to 128
 #ifdef __AMX_BF16__
 #include "panel_tiles.h"
@@ -22,14 +33,15 @@ const int64_t panel_bf16[2] = {PANEL, 2};
 #define unpack_pairs(at, in, to) (void)(to)
 #endif
 
-// y [rows, out] = x [rows, in] . weight^T + bias.
-void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
+// y [rows, out] = x [rows, in] . weight^T + bias; of bfloat16, or of float where the layer is wide.
+void linear_bf16(const linear *layer, const bf16 *x, void *y, int64_t rows) {
     if (!rows) return;
     if (layer->num_parts && rows < ROUNDED_FROM) {
         linear_blocks_bf16(layer, x, y, rows);
         return;
     }
     const int64_t in = layer->in, out = layer->out, panels = count_panels(layer);
+    const int64_t size = layer->is_wide ? sizeof(float) : sizeof(bf16);
     int64_t at_once = BLOCK_NUMBERS / in / TILE_ROWS * TILE_ROWS;
     at_once = at_once < TILE_ROWS ? TILE_ROWS : at_once;
     const int64_t blocks = ceil_div(rows, at_once), items = blocks * panels;
@@ -50,8 +62,9 @@ void linear_bf16(const linear *layer, const bf16 *x, bf16 *y, int64_t rows) {
             const bf16 *next =
                 !room && index + threads < panels ? panel + threads * PANEL * in : panel;
             if (room) unpack_pairs(&at, in, room);
-            panel_product(end - row, x + row * in, panel, in, bias, y + row * out + at.column, out,
-                          at.count, (const char *)next);
+            panel_product(end - row, x + row * in, panel, in, bias,
+                          (char *)y + (row * out + at.column) * size, out * size, at.count,
+                          (const char *)next, size);
         }
         end_panels();
         free(room);

@@ -67,18 +67,20 @@ INLINE void NAME(narrow_tile)(int rows, const T *const *x, const T *a, int64_t i
     for (int r = 0; r < rows; r++) store_f32(out + r * out_stride, sums[r][0] + sums[r][1]);
 }
 
-// Up to MAX_ROWS rows of one panel: y [rows][count] += narrow . b.
+// Up to MAX_ROWS rows of one panel: y [rows][count] += narrow . b; y of T, or of float if `is_wide`.
 INLINE void NAME(widen_tile)(int rows, const float *narrow, int64_t stride, const T *b,
-                             int64_t rank, T *const *y, int64_t count) {
+                             int64_t rank, char *const *y, int64_t count, int is_wide) {
     vf sums[MAX_ROWS][MAX_VECTORS];
-    T whole[MAX_ROWS][PANEL];
+    float whole[MAX_ROWS][PANEL];
     const int is_part = count < PANEL;
+    const int64_t bytes = count * (is_wide ? sizeof(float) : sizeof(T));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-        if (is_part) memcpy(whole[r], y[r], count * sizeof(T));
+        const char *own = is_part ? memcpy(whole[r], y[r], bytes) : y[r];
 #pragma GCC unroll 4
         for (int j = 0; j < MAX_VECTORS; j++)
-            sums[r][j] = LOAD((is_part ? whole[r] : y[r]) + j * W);
+            sums[r][j] = is_wide ? load_f32((const float *)own + j * W)
+                                 : LOAD((const T *)own + j * W);
     }
     for (int64_t k = 0; k < rank; k++) {
         vf right[MAX_VECTORS];
@@ -94,10 +96,12 @@ INLINE void NAME(widen_tile)(int rows, const float *narrow, int64_t stride, cons
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
+        char *own = is_part ? (char *)whole[r] : y[r];
 #pragma GCC unroll 4
         for (int j = 0; j < MAX_VECTORS; j++)
-            STORE((is_part ? whole[r] : y[r]) + j * W, sums[r][j]);
-        if (is_part) memcpy(y[r], whole[r], count * sizeof(T));
+            if (is_wide) store_f32((float *)own + j * W, sums[r][j]);
+            else STORE((T *)own + j * W, sums[r][j]);
+        if (is_part) memcpy(y[r], whole[r], bytes);
     }
 }
 
@@ -120,8 +124,9 @@ static __attribute__((noinline)) void NAME(narrow_rows)(int rows, const T *const
 
 static __attribute__((noinline)) void NAME(widen_narrow)(int rows, const float *narrow,
                                                          int64_t stride, const T *b, int64_t rank,
-                                                         T *const *y, int64_t count) {
-#define WIDEN(n) NAME(widen_tile)(n, narrow, stride, b, rank, y, count)
+                                                         char *const *y, int64_t count,
+                                                         int is_wide) {
+#define WIDEN(n) NAME(widen_tile)(n, narrow, stride, b, rank, y, count, is_wide)
     ROW_CASES(WIDEN)
 #undef WIDEN
 }
@@ -144,7 +149,8 @@ static void NAME(narrow_item)(const low_rank_work *work, int64_t item, const T *
 }
 
 // A panel of outputs of some rows of one group.
-static void NAME(wide_item)(const low_rank_work *work, int64_t item, T *y, int64_t y_stride) {
+static void NAME(wide_item)(const low_rank_work *work, int64_t item, void *y, int64_t y_stride,
+                            int is_wide) {
     const low_rank *product = work->product;
     int64_t panel = item % work->panels;
     const low_rank_piece *piece = product->pieces;
@@ -155,18 +161,20 @@ static void NAME(wide_item)(const low_rank_work *work, int64_t item, T *y, int64
     const T *const b = (const T *)piece->b + panel * piece->rank * PANEL;
     for (int64_t row = begin; row < end; row += MAX_ROWS) {
         const int64_t count = smaller(MAX_ROWS, end - row);
-        T *rows[MAX_ROWS];
+        char *rows[MAX_ROWS];
         for (int64_t r = 0; r < count; r++)
-            rows[r] = y + work->group->rows[row + r] * y_stride + piece->column + panel * PANEL;
+            rows[r] = (char *)y
+                      + (work->group->rows[row + r] * y_stride + piece->column + panel * PANEL)
+                            * (is_wide ? sizeof(float) : sizeof(T));
         NAME(widen_narrow)(count, work->narrow + row * product->ranks + piece->first,
-                           product->ranks, b, piece->rank, rows, columns);
+                           product->ranks, b, piece->rank, rows, columns, is_wide);
     }
 }
 
 // y [tokens][y_stride] += what the adapters of `groups` make of x, for the product at `place`; or of
-// ids, for the embedding, if there is no x.
+// ids, for the embedding, if there is no x. y is of T, or of float if `is_wide`.
 void NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t place, const T *x,
-                        const int64_t *ids, T *y, int64_t y_stride) {
+                        const int64_t *ids, void *y, int64_t y_stride, int64_t is_wide) {
     low_rank_work *work = malloc(num_groups * sizeof(low_rank_work));
     int64_t count = 0, num_narrow = 0, num_wide = 0, numbers = 0, products = 0;
     for (int64_t g = 0; g < num_groups; g++) {
@@ -207,7 +215,7 @@ void NAME(add_low_rank)(const adapter_rows *groups, int64_t num_groups, int64_t 
 #pragma omp for schedule(dynamic) nowait
         for (int64_t item = 0; item < num_wide; item++) {
             const low_rank_work *own = find_work(work, count, item, 1);
-            NAME(wide_item)(own, item - own->first_wide, y, y_stride);
+            NAME(wide_item)(own, item - own->first_wide, y, y_stride, is_wide != 0);
         }
     }
     free(narrow);

@@ -11,8 +11,8 @@ INLINE __m512bh load_pairs(const bf16 *p) {
 }
 
 // Sums of `rows` rows and a panel to outputs, of which `count` exist.
-INLINE void store_rows(int rows, const __m512 sums[TILE_ROWS][4], const bf16 *bias, bf16 *y,
-                       int64_t out, int64_t count) {
+INLINE void store_rows(int rows, const __m512 sums[TILE_ROWS][4], const bf16 *bias, char *y,
+                       int64_t stride, int64_t count, int64_t size) {
     for (int c = 0; c < 4; c++) {
         int64_t left = count - 16 * c;
         if (left <= 0) return;
@@ -23,17 +23,16 @@ INLINE void store_rows(int rows, const __m512 sums[TILE_ROWS][4], const bf16 *bi
             memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
             add = load_bf16(part);
         }
-        for (int r = 0; r < rows; r++) {
-            __m256bh half = _mm512_cvtneps_pbh((__m512)((vf)sums[r][c] + add));
-            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
-        }
+        for (int r = 0; r < rows; r++)
+            store_outputs(y + r * stride + 16 * c * size, mask, (vf)sums[r][c] + add, size);
     }
 }
 
 // `rows` rows of x against one panel; `count` outputs of it exist. Meanwhile a share of a panel is
 // fetched from `next` on; by the only tile, what comes AHEAD: here, then there.
 INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in, const bf16 *bias,
-                         bf16 *y, int64_t out, int64_t count, const char *next, int64_t shares) {
+                         char *y, int64_t stride, int64_t count, const char *next, int64_t shares,
+                         int64_t size) {
     const int64_t next_step = 4 * PANEL / shares, next_line = LINE / shares;
     __m512 sums[TILE_ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -52,24 +51,24 @@ INLINE void product_tile(int rows, const bf16 *x, const bf16 *panel, int64_t in,
             for (int c = 0; c < 4; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], both, w[c]);
         }
     }
-    store_rows(rows, sums, bias, y, out, count);
+    store_rows(rows, sums, bias, y, stride, count, size);
 }
 
 INLINE void begin_panels(int64_t rows) { (void)rows; }
 INLINE void end_panels(void) {}
 
 static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
-                          const bf16 *bias, bf16 *y, int64_t out, int64_t count,
-                          const char *next) {
+                          const bf16 *bias, char *y, int64_t stride, int64_t count,
+                          const char *next, int64_t size) {
     const int64_t shares = ceil_div(rows, TILE_ROWS);
     for (int64_t tile = 0; tile < shares; tile++) {
         const int64_t first = tile * TILE_ROWS;
         const bf16 *from = x + first * in;
-        bf16 *to = y + first * out;
+        char *to = y + first * stride;
         const char *share = next + 2 * PANEL * in * tile / shares;
-#define CASE(rows)                                                                \
-    case rows:                                                                    \
-        product_tile(rows, from, panel, in, bias, to, out, count, share, shares); \
+#define CASE(rows)                                                                          \
+    case rows:                                                                              \
+        product_tile(rows, from, panel, in, bias, to, stride, count, share, shares, size); \
         break;
         switch (smaller(rows - first, TILE_ROWS)) {  // a loop for every number of rows
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)

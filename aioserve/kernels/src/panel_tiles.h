@@ -45,8 +45,8 @@ INLINE void fill_tail(tail *last, const bf16 *x, int64_t x_stride, int64_t rows,
 }
 
 // Sums [16][PANEL] in a buffer to outputs of `rows` rows.
-INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 *bias, bf16 *y,
-                       int64_t out, int64_t count) {
+INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 *bias, char *y,
+                       int64_t stride, int64_t count, int64_t size) {
     for (int c = 0; c < columns && 16 * c < count; c++) {
         const int64_t left = count - 16 * c;
         const __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
@@ -56,10 +56,9 @@ INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 
             memcpy(part, bias + 16 * c, 2 * (left < 16 ? left : 16));
             add = load_bf16(part);
         }
-        for (int64_t r = 0; r < rows; r++) {
-            __m256bh half = _mm512_cvtneps_pbh((__m512)(load_f32(sums + r * PANEL + 16 * c) + add));
-            _mm256_mask_storeu_epi16(y + r * out + 16 * c, mask, (__m256i)half);
-        }
+        for (int64_t r = 0; r < rows; r++)
+            store_outputs(y + r * stride + 16 * c * size, mask,
+                          load_f32(sums + r * PANEL + 16 * c) + add, size);
     }
 }
 
@@ -85,8 +84,8 @@ INLINE void store_tile(const float *sums, int columns, int64_t rows, const bf16 
     } while (0)
 
 static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
-                          const bf16 *bias, bf16 *y, int64_t out, int64_t count, const char *next,
-                          int64_t shares) {
+                          const bf16 *bias, char *y, int64_t stride, int64_t count,
+                          const char *next, int64_t shares, int64_t size) {
     float sums[16 * PANEL] __attribute__((aligned(64)));
     const int64_t lines = STEP_LINES / shares, turn = shares == 1 && in > AHEAD ? in - AHEAD : 0;
     const char *fetch = (const char *)(panel + AHEAD * PANEL);
@@ -109,7 +108,7 @@ static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_
     _tile_stored(1, sums + 16, 4 * PANEL);
     _tile_stored(2, sums + 32, 4 * PANEL);
     _tile_stored(3, sums + 48, 4 * PANEL);
-    store_tile(sums, 4, rows, bias, y, out, count);
+    store_tile(sums, 4, rows, bias, y, stride, count, size);
 }
 
 // 16 rows and, `apart` rows below, 16 more against half a panel.
@@ -126,8 +125,8 @@ static void tile_by_panel(int64_t rows, const bf16 *x, const bf16 *panel, int64_
     } while (0)
 
 static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t in,
-                        const bf16 *bias, bf16 *y, int64_t out, int64_t count, const char *next,
-                        int64_t shares) {
+                        const bf16 *bias, char *y, int64_t stride, int64_t count, const char *next,
+                        int64_t shares, int64_t size) {
     float sums[2][16 * PANEL] __attribute__((aligned(64)));
     const int64_t lines = STEP_LINES / shares / 2;
     _tile_zero(0);
@@ -148,26 +147,26 @@ static void two_by_half(int64_t apart, const bf16 *x, const bf16 *panel, int64_t
     _tile_stored(1, sums[0] + 16, 4 * PANEL);
     _tile_stored(2, sums[1], 4 * PANEL);
     _tile_stored(3, sums[1] + 16, 4 * PANEL);
-    store_tile(sums[0], 2, 16, bias, y, out, count);
-    store_tile(sums[1], 2, 16, bias, y + apart * out, out, count);
+    store_tile(sums[0], 2, 16, bias, y, stride, count, size);
+    store_tile(sums[1], 2, 16, bias, y + apart * stride, stride, count, size);
 }
 
 static void panel_product(int64_t rows, const bf16 *x, const bf16 *panel, int64_t in,
-                          const bf16 *bias, bf16 *y, int64_t out, int64_t count,
-                          const char *next) {
+                          const bf16 *bias, char *y, int64_t stride, int64_t count,
+                          const char *next, int64_t size) {
     const int64_t pairs = (rows + TILE_ROWS - 17) / TILE_ROWS;  // of tiles
     const int64_t shares = pairs + (rows > pairs * TILE_ROWS), half_bytes = PANEL * in;
     for (int half = 0; half < 2 && 32 * half < count; half++)  // it stays in the cache meanwhile
         for (int64_t pair = 0; pair < pairs; pair++) {
             const int64_t row = pair * TILE_ROWS, apart = smaller(rows - row - 16, 16);
             two_by_half(apart, x + row * in, panel + 64 * half, in, bias ? bias + 32 * half : 0,
-                        y + row * out + 32 * half, out, count - 32 * half,
-                        next + half_bytes * half + half_bytes * pair / shares, shares);
+                        y + row * stride + 32 * half * size, stride, count - 32 * half,
+                        next + half_bytes * half + half_bytes * pair / shares, shares, size);
         }
     if (rows > pairs * TILE_ROWS) {
         const int64_t first = rows < 16 ? 0 : rows - 16;
-        tile_by_panel(smaller(rows, 16), x + first * in, panel, in, bias, y + first * out, out,
-                      count, next, shares);
+        tile_by_panel(smaller(rows, 16), x + first * in, panel, in, bias, y + first * stride,
+                      stride, count, next, shares, size);
     }
 }
 #undef FETCH

@@ -27,6 +27,7 @@ typedef struct {
     int64_t in, out;   // `in` is a multiple of `depth`
     const block_part *parts;  // instead of `weight`, one after another; `in` is a multiple of 32
     int64_t num_parts;        // 0: none
+    int64_t is_wide;          // outputs are float32, whatever the type of the inputs
 } linear;
 
 #define PARALLEL_PRODUCTS_FROM (1 << 17)  // products; fewer are done before the others have started

@@ -34,8 +34,10 @@ class BlockLinear:
         weights: Sequence[QuantizedWeight],
         bias: Tensor | None,
         dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        self.kernels = kernels
+        """Rows are of `dtype`, outputs of `out_dtype`: the same (None), or float32."""
+        self.kernels, self._out_dtype = kernels, out_dtype or dtype
         panel = kernels.panel_shapes[dtype].outputs
         packed = [_pack(weight, panel) for weight in weights]
         self._bytes = [data for data, _ in packed]
@@ -49,10 +51,11 @@ class BlockLinear:
             sum(weight.shape[0] for weight in weights),
             self._parts,
             len(self._parts),
+            self._out_dtype is not dtype,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed.outputs)
+        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self._out_dtype)
         self.kernels.linear(self.packed, x, out)
         return out
 

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioserve.kv_cache import KVConnectorMetadata, WindowSpec
-from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput, TokenLogprobs, Vector
+from aioserve.kv_cache import WindowSpec
+from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.adapter_rows import LoadedAdapters
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
+from aioserve.runner.cpu.computed_step import ComputedStep
+from aioserve.runner.cpu.each_row import sample_each
 from aioserve.runner.cpu.image_attention import TogetherAttention
-from aioserve.runner.cpu.prompts import forward_and_look
-from aioserve.runner.cpu.sampler import SampledTokens, sample
+from aioserve.runner.cpu.prompts import Looked, forward_and_look
+from aioserve.runner.cpu.sampler import SampledTokens
+from aioserve.runner.cpu.step_memory import StepMemory
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.host_blocks import HostBlocks
-from aioserve.runner.input_batch import InputBatch, kept_logprobs
+from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 class StepExecutor:
     """Owns weights, KV cache and batch; computes steps in the order of the calls."""
 
-    choose: Callable[..., SampledTokens] = staticmethod(sample)  # unless another rank does
+    choose: Callable[..., SampledTokens] = staticmethod(sample_each)  # unless another rank does
 
     def __init__(
         self,
@@ -49,14 +53,14 @@ class StepExecutor:
         takes_guesses: bool = True,
         drafter: Drafter | None = None,
         windows: WindowSpec | None = None,
+        repeats_steps: bool = True,
     ) -> None:
         """`takes_guesses`: what a grammar leaves no choice in is sent along with the next step, and
-        what the `drafter` guesses. `windows` are those of the `backend`.
+        what the `drafter` guesses. `windows` are those of the `backend`. `repeats_steps`: whether
+        a step that raised may be run again, so that it fails none but those that made it raise.
         """
         self._model, self._backend, self._threads = model, backend, threads
-        backend.memory.commit(0)  # a first step finds its blocks in memory, too
-        if backend.window_memory is not None:
-            backend.window_memory.commit(0)
+        self._memory = StepMemory(backend, block_size)
         self.windows = windows
         self._batch = InputBatch(
             max_num_seqs,
@@ -70,10 +74,10 @@ class StepExecutor:
             has_windows=windows is not None,
             image_rows=None if model.image_encoder is None else model.image_encoder.batch_rows,
         )
+        self._rescue = StepRescue(self._batch, self._compute, is_possible=repeats_steps)
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter, self._takes_guesses = drafter, takes_guesses
-        self._host_blocks: HostBlocks | None = None
         self._block_size, self.num_kv_blocks = block_size, backend.memory.num_blocks
         self.num_state_slots = None if model.states is None else model.states.num_slots
 
@@ -96,91 +100,62 @@ class StepExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One forward pass, and a token for each row whose known tokens are then all computed.
 
-        If it raises, the requests of this step are in an unknown state and must be dropped; all
-        others can go on.
+        A request that makes it raise fails alone, if steps can be repeated. If this raises even so,
+        its requests are in an unknown state and must be dropped; all others can go on.
         """
         self._batch.apply(scheduler_output)
         if (transfers := scheduler_output.kv_connector_metadata) is not None:
-            self._transfer(transfers)
+            self._memory.transfer(transfers)
         if self._encoder is not None:
-            self._encoder.drop(scheduler_output.free_encoder_hashes)
+            self._encoder.run(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_RUNNER_OUTPUT
+        outputs = [
+            done.keep(self._batch, self._drafter, takes_guesses=self._takes_guesses)
+            for done in self._rescue.run(scheduler_output)
+        ]
+        if len(outputs) == 1 and not self._batch.lost:
+            return outputs[0]
+        return merge_outputs(scheduler_output, outputs, self._batch.lost.why)
+
+    def _compute(self, step: SchedulerOutput) -> ComputedStep:
+        """What is sampled in a step that the batch was told of. It may be asked for again."""
         started = time.perf_counter()
-        inputs = self._batch.prepare(scheduler_output)
+        inputs = self._batch.prepare(step)
         wanted = self._batch.prompt_rows.begin(inputs)
         pooled = self._batch.pooled_rows.begin(inputs)
         masks = self._batch.begin_masks(inputs)
-        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-        vectors: dict[str, Vector] = {}
-        self._commit(inputs, scheduler_output)
-        self._threads.begin_step()
-        self._backend.prepare(inputs)
         try:
+            self._memory.commit(inputs, step)
+            self._threads.begin_step()
+            self._backend.prepare(inputs)
             owners = self._batch.adapter_rows.of(inputs)
             unseen: dict[str, str] = {}
             if self._encoder is not None:
-                inputs, unseen = self._encoder.see(inputs, scheduler_output)
+                inputs, unseen = self._encoder.see(inputs, step)
             attention: LayerAttention = self._backend
             if inputs.together:
                 attention = TogetherAttention(self._backend, inputs, self._block_size)
+            looked: Looked | None = None
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)
             else:
                 halves = self._model.halves
                 assert halves is not None, "`tells_prompts`"
-                logits, prompt_logprobs, vectors = forward_and_look(
-                    halves, inputs, owners, attention, wanted, pooled
-                )
+                logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()
         sampled = self.choose(logits, self._batch.sampling_inputs(inputs), made)
         self._threads.end_step()
-        token_ids = self._batch.append(inputs, sampled.token_ids)
-        guesses: dict[str, list[int]] = {}
-        if self._drafter is not None:
-            self._drafter.length.stepped(
-                len(inputs.req_ids), len(inputs.positions), time.perf_counter() - started
-            )
-        if self._takes_guesses and (masks is not None or self._drafter is not None):
-            guesses = self._batch.guesses(inputs)
-        failed = unseen | self._batch.failures(inputs)
-        if failed:  # what was sampled for them means nothing
-            token_ids = [
-                [] if req_id in failed else own
-                for req_id, own in zip(inputs.req_ids, token_ids, strict=True)
-            ]
-        logprobs = kept_logprobs(inputs, sampled.logprobs, token_ids)
-        return ModelRunnerOutput(
-            inputs.req_ids, token_ids, logprobs, guesses, failed, prompt_logprobs, vectors
-        )
+        return ComputedStep(inputs, sampled, unseen, looked, made is not None, started)
 
     def release_kv(self) -> None:
         """Give back the memory of the KV cache; nobody has blocks. It comes back as steps write."""
-        self._backend.memory.release()
-        if self._backend.window_memory is not None:
-            self._backend.window_memory.release()
+        self._memory.release()
 
     def make_host_blocks(self, num_bytes: int) -> HostBlocks:
         """Where blocks may be kept outside the KV cache. Raises `ConfigError`."""
-        memory, model = self._backend.memory, self._model
-        computed = f"{model.name}, {model.kv_cache_spec.dtype}, {self._backend.description}"
-        caches = [*memory.key_caches, *memory.value_caches]
-        self._host_blocks = HostBlocks(caches, num_bytes, computed)
-        return self._host_blocks
-
-    def _commit(self, inputs: StepInputs, step: SchedulerOutput) -> None:
-        """Have in memory what the step writes, and soon what was given with it."""
-        num_written = int(inputs.slot_mapping.max()) // self._block_size + 1
-        self._backend.memory.commit(num_written, soon=step.highest_new_block + 1)
-        if inputs.windows is not None and self._backend.window_memory is not None:
-            num_written = int(inputs.windows.slot_mapping.max()) // self._block_size + 1
-            self._backend.window_memory.commit(num_written)
-
-    def _transfer(self, transfers: KVConnectorMetadata) -> None:
-        assert self._host_blocks is not None, "there is a connector"
-        self._backend.memory.commit(1 + max((block for _, block in transfers.loads), default=-1))
-        self._host_blocks.transfer(transfers)
+        return self._memory.make_host_blocks(self._model, num_bytes)
 
     def close(self) -> None:
         """Give back weights, KV cache and threads. Idempotent."""
@@ -189,9 +164,8 @@ class StepExecutor:
         self._threads.close()
         if hasattr(self, "_batch"):
             self._batch.close()
-            if self._host_blocks is not None:
-                self._host_blocks.close()
+            self._memory.close()
             if self._model.states is not None:
                 self._model.states.close()
-        for name in ("_model", "_encoder", "_backend", "_batch", "_host_blocks", "adapters"):
+        for name in ("_model", "_encoder", "_backend", "_batch", "_memory", "adapters"):
             self.__dict__.pop(name, None)

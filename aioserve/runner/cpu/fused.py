@@ -51,7 +51,11 @@ _MULTIPLE = 16  # numbers in a row
 class PackedOps(TorchOps):
     """Plain torch, on weights that are laid out once."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        if out_dtype not in (None, weight.dtype):
+            return super().linear(weight, bias, out_dtype)
         return pack_linear(weight, bias)
 
 
@@ -63,15 +67,21 @@ class CompiledOps(PackedOps):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
         if PanelLinear.serves(self._kernels, weight):
-            return PanelLinear(self._kernels, weight, bias)
-        return super().linear(weight, bias)
+            return PanelLinear(self._kernels, weight, bias, out_dtype)
+        return super().linear(weight, bias, out_dtype)
 
     def quantized_linear(
-        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+        self,
+        weights: Sequence[QuantizedWeight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear | None:
-        return BlockLinear(self._kernels, weights, bias, dtype)
+        return BlockLinear(self._kernels, weights, bias, dtype, out_dtype)
 
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]

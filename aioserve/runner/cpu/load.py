@@ -145,6 +145,7 @@ def load_on_cpu(
         takes_guesses=config.scheduler.depth == 1 and model.states is None,
         drafter=drafter,
         windows=window_spec,
+        repeats_steps=ranks is None and model.states is None,
     )
     num_tokens = num_blocks * block_size
     logger.info(

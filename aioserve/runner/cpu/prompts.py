@@ -3,7 +3,7 @@
 Knows a model and numbers; knows nothing about requests.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,11 +16,36 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
     StepInputs,
 )
-from aioserve.runner.cpu.sampler import token_logprobs
+from aioserve.runner.cpu.logprobs import token_logprobs
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.pooling import WantedStates
 from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import Halves
+from aioserve.runner.unsound import NOT_FINITE
+
+
+@dataclass(slots=True)
+class Looked:
+    """What a step has found of prompts, and nobody has kept yet."""
+
+    wanted: WantedLogprobs | None
+    pooled: WantedStates | None
+    states: Tensor | None  # at the places of `pooled`
+    found: list[TokenLogprobs] = field(default_factory=list)  # at those of `wanted`
+
+    def keep(
+        self, failed: dict[str, str]
+    ) -> tuple[dict[str, list[TokenLogprobs]], dict[str, Vector]]:
+        """What is complete with this step, by request. Vectors that are no numbers are among what
+        has `failed` instead.
+        """
+        told = {} if self.wanted is None else self.wanted.keep(self.found)
+        if self.pooled is None or self.states is None:
+            return told, {}
+        vectors = self.pooled.keep(self.states)
+        sound = {key: vector for key, vector in vectors.items() if np.isfinite(vector).all()}
+        failed |= dict.fromkeys(vectors.keys() - sound.keys(), NOT_FINITE)
+        return told, sound
 
 
 def forward_and_look(
@@ -30,8 +55,8 @@ def forward_and_look(
     attention: LayerAttention,
     wanted: WantedLogprobs | None,
     pooled: WantedStates | None,
-) -> tuple[Tensor, dict[str, list[TokenLogprobs]], dict[str, Vector]]:
-    """Logits [S, V] as `ServedModel.forward` gives them, and what is complete of what prompts want.
+) -> tuple[Tensor, Looked]:
+    """Logits [S, V] as `ServedModel.forward` gives them, and what is known of what prompts want.
 
     Their logits are made, looked at and forgotten piece by piece; for vectors none are made.
     `owners`: who of the tokens of `step` has which adapter.
@@ -52,15 +77,14 @@ def forward_and_look(
     def logits_of(places: IntArray) -> Tensor:
         return model.logits(of(places), adapters_of(places))
 
-    vectors = {} if pooled is None else pooled.keep(of(pooled.places))
+    looked = Looked(wanted, pooled, None if pooled is None else of(pooled.places))
     logits = logits_of(sampling)
     if wanted is None:
-        return logits, {}, vectors
-    found: list[TokenLogprobs] = []
+        return logits, looked
     for piece in wanted.pieces(logits.shape[1]):
-        found += token_logprobs(
+        looked.found += token_logprobs(
             logits_of(wanted.places[piece]),
             wanted.token_ids[piece],
             wanted.num_logprobs[piece],
         )
-    return logits, wanted.keep(found), vectors
+    return logits, looked

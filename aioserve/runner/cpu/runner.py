@@ -4,6 +4,7 @@ Free of torch until `load`, which imports it on that thread. Knows nothing about
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +15,7 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.progress import interruptible
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -38,11 +40,16 @@ class ThreadedRunner(RunnerInterface):
             max_workers=1, thread_name_prefix="aioserve-runner"
         )
         self._executor: StepExecutor | None = None
+        self._is_unwanted = threading.Event()  # what is being loaded
         if not model_info.config.skip_tokenizer_init:
             self.grammars = GrammarCompiler(model_info)
 
     async def load(self) -> None:
-        await self._submit(self._load)
+        try:
+            await self._submit(self._load_unless_unwanted)
+        except asyncio.CancelledError:
+            self._is_unwanted.set()
+            raise
         if self.grammars is not None:
             await self.grammars.prepare()
 
@@ -117,6 +124,10 @@ class ThreadedRunner(RunnerInterface):
         return loop.run_in_executor(self._thread, function)
 
     # What follows runs on the runner's thread.
+
+    def _load_unless_unwanted(self) -> None:
+        with interruptible(self._is_unwanted):
+            self._load()
 
     def _load(self) -> None:
         from aioserve.runner.cpu.load import load_on_cpu

@@ -4,16 +4,21 @@ Knows numbers and columns; knows nothing about requests, batches or models. The 
 position and logits give the same token whatever else is in the batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner import noise
+from aioserve.runner.cpu.logprobs import token_logprobs
 from aioserve.runner.grammar_rows import Masks
 from aioserve.runner.sampling_columns import NO_LOGPROBS, IntArray, SamplingInputs
+from aioserve.runner.unsound import why_unsound
+
+FloatArray = npt.NDArray[np.float32]
 
 NOISE_ELEMENTS = 1 << 16  # hashed at a time: what stays in a core's cache
 TOP_P_CANDIDATES = 1024  # sorted first; a row whose mass is spread wider sorts its vocabulary
@@ -25,34 +30,48 @@ class SampledTokens:
 
     token_ids: IntArray  # S
     logprobs: dict[int, TokenLogprobs]  # by row, for those that asked
+    #: Rows whose token means nothing, and why.
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, inputs: SamplingInputs, masks: Masks | None = None) -> SampledTokens:
     """Choose a token from each row of `logits` [S, V], of any floating type and not changed.
 
-    The operations and their order are defined in the docstring of `SamplingParams`.
+    The operations and their order are defined in the docstring of `SamplingParams`. A row whose
+    best logit is not finite fails alone.
     """
-    token_ids = _choose(logits, inputs, masks)
+    token_ids, best = _choose(logits, inputs, masks)
+    failed: dict[int, str] = {}
     asked = np.flatnonzero(inputs.num_logprobs != NO_LOGPROBS)
+    is_sound = np.isfinite(best)
+    if not is_sound.all():
+        failed = {row: why_unsound(best[row]) for row in np.flatnonzero(~is_sound).tolist()}
+        asked = asked[is_sound[asked]]
     if not len(asked):
-        return SampledTokens(token_ids, {})
+        return SampledTokens(token_ids, {}, failed)
     rows = logits[torch.from_numpy(asked)]
     logprobs = token_logprobs(rows, token_ids[asked], inputs.num_logprobs[asked].tolist())
-    return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)))
+    return SampledTokens(token_ids, dict(zip(asked.tolist(), logprobs, strict=True)), failed)
 
 
-def _choose(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> IntArray:
+def _choose(
+    logits: Tensor, inputs: SamplingInputs, masks: Masks | None
+) -> tuple[IntArray, FloatArray]:
+    """A token for each of the S rows, and the largest logit that the row may take: a row whose best
+    is not finite has none that means anything.
+    """
     random = inputs.temperature > 0
     touched = random.copy()
     touched[list(inputs.edits)] = True
     if masks is not None:
         touched[masks.places] = True
     if not touched.any():
-        return _argmax(logits)
+        return _best(logits)
     token_ids = np.empty(len(touched), dtype=np.int64)
+    best = np.empty(len(touched), dtype=np.float32)
     plain = np.flatnonzero(~touched)
     if len(plain):
-        token_ids[plain] = _argmax(logits[torch.from_numpy(plain)])
+        token_ids[plain], best[plain] = _best(logits[torch.from_numpy(plain)])
     rows = np.flatnonzero(touched)
     edited = logits[torch.from_numpy(rows)].float()
     for place, row in enumerate(rows.tolist()):
@@ -60,11 +79,12 @@ def _choose(logits: Tensor, inputs: SamplingInputs, masks: Masks | None) -> IntA
             inputs.edits[row].apply(edited[place], int(inputs.num_tokens[row]))
     if masks is not None:
         _mask(edited, np.searchsorted(rows, masks.places), masks)
-    token_ids[rows] = _argmax(edited)
+    token_ids[rows], best[rows] = _best(edited)
+    random &= np.isfinite(best)
     if random.any():
         chosen = _choose_randomly(edited[torch.from_numpy(random[rows])], inputs.take(random))
         token_ids[random] = chosen
-    return token_ids
+    return token_ids, best
 
 
 def _mask(logits: Tensor, places: IntArray, masks: Masks) -> None:
@@ -73,9 +93,16 @@ def _mask(logits: Tensor, places: IntArray, masks: Masks) -> None:
     values[places] = np.where(masks.allowed(values.shape[1]), values[places], -np.inf)
 
 
-def _argmax(logits: Tensor) -> IntArray:
+def _best(logits: Tensor) -> tuple[IntArray, FloatArray]:
+    """The first of the largest of each row, and its logit: NaN if there is any in the row."""
+    values = logits.float().numpy()
+    chosen = _argmax(values)
+    return chosen, values[np.arange(len(chosen)), chosen]
+
+
+def _argmax(values: FloatArray) -> IntArray:
     """The first of the largest. By numpy: torch's took 6 times as long, 16 times in bfloat16."""
-    chosen: IntArray = logits.float().numpy().argmax(axis=-1)
+    chosen: IntArray = values.argmax(axis=-1)
     return chosen
 
 
@@ -104,7 +131,9 @@ def _draw_from_all(
     vocabulary = np.arange(logits.shape[1], dtype=np.uint32)
     step = max(1, NOISE_ELEMENTS // logits.shape[1])
     chosen = [
-        _argmax(logits[begin : begin + step] + _gumbel(keys[begin : begin + step], vocabulary))
+        _argmax(
+            (logits[begin : begin + step] + _gumbel(keys[begin : begin + step], vocabulary)).numpy()
+        )
         for begin in range(0, len(keys), step)
     ]
     return np.concatenate(chosen)
@@ -150,29 +179,10 @@ def _lowest_kept(values: Tensor, logits: Tensor, inputs: SamplingInputs) -> Tens
     top_p = torch.from_numpy(inputs.top_p).double()
     target = torch.where(top_p < 1, top_p * all_mass, float("inf"))
     kept &= mass - weights < target[:, None]  # what comes before a token lacks mass
-    return values.gather(1, kept.sum(dim=1, keepdim=True) - 1)[:, 0]
+    return values.gather(1, (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))[:, 0]  # one at least
 
 
 def _gumbel(keys: noise.Words, token_ids: noise.Words) -> Tensor:
     """Noise [N, V] that makes argmax(logits + noise) a draw from softmax(logits) (Gumbel-max)."""
     uniform = torch.from_numpy(noise.uniform(noise.hash_tokens(keys, token_ids)))
     return uniform.log_().neg_().log_().neg_()
-
-
-def token_logprobs(
-    logits: Tensor, token_ids: IntArray, num_logprobs: list[int]
-) -> list[TokenLogprobs]:
-    """How likely each of `token_ids` [N] is by its row of `logits` [N, V], with alternatives."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    sampled = logprobs.gather(1, torch.from_numpy(token_ids)[:, None])
-    ranks = (logprobs > sampled).sum(dim=1) + 1
-    values, ids = logprobs.topk(min(max(num_logprobs), logits.shape[1]))
-    columns = zip(
-        sampled[:, 0].tolist(),
-        ranks.tolist(),
-        ids.tolist(),
-        values.tolist(),
-        num_logprobs,
-        strict=True,
-    )
-    return [TokenLogprobs(own, rank, i[:n], v[:n]) for own, rank, i, v, n in columns]

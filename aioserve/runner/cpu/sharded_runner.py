@@ -62,11 +62,11 @@ class ShardedRunner(FirstRankRunner, ThreadedRunner):
     def _choose(
         self, logits: "Tensor", inputs: "SamplingInputs", masks: "Masks | None"
     ) -> "SampledTokens":
-        from aioserve.runner.cpu.sampler import sample
+        from aioserve.runner.cpu.each_row import sample_each
 
         self._is_sampled = True
         try:
-            sampled = sample(logits, inputs, masks)
+            sampled = sample_each(logits, inputs, masks)
         except Exception:
             self._others.tell(Sampled(None))
             raise

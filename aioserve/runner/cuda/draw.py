@@ -47,7 +47,7 @@ def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     target = torch.where(top_p < 1, top_p.double() * mass[:, -1], float("inf"))
     # what comes before a token that is kept lacks mass
     kept = (weights > 0) & (mass - weights < target[:, None])
-    return values.gather(1, kept.sum(dim=1, keepdim=True) - 1)[:, 0]
+    return values.gather(1, (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))[:, 0]  # one at least
 
 
 def uniforms(keys: Tensor, size: int) -> Tensor:

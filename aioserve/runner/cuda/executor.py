@@ -31,7 +31,9 @@ from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan,
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
+from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.unsound import failed_requests
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -63,6 +65,15 @@ class LaunchedStep:
     failed: dict[str, str]
     prompts: PromptPlan | None
     prompt_words: HostBuffer | None  # of `prompts`
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedParts:
+    """What was launched of a step: all of it, or parts of it one after another."""
+
+    step: SchedulerOutput
+    parts: list[LaunchedStep]
+    lost: dict[str, str]  # requests that are in none of the parts, and why
     copied: Copied | None  # what a KV connector has it copy
 
 
@@ -107,7 +118,10 @@ class StepExecutor:
         )
         self._host_blocks: DeviceBlocks | None = None
         self._drafter, self._ranks = drafter, ranks
-        self._unread: LaunchedStep | None = None  # the last step, if grammars wait for its tokens
+        self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
+        self._rescue = StepRescue(
+            self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
+        )
         self._layout = layout
         self._ring = StagingRing(device, self._layout.size)
         self._sampler = sampler
@@ -180,9 +194,10 @@ class StepExecutor:
         if self._drafter is not None:
             self._drafter.length.forget_times()
 
-    def launch(self, step: SchedulerOutput) -> LaunchedStep | None:
-        """Start a step; None if it has no tokens. What raises here leaves its requests in an
-        unknown state, and all others as they were.
+    def launch(self, step: SchedulerOutput) -> LaunchedParts | None:
+        """Start a step; None if it has no tokens. A request for which this raises fails alone,
+        unless there are ranks. What raises even so leaves the requests of the step in an unknown
+        state, and all others as they were.
         """
         self._batch.apply(step)
         copied = None
@@ -191,7 +206,8 @@ class StepExecutor:
             copied = self._host_blocks.transfer(transfers)
         try:
             if step.total_num_scheduled_tokens:
-                return self._launch(step, copied)
+                parts = self._rescue.run(step)
+                return LaunchedParts(step, parts, dict(self._batch.lost.why), copied)
         except BaseException:
             self._finish_copies(copied)
             raise
@@ -214,8 +230,8 @@ class StepExecutor:
         if copied is not None and self._host_blocks is not None:
             self._host_blocks.finish(copied)
 
-    def _launch(self, step: SchedulerOutput, copied: Copied | None) -> LaunchedStep:
-        """A step whose copies are queued."""
+    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """A step whose copies are queued. If this raises, it may be done again."""
         began = time.perf_counter()
         inputs = self._batch.prepare(step)
         columns = self._batch.sampling_inputs(inputs)
@@ -225,16 +241,16 @@ class StepExecutor:
         # graphs give no hidden states, and have no adapters
         sizes = self._graphs.sizes if wanted is None and owners is None else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
-        if self._drafter is None:
-            self._batch.append_unknown(inputs)
         slots = dict(zip(inputs.req_ids, inputs.rows.tolist(), strict=True))
         sampling = self._sampler.prepare(plan, step.scheduled_new_reqs, slots)
         asked = _Asked(plan_prompts(wanted, plan, self._sampler), ())
         if owners is not None:
             asked = replace(asked, adapters=self._stage_adapters(owners, plan, asked.prompts))
-        self._device.stage(self._arena[: plan.num_words], buffer)
-        attention = self._attention.begin(plan, self._arrays)
-        self._ring.guard()
+        try:
+            self._device.stage(self._arena[: plan.num_words], buffer)
+            attention = self._attention.begin(plan, self._arrays)
+        finally:  # also if that fails: it may be queued by then
+            self._ring.guard()
         rows = inputs.rows[plan.sampled]
         standing = self._batch.grammar_rows.standing(rows)
         if standing:
@@ -244,7 +260,7 @@ class StepExecutor:
                 lambda: self._sample(self._compute(plan, attention, asked), sampling)
             )
         self._read_last()
-        result = self._free_results.popleft()
+        result = self._take_result()
         self._device.fetch(result, self._sampler.out[: sampling.num_words])
         prompts, prompt_words = asked.prompts, None
         if prompts is not None:
@@ -253,11 +269,23 @@ class StepExecutor:
         failed = self._batch.failures(inputs)
         event = self._device.record()
         step_away = LaunchedStep(
-            plan, sampling, event, result, began, standing, failed, prompts, prompt_words, copied
+            plan, sampling, event, result, began, standing, failed, prompts, prompt_words
         )
-        if standing and self._drafter is None:
-            self._unread = step_away
+        if self._drafter is None:
+            self._batch.append_unknown(inputs)
+            if standing:
+                self._unread.append(step_away)
         return step_away
+
+    def _take_result(self) -> HostBuffer:
+        """Where a result may be read; a step in parts has several."""
+        try:
+            return self._free_results.popleft()
+        except IndexError:
+            return self._device.host_buffer(len(self._sampler.out))
+
+    def _is_end(self, error: Exception) -> bool:
+        return not isinstance(error, torch.OutOfMemoryError) and self._device.is_lost()
 
     def _launch_masked(
         self,
@@ -290,8 +318,8 @@ class StepExecutor:
         """Tell the grammars what the last step sampled. Its buffer is not used again before the
         step after this one is launched.
         """
-        if (last := self._unread) is not None:
-            self._unread = None
+        while self._unread:
+            last = self._unread.pop(0)
             last.event.wait()
             self._batch.grammar_rows.catch_up(last.standing, last.result.array)
 
@@ -299,32 +327,43 @@ class StepExecutor:
         """Let its thread end. Idempotent."""
         self._batch.close()
 
-    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+    def finish(self, launched: LaunchedParts) -> ModelRunnerOutput:
         """Wait for a step and read its tokens; may be called from another thread, in order, unless
         `is_one_by_one`.
         """
         try:
+            outputs = [self._finish(part) for part in launched.parts]
+        finally:
+            self._finish_copies(launched.copied)
+        if len(outputs) == 1 and not launched.lost:
+            return outputs[0]
+        return merge_outputs(launched.step, outputs, launched.lost)
+
+    def _finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        try:
             step.event.wait()
             words = step.result.array
-            token_ids, logprobs = read_result(words, step.sampling, self._sampler.vocab_size)
+            token_ids, logprobs, failed = read_result(
+                words, step.sampling, self._sampler.vocab_size
+            )
             of_prompts = {}
             if step.prompts is not None and step.prompt_words is not None:
                 of_prompts = step.prompts.read(step.prompt_words.array)
         finally:
             self._free_results.append(step.result)
-            self._finish_copies(step.copied)
         if self._drafter is None:
             kept: list[list[int]] = [[] for _ in step.plan.inputs.req_ids]
             for row, token_id in zip(step.plan.sampled.tolist(), token_ids, strict=True):
                 kept[row].append(token_id)
-            return _make_output(step, kept, logprobs, of_prompts, {})
-        return self._finish_read(self._drafter, step, token_ids, logprobs, of_prompts)
+            return _make_output(step, kept, failed, logprobs, of_prompts, {})
+        return self._finish_read(self._drafter, step, token_ids, failed, logprobs, of_prompts)
 
     def _finish_read(
         self,
         drafter: Drafter,
         step: LaunchedStep,
         token_ids: list[int],
+        failed: dict[int, str],
         logprobs: dict[int, TokenLogprobs],
         of_prompts: dict[str, list[TokenLogprobs]],
     ) -> ModelRunnerOutput:
@@ -338,7 +377,7 @@ class StepExecutor:
         )
         guesses = self._batch.guesses(inputs)
         step.failed.update(self._batch.failures(inputs))
-        return _make_output(step, kept, logprobs, of_prompts, guesses)
+        return _make_output(step, kept, failed, logprobs, of_prompts, guesses)
 
     def explain(self, error: Exception) -> Exception:
         """What an error of `launch` or `finish` means: a failed step, or the end."""
@@ -407,12 +446,17 @@ class StepExecutor:
 def _make_output(
     step: LaunchedStep,
     kept: list[list[int]],
+    failed: dict[int, str],
     logprobs: dict[int, TokenLogprobs],
     of_prompts: dict[str, list[TokenLogprobs]],
     guesses: dict[str, list[int]],
 ) -> ModelRunnerOutput:
-    """`kept`: by row. `logprobs`: by place among the S, of which a row's first were kept."""
+    """`kept`: by row. `failed` and `logprobs`: by place among the S, of which a row's first were
+    kept.
+    """
     req_ids, rows = step.plan.inputs.req_ids, step.plan.sampled.tolist()
+    for row, why in failed_requests(failed, rows, kept).items():
+        step.failed.setdefault(req_ids[row], why)
     kept = [[] if req_id in step.failed else own for req_id, own in zip(req_ids, kept, strict=True)]
     by_request: dict[str, list[TokenLogprobs]] = {}
     for place, entry in logprobs.items():

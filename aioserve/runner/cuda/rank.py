@@ -15,14 +15,14 @@ from aioserve.runner.tensor_parallel.rank_process import meet, run_rank
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
 
 
 def follow(executor: "StepExecutor") -> Callable[[SchedulerOutput], None]:
     """What does steps with it, each launched before the last one is over, as on the first rank."""
     import torch
 
-    away: list[LaunchedStep] = []
+    away: list[LaunchedParts] = []
 
     @torch.inference_mode()
     def execute(step: SchedulerOutput) -> None:

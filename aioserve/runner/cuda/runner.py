@@ -18,17 +18,18 @@ from aioserve.errors import RunnerDeadError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
+from aioserve.progress import interruptible
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
-    from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
 
 logger = logging.getLogger(__name__)
 
-_Launched: TypeAlias = "LaunchedStep | ModelRunnerOutput | Exception"
+_Launched: TypeAlias = "LaunchedParts | ModelRunnerOutput | Exception"
 
 
 class OverlappedRunner(RunnerInterface):
@@ -48,6 +49,7 @@ class OverlappedRunner(RunnerInterface):
         self._launched: queue.SimpleQueue[tuple[_Launched, _Reply] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        self._is_unwanted = threading.Event()  # what is being loaded
 
     @classmethod
     def on_cuda(cls, config: EngineConfig, model_info: ModelInfo) -> "OverlappedRunner":
@@ -73,7 +75,11 @@ class OverlappedRunner(RunnerInterface):
             thread = threading.Thread(target=target, name=f"aioserve-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        await loaded.future
+        try:
+            await loaded.future
+        except asyncio.CancelledError:
+            self._is_unwanted.set()
+            raise
         if self.grammars is not None:
             await self.grammars.prepare()
 
@@ -149,7 +155,8 @@ class OverlappedRunner(RunnerInterface):
 
         with torch.inference_mode():
             try:
-                self._executor = self._build()
+                with interruptible(self._is_unwanted):
+                    self._executor = self._build()
                 self._executor.attach()  # it may have been built elsewhere
             except BaseException as error:
                 loaded.send(error)

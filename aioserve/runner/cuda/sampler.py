@@ -20,6 +20,7 @@ from aioserve.runner.cuda.plan import Sections, StepPlan
 from aioserve.runner.grammar_rows import Masks
 from aioserve.runner.logits_edits import BAD, LogitsEdits, has_penalties
 from aioserve.runner.sampling_columns import NO_LOGPROBS
+from aioserve.runner.unsound import NOT_FINITE
 from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS, SamplingParams
 from aioserve.scheduler.output import NewRequestData
 
@@ -30,6 +31,7 @@ _IN_PROMPT = 1 << 24  # in `DeviceSampler._seen`; below: how often a token is in
 _NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # tokens of a bad word before its last
 _NOTHING = -1  # in `DeviceSampler._recent`: not so many were said yet
 _ANYTHING = -2  # in the beginning of a bad word that is short
+NO_TOKEN = -1  # in `DeviceSampler.out`: of a row whose best logit is not finite
 _EDITS = {"penalties", "added", "bad_last", "allowed"}  # of `SamplePlan.extras`
 _OUT_COLUMNS = 3 + 2 * MAX_LOGPROBS  # words per row: token, logprob, rank, alternatives
 
@@ -183,6 +185,7 @@ class DeviceSampler:
         edited = logits if plan.is_greedy else self._edit(logits, plan, slots)
         if masks is not None:
             edited = masks.apply(edited)
+        is_sound = edited.amax(dim=-1).isfinite()  # NaN if there is any in a row
         if plan.is_greedy:
             token_ids = edited.argmax(dim=-1)
         else:
@@ -195,16 +198,21 @@ class DeviceSampler:
                 is_limited=plan.is_limited,
             )
             token_ids = self._draw(edited, columns)
-            if plan.has_penalties:
-                one = torch.ones_like(token_ids, dtype=torch.int32)
-                self._seen.index_put_((slots, token_ids), one, accumulate=True)
-        if "bad_last" in extras:
-            said = torch.cat([self._recent[slots][:, 1:], token_ids[:, None].int()], dim=1)
-            self._recent.index_copy_(0, slots, said)
-        self.last_token.index_copy_(0, slots, token_ids)
-        self.out[:num_rows] = token_ids
+        # What else was chosen there need not be a token, and is looked up in tables.
+        token_ids = torch.where(is_sound, token_ids, 0)
         if plan.asked:
             self._write_logprobs(logits, token_ids, plan)
+        self.out[:num_rows] = torch.where(is_sound, token_ids, NO_TOKEN)
+        # Last, what may not be done twice: a step that lacks memory before this is run again.
+        said: Tensor | None = None
+        if "bad_last" in extras:
+            said = torch.cat([self._recent[slots][:, 1:], token_ids[:, None].int()], dim=1)
+        if plan.has_penalties:
+            one = torch.ones_like(token_ids, dtype=torch.int32)
+            self._seen.index_put_((slots, token_ids), one, accumulate=True)
+        if said is not None:
+            self._recent.index_copy_(0, slots, said)
+        self.last_token.index_copy_(0, slots, token_ids)
 
     def _note_seen(self, extras: dict[str, Tensor]) -> None:
         """The tokens of requests that are new and look back at them."""
@@ -291,14 +299,21 @@ def read_logprobs(words: Words, num_logprobs: Sequence[int], width: int) -> list
 
 def read_result(
     words: Words, plan: SamplePlan, vocab_size: int
-) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """The tokens of the S rows, and logprobs by row, from what `sample` wrote out."""
+) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+    """The tokens of the S rows, logprobs by row, and which rows have no token that means anything,
+    and why, from what `sample` wrote out.
+    """
     token_ids = words[: plan.num_rows].tolist()
+    failed: dict[int, str] = {}
+    if NO_TOKEN in token_ids:
+        failed = {row: NOT_FINITE for row, own in enumerate(token_ids) if own == NO_TOKEN}
+        token_ids = [max(own, 0) for own in token_ids]
     if not plan.asked:
-        return token_ids, {}
+        return token_ids, {}, failed
     width = min(max(plan.num_logprobs), vocab_size)
     found = read_logprobs(words[plan.num_rows :], plan.num_logprobs, width)
-    return token_ids, dict(zip(plan.asked, found, strict=True))
+    logprobs = dict(zip(plan.asked, found, strict=True))
+    return token_ids, {row: own for row, own in logprobs.items() if row not in failed}, failed
 
 
 def _seen_tokens(

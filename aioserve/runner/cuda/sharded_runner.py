@@ -19,7 +19,7 @@ from aioserve.runner.tensor_parallel.watch import FirstRankRunner
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.runner.cuda.executor import LaunchedStep, StepExecutor
+    from aioserve.runner.cuda.executor import LaunchedParts, StepExecutor
     from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Loads the first rank's share.
@@ -70,7 +70,7 @@ class ShardedOverlappedRunner(FirstRankRunner, OverlappedRunner):
 
     def _launch_step(
         self, executor: "StepExecutor", step: SchedulerOutput
-    ) -> "LaunchedStep | ModelRunnerOutput | Exception":
+    ) -> "LaunchedParts | ModelRunnerOutput | Exception":
         try:
             self._others.tell(Step(step))
         except RunnerDeadError as error:

@@ -16,7 +16,12 @@ from aioserve.progress import stage
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.adapters import fused_sites
-from aioserve.runner.fused.decoder import DecoderLayer, FusedDecoder, GatedMLP
+from aioserve.runner.fused.decoder import (
+    LOGITS_DTYPE,
+    DecoderLayer,
+    FusedDecoder,
+    GatedMLP,
+)
 from aioserve.runner.fused.experts import ExpertParts
 from aioserve.runner.fused.ops import Embedding, Experts, Linear, Ops, PlainEmbedding
 from aioserve.runner.fused.place import Place
@@ -133,7 +138,7 @@ def _prove(
     parts: DecoderParts, proof: Proof, ops: Ops, ranks: Ranks | None
 ) -> tuple[Embedding, Linear, dict[int, DecoderLayer]]:
     """Embedding, head, and layers of few bits of the fused model. Raises `NotFusedError`."""
-    head = _fuse_linears((parts.head,), ops)
+    head = _fuse_linears((parts.head,), ops, LOGITS_DTYPE)
     table = parts.embedding.weight
     embedding = None
     if parts.head.weight is table:  # tied: one copy for both
@@ -217,8 +222,10 @@ def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) ->
     )
 
 
-def _fuse_linears(linears: tuple[nn.Linear, ...], ops: Ops) -> Linear:
-    """One product instead of several with the same input."""
+def _fuse_linears(
+    linears: tuple[nn.Linear, ...], ops: Ops, out_dtype: torch.dtype | None = None
+) -> Linear:
+    """One product instead of several with the same input, as `Ops.linear` has it."""
     biases, first = None, linears[0].weight
     if any(linear.bias is not None for linear in linears):
         biases = torch.cat(
@@ -229,7 +236,8 @@ def _fuse_linears(linears: tuple[nn.Linear, ...], ops: Ops) -> Linear:
         )
     stored = [weight for linear in linears if (weight := attached(linear.weight)) is not None]
     if len(stored) == len(linears):
-        product = ops.quantized_linear(stored, biases, first.dtype)
+        product = ops.quantized_linear(stored, biases, first.dtype, out_dtype)
         if product is not None:
             return product
-    return ops.linear(torch.cat([unpacked(linear.weight) for linear in linears]), biases)
+    weights = torch.cat([unpacked(linear.weight) for linear in linears])
+    return ops.linear(weights, biases, out_dtype)

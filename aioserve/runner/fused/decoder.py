@@ -27,6 +27,10 @@ from aioserve.runner.served_model import Taps
 HEAD = "head"
 LayerProduct = Literal["qkv", "output", "gate_up", "down"]
 
+#: What a head writes, whatever the type of the model. Its sums are float32 anyway; rounded to
+#: bfloat16, near logits become equal, and the first of them is taken in place of the largest.
+LOGITS_DTYPE = torch.float32
+
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
@@ -160,7 +164,7 @@ class FusedDecoder:
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """As `ServedModel.logits`."""
         if not len(hidden):
-            return hidden.new_empty(0, self.embedding.shape[0])
+            return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
         logits = self._head(hidden)
         if adapters is not None:
             adapters.add(HEAD, hidden, logits)

@@ -26,6 +26,9 @@ from aioserve.runner.low_rank import (
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 
+# Numbers of a weight that `WideLinear` converts at a time: 2 MiB of float32, which stay in a cache.
+_WIDE_NUMBERS = 1 << 19
+
 
 class Embedding(Protocol):
     """Rows of a table by token id: [T] -> [T, hidden]."""
@@ -124,11 +127,19 @@ class Ops(ABC):
     is_compiled = False  # whether our own kernels do all of them
 
     @abstractmethod
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made."""
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """x @ weight.T + bias, for `weight` [out, in]; a copy in another layout may be made. Its
+        results are of `out_dtype`: the type of the weight (None), or float32.
+        """
 
     def quantized_linear(
-        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+        self,
+        weights: Sequence[QuantizedWeight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear | None:
         """The same for weights one below the other in their formats, and `x` of `dtype`; None where
         nothing multiplies with these.
@@ -187,10 +198,35 @@ class PlainLinear:
         return F.linear(x, self._weight, self._bias)
 
 
+class WideLinear:
+    """x @ weight.T + bias in float32, on a weight of a two-byte type that stays as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            out = torch.mm(x, self._weight.T, out_dtype=torch.float32)
+            return out if self._bias is None else out.add_(self._bias)
+        # torch has no such product on a CPU: a piece of the weight is made wide at a time.
+        out = x.new_empty(len(x), len(self._weight), dtype=torch.float32)
+        wide = x.float()
+        size = max(1, _WIDE_NUMBERS // self._weight.shape[1])
+        for begin in range(0, len(self._weight), size):
+            piece = slice(begin, begin + size)
+            bias = None if self._bias is None else self._bias[piece]
+            out[:, piece] = F.linear(wide, self._weight[piece].float(), bias)
+        return out
+
+
 class TorchOps(Ops):
     """Plain torch operations, in the arithmetic of `transformers`."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        if out_dtype not in (None, weight.dtype):
+            return WideLinear(weight, bias)
         return PlainLinear(weight, bias)
 
     def begin(self, inputs: ModelInputs, attention: LayerAttention) -> None:

@@ -36,7 +36,7 @@ from aioserve.runner.tensor_parallel.plan import check_model, check_settings
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.models import VOCAB_SIZE, make_model
-from tests.processes import PATIENCE
+from tests.processes import COMPUTING_SECONDS
 from tests.runner.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, make_config
 from tests.variants import VARIANTS
 
@@ -62,7 +62,7 @@ class Pair:
     def _load(self, rank: int, choose: Any) -> StepExecutor:
         info = ModelInfo(self._config.model)
         check_model(self._config, info)
-        ranks = Ranks(rank, 2, self._meeting, PATIENCE)
+        ranks = Ranks(rank, 2, self._meeting, COMPUTING_SECONDS)
         executor = load_on_cpu(self._config, info, ranks=ranks)
         executor.choose = choose
         return executor
@@ -233,12 +233,13 @@ def test_a_step_whose_tokens_cannot_be_chosen_is_lost_alone(
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     def meet(rank: int) -> Ranks:
-        return Ranks(rank, 2, tmp_path / "meeting", PATIENCE)
+        return Ranks(rank, 2, tmp_path / "meeting", COMPUTING_SECONDS)
 
     with ThreadPoolExecutor(2) as pool:
         first, _ = pool.map(meet, range(2))
     first._group._set_default_timeout(timedelta(seconds=0.05))
-    with pytest.raises(RunnerDeadError, match=r"not answered for 300 s \(runner.rank_timeout\)"):
+    message = rf"not answered for {COMPUTING_SECONDS:.0f} s \(runner.rank_timeout\)"
+    with pytest.raises(RunnerDeadError, match=message):
         first.add_up(torch.zeros(4))
 
 

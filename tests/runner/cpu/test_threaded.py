@@ -1,6 +1,7 @@
 """The runner's thread: built, used and closed there; nothing heavy is imported before."""
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aioserve import progress
 from aioserve.errors import ConfigError, RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.runner import ThreadedRunner
@@ -60,6 +62,45 @@ def test_load_passes_on_config_errors_and_close_still_works(tmp_path: Path) -> N
         await runner.close()
 
     asyncio.run(run())
+
+
+class Held(logging.Handler):
+    """Holds the thread that loads at the line of its first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.is_there.set()
+        assert self.may_go_on.wait(processes.PATIENCE)
+
+
+def test_a_load_that_is_cancelled_ends_before_its_next_layer(
+    model_path: Callable[..., Path],
+) -> None:
+    held, logger = Held(), logging.getLogger(progress.__name__)
+
+    async def run() -> None:
+        runner = make_runner(model_path("llama"))
+        loading = asyncio.create_task(runner.load())
+        await asyncio.to_thread(held.is_there.wait, processes.PATIENCE)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        held.may_go_on.set()
+        await runner.close()
+
+    logger.addHandler(held)
+    level, logger.level = logger.level, logging.INFO
+    try:
+        asyncio.run(run())
+    finally:
+        logger.removeHandler(held)
+        logger.level = level
+    assert not [line for line in held.lines if line.startswith("Checking fused layers")]
 
 
 def test_importing_the_runner_loads_no_torch() -> None:

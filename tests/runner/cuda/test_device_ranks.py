@@ -24,7 +24,7 @@ from aioserve.runner.cuda.sharded_runner import ShardedOverlappedRunner
 from aioserve.runner.tensor_parallel.group import Ranks
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
-from tests.processes import PATIENCE
+from tests.processes import COMPUTING_SECONDS
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.on_device import make_rank
 
@@ -37,7 +37,7 @@ class OnDevices(ShardedOverlappedRunner):
 
 
 def make_runner(config: EngineConfig, device: FakeDevice) -> OnDevices:
-    runner = RunnerConfig(tensor_parallel_size=2, rank_timeout=PATIENCE)
+    runner = RunnerConfig(tensor_parallel_size=2, rank_timeout=COMPUTING_SECONDS)
     config = msgspec.structs.replace(config, runner=runner)
     info = ModelInfo(config.model)
 
@@ -117,7 +117,7 @@ async def test_a_rank_that_dies_while_it_loads_keeps_no_card_waiting(model: str)
         """As NCCL on one machine: it does not notice that the other has gone."""
         ranks.leave = has_left.set  # type: ignore[method-assign]
         os.kill(runner._others.pids[0], signal.SIGKILL)
-        has_left.wait(PATIENCE)
+        has_left.wait(COMPUTING_SECONDS)
         raise RuntimeError("the communicator was aborted")
 
     runner._make_first = wait_for_sum

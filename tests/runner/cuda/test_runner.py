@@ -26,11 +26,12 @@ from aioserve.errors import (
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
+from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
-from aioserve.runner.cuda.plan import Layout, Limits
+from aioserve.runner.cuda.plan import Layout, Limits, StepPlan
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.cuda.sampler import DeviceSampler
 from aioserve.runner.draft_length import DraftLength
@@ -344,9 +345,75 @@ async def test_a_step_that_fails_on_the_device_fails_alone() -> None:
 async def test_a_step_that_fails_before_its_launch_fails_alone() -> None:
     runner = make_tiny_runner(FakeDevice())
     await runner.load()
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # of which the batch has never heard
         await runner.execute_model(make_step(1, "nobody", is_new=False))
     assert (await runner.execute_model(make_step(2, "a"))).req_ids == ["a"]
+    await runner.close()
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+async def test_the_one_whose_launch_raises_fails_alone(
+    served_path: Callable[..., Path], pipeline_depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or none does, where smaller launches have the memory that they lack."""
+    poison, most = VOCAB_SIZE - 1, 17
+    begin = TorchDeviceAttention.begin
+
+    def watched(self: TorchDeviceAttention, plan: StepPlan, arrays: Any) -> LayerAttention:
+        if plan.num_tokens > most:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        if poison in plan.inputs.input_ids:
+            raise ArithmeticError("a poisoned token")
+        return begin(self, plan, arrays)
+
+    config = make_config(served_path("llama"), pipeline_depth)
+    prompts = [[3 + i, 5, 7 * i, *range(4 * i)] for i in range(4)]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=penalty, logprobs=1
+        )
+        for penalty in (1.0, 1.2, 1.0, 1.3)
+    ]
+
+    async def ask(engine: AsyncEngine, prompt: list[int], own: SamplingParams) -> list[int]:
+        found: list[int] = []
+        async for output in engine.generate(prompt, own):
+            found += output.token_ids
+        return found
+
+    async def ask_all(*, with_culprit: bool) -> list[Any]:
+        async with AsyncEngine(config, runner=make_runner(config, FakeDevice())) as engine:
+            asked = [ask(engine, *pair) for pair in zip(prompts, params, strict=True)]
+            if with_culprit:
+                asked.append(ask(engine, [1, poison, 2], params[1]))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    expected = await ask_all(with_culprit=False)
+    assert all(len(found) == 12 for found in expected)
+    monkeypatch.setattr(TorchDeviceAttention, "begin", watched)
+    *found, failure = await ask_all(with_culprit=True)
+    assert found == expected
+    assert isinstance(failure, RequestFailedError)
+    assert "ArithmeticError" in str(failure)
+
+
+async def test_a_row_of_nan_fails_alone_on_a_device() -> None:
+    runner = make_tiny_runner(FakeDevice())
+    await runner.load()
+    assert runner._executor is not None
+    first = await runner.execute_model(make_step(1, "a"))
+    forward = runner._executor._model.forward
+
+    def broken(inputs: ModelInputs, attention: LayerAttention) -> torch.Tensor:
+        return torch.full_like(forward(inputs, attention), float("nan"))
+
+    runner._executor._model.forward = broken  # type: ignore[method-assign]
+    result = await runner.execute_model(make_step(2, "b"))
+    assert (list(result.failed), result.sampled_token_ids) == (["b"], [[]])
+    assert "NaN" in result.failed["b"]
+    runner._executor._model.forward = forward  # type: ignore[method-assign]
+    found = await runner.execute_model(make_step(3, "c"))
+    assert found.sampled_token_ids == first.sampled_token_ids
     await runner.close()
 
 
@@ -435,5 +502,5 @@ def test_a_result_is_not_there_before_its_event() -> None:
     step = executor.launch(make_step(1, "a"))
     assert step is not None
     with pytest.raises(TooEarlyError):
-        step.result.array.tolist()
+        step.parts[0].result.array.tolist()
     assert executor.finish(step).req_ids == ["a"]

@@ -1,0 +1,69 @@
+"""Requests that a runner has given up, and what they have left unwritten.
+
+A step may be on its way that was planned before the scheduler heard of it: such a request gets no
+place in it, nor does one that shares blocks with it. Knows ids and blocks; free of torch.
+"""
+
+from collections.abc import Collection, Iterable
+
+from aioserve.scheduler.output import CachedRequestData
+
+#: Of a request that shares blocks with one that was given up before it had written them.
+SHARED = "the step that served this request failed: it reads what a failed request was to compute"
+
+
+class LostRows:
+    """True if there is anything to look at."""
+
+    def __init__(self) -> None:
+        self.why: dict[str, str] = {}  # by request, until it has ended or comes anew
+        self._unwritten: dict[str, set[int]] = {}  # blocks, by the request that was to write them
+
+    def __bool__(self) -> bool:
+        return bool(self.why or self._unwritten)
+
+    def add(self, request_id: str, why: str, block_ids: Iterable[int]) -> None:
+        """A request is given up, which was to write `block_ids`."""
+        self.why[request_id] = why
+        self._unwritten.setdefault(request_id, set()).update(block_ids)
+
+    def comes_anew(self, request_id: str) -> None:
+        """The scheduler sends a request of that id as a new one. Its old blocks are unwritten."""
+        self.why.pop(request_id, None)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """The scheduler says that these have ended: it plans no step any more that reads what they
+        have not written.
+        """
+        if self:
+            for request_id in request_ids:
+                self.why.pop(request_id, None)
+                self._unwritten.pop(request_id, None)
+
+    def left_out(self, cached: CachedRequestData) -> CachedRequestData:
+        """Without those that were given up; blocks that these get now stay unwritten as well."""
+        kept = [
+            (request_id, num_computed)
+            for request_id, num_computed in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            )
+            if request_id not in self.why
+        ]
+        for request_id, block_ids in cached.new_block_ids.items():
+            if request_id in self.why:
+                self._unwritten.setdefault(request_id, set()).update(block_ids)
+        return CachedRequestData(
+            [request_id for request_id, _ in kept],
+            [num_computed for _, num_computed in kept],
+            {key: own for key, own in cached.new_block_ids.items() if key not in self.why},
+        )
+
+    def are_unwritten(self, block_ids: Collection[int]) -> bool:
+        """Whether a request was to write one of them, and has not."""
+        return any(not own.isdisjoint(block_ids) for own in self._unwritten.values())
+
+    def note_written(self, block_ids: Collection[int]) -> None:
+        """These are written from their beginning."""
+        for own in self._unwritten.values():
+            own.difference_update(block_ids)
+        self._unwritten = {key: own for key, own in self._unwritten.items() if own}
