@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from aioserve.errors import AioserveError, EngineDeadError, RequestError, RequestFailedError
 from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import from_wire
 from aioserve.server.protocol import (
@@ -133,7 +134,7 @@ class AsyncClient:
             prompt=prompt if isinstance(prompt, str) else list(prompt),
             max_tokens=params.max_tokens,
             logprobs=params.logprobs,
-            **self._shared(params),
+            **self._shared(params, is_given=sampling_params is not None),
             request_id=request_id,
             priority=priority or None,
             user=user or None,
@@ -167,7 +168,7 @@ class AsyncClient:
             logprobs=None if params.logprobs is None else True,
             top_logprobs=params.logprobs,
             separate_reasoning=False,  # as the engine's own text
-            **self._shared(params),
+            **self._shared(params, is_given=sampling_params is not None),
             request_id=request_id,
             priority=priority or None,
             user=user or None,
@@ -213,13 +214,16 @@ class AsyncClient:
             )
         return self._open_session
 
-    def _shared(self, params: SamplingParams) -> dict[str, Any]:
-        """Fields of both endpoints that do not depend on the request; defaults stay at home."""
+    def _shared(self, params: SamplingParams, *, is_given: bool) -> dict[str, Any]:
+        """Fields of both endpoints that do not depend on the request. Defaults are not sent, but
+        for those of parameters that are given and that the model would replace by its own.
+        """
         default = SamplingParams()
         given = {
             name: value
             for name in SHARED_SAMPLING_FIELDS
             if (value := getattr(params, name)) != getattr(default, name)
+            or (is_given and name in SamplingDefaults.__struct_fields__)
         }
         is_stream = params.output_kind == "delta"
         return given | {

@@ -15,6 +15,7 @@ from aioserve.model_source import Directory, GgufFile, ModelSource
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
 from aioserve.model_source.source import one_line
 from aioserve.progress import download_bars
+from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 # A model that states no limit (or an absurd one) is served to this length, in tokens.
 FALLBACK_MAX_MODEL_LEN = 2048
@@ -53,6 +54,19 @@ class ModelInfo:
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """How a request is sampled where it does not say so: as the model's files recommend, or as
+        is known of a model that was fetched by name. Raises `ConfigError` for values that make no
+        sense.
+        """
+        if self.config.generation_config == "none":
+            return NO_DEFAULTS
+        stated, name = self.source.stated_sampling, self.config.model
+        if stated == NO_DEFAULTS and name in DOWNLOADS and not Path(name).exists():
+            return DOWNLOADS[name].sampling
+        return stated
 
     @property
     def stated_pooling(self) -> str | None:

@@ -17,7 +17,14 @@ from typing import Any
 
 # Seconds after which whatever has not happened never will: so that nothing hangs the suite, on the
 # slowest and busiest machine. No test is about it.
-PATIENCE = 300.0
+PATIENCE = 60.0
+# The same for a program that computes, to its end: a compiler, a test suite, a benchmark.
+COMPUTING_SECONDS = 240.0
+# What a process that many tests share may live: longer than any suite takes.
+SUITE_SECONDS = 7200.0
+
+#: The header of what urllib would call a form.
+JSON = {"Content-Type": "application/json"}
 
 
 def until(is_true: Callable[[], object], what: str) -> None:
@@ -28,9 +35,29 @@ def until(is_true: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End it and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def killed_after(patience: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """If the block takes longer than `patience` seconds, the process is killed: so whatever waits
+    for its output sees an end.
+    """
+    guard = threading.Timer(patience, _kill, [process])
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
 @contextmanager
 def started(
-    *command: str, patience: float = PATIENCE, **options: Any
+    *command: str, patience: float = COMPUTING_SECONDS, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
     """A process, and what it starts, that do not outlive the block, nor our patience.
 
@@ -38,18 +65,11 @@ def started(
     """
     process = subprocess.Popen(command, text=True, start_new_session=True, **options)
 
-    def kill() -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    guard = threading.Timer(patience, kill)
-    guard.daemon = True
-    guard.start()
     try:
-        yield process
+        with killed_after(patience, process):
+            yield process
     finally:
-        guard.cancel()
-        kill()
+        _kill(process)
         process.wait()
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
@@ -57,22 +77,33 @@ def started(
 
 
 @contextmanager
-def serving(*argv: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    *argv: str, is_shared: bool = False, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`python -m aioserve serve` and its URL, once it listens; its log can be read from there on.
 
-    A program of another name may run it: `options["python"]`, words before `-m`.
+    A program of another name may run it: `options["python"]`, words before `-m`. A server that
+    `is_shared` by several tests lives until the block ends, however long one of them waits.
     """
     python = options.pop("python", [sys.executable])
     command = [*python, "-m", "aioserve", "serve", "--port", "0", *argv]
+    options |= {"patience": SUITE_SECONDS} if is_shared else {}
     with started(*command, stderr=subprocess.PIPE, **options) as process:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"listening on (http://[^\s,]+)", line):
-                yield process, found[1]
-                return
-        raise AssertionError("".join(lines))
+        with killed_after(COMPUTING_SECONDS, process):
+            url = _url_of(process)
+        if is_shared:  # its log is for none of the tests, and must not fill the pipe
+            read_lines(process)
+        yield process, url
+
+
+def _url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"listening on (http://[^\s,]+)", line):
+            return found[1]
+    raise AssertionError("".join(lines))
 
 
 def read_lines(process: subprocess.Popen[str]) -> "queue.Queue[str]":
@@ -92,4 +123,6 @@ def read_lines(process: subprocess.Popen[str]) -> "queue.Queue[str]":
 
 def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """A process to its end; what it printed as text."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPUTING_SECONDS, **options
+    )

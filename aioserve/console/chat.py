@@ -21,12 +21,18 @@ from aioserve.console.message_lines import (
     read_message,
 )
 from aioserve.console.slash import COMMANDS, Quit, run_command
+from aioserve.console.terminal_keys import keeping_keys
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
+from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.server.protocol import ModelCard
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AIOSERVE_API_KEY"
 LOADING_SECONDS = 0.5  # until a server that loads is asked again
+
+#: Sampling for a model that recommends none: at temperature 1, with no token cut off, small models
+#: talk nonsense. A guess between what other programs begin with.
+CALM = SamplingDefaults(temperature=0.7, top_p=0.95)
 
 # A reply may hold what would drive the terminal: shown, as ^[ for escape, instead of done.
 CONTROL = {code: f"^{chr(code ^ 0x40)}" for code in (*range(32), 127) if code not in (9, 10)}
@@ -55,7 +61,8 @@ def run_chat(argv: Sequence[str]) -> int:
         except RequestError as error:
             raise ConfigError(f"--sampling: {error}") from error
         try:
-            return _Chat(conversation, runner).run()
+            with keeping_keys():
+                return _Chat(conversation, runner).run()
         except EngineDeadError as error:  # of another process: exit code 3 is for one's own
             raise AioserveError(str(error)) from error
         finally:
@@ -95,9 +102,14 @@ class _Chat:
         """Until there is no more to read, or to say. Returns the exit code."""
         client = self._conversation.client
         cards = self._runner.run(_meet(client))
+        defaults = cards[0].sampling
+        self._conversation.defaults = CALM if defaults == NO_DEFAULTS else defaults
         if self._is_terminal:
             model = client.model or cards[0].id
-            _note(f"{model} at {client.base_url}; /help lists commands, Ctrl-D leaves")
+            _note(
+                f"{model} at {client.base_url}; {self._conversation.defaults} unless you /set it; "
+                "/help lists commands, Ctrl-D leaves"
+            )
             complete_by(_complete)
         num_interrupts = 0
         while True:

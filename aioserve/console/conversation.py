@@ -14,6 +14,7 @@ from aioserve.client import AsyncClient
 from aioserve.errors import RequestError
 from aioserve.nearest import did_you_mean
 from aioserve.outputs import FinishReason
+from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 
 #: What can be set between two replies. The rest of `SamplingParams` is for programs.
@@ -49,6 +50,7 @@ class Conversation:
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.system = ""
+        self.defaults = SamplingDefaults()  # of what is not set
         self.sampling: dict[str, Any] = {}  # what was set, checked
         self.has_template = True  # as long as the server does not say otherwise
         self.replies: list[Reply] = []
@@ -104,7 +106,7 @@ class Conversation:
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
         """Of the chat route; of the completions route, if the model has no chat template."""
-        params = SamplingParams(**self.sampling)
+        params = self.defaults.fill(self.sampling)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self._messages]
         if self.has_template:

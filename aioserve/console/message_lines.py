@@ -7,6 +7,8 @@ nothing of what messages are for.
 import sys
 from collections.abc import Callable, Iterable
 
+from aioserve.console.terminal_keys import hearing_interrupts
+
 PROMPT, MORE = "> ", "... "
 QUOTES = '"""'
 
@@ -49,8 +51,9 @@ def read_from_pipe(prompt: str) -> str:
 
 
 def read_from_terminal(prompt: str) -> str:
-    """A line of a person, edited as readline has it."""
-    return input(prompt)
+    """A line of a person, edited as readline has it. Raises `KeyboardInterrupt` at a Ctrl-C."""
+    with hearing_interrupts():
+        return input(prompt)
 
 
 def complete_by(complete: Callable[[str, str], Iterable[str]]) -> None:

@@ -68,7 +68,7 @@ async def _set(conversation: Conversation, rest: str) -> str:
             )
         conversation.set_sampling(name, value)
     told = [f"{name}={value}" for name, value in conversation.sampling.items()]
-    return " ".join(told) or "every setting has its default"
+    return " ".join(told) or f"nothing is set: {conversation.defaults}"
 
 
 async def _system(conversation: Conversation, rest: str) -> str:

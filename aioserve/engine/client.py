@@ -18,6 +18,7 @@ from aioserve.errors import RequestAbortedError, UnknownModelError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.pooling_params import PoolingParams
+from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 
 Answer = TypeVar("Answer")
@@ -80,6 +81,11 @@ class EngineClient(ABC):
     started_at: int  # in seconds since 1970; the same for all that are in front of one engine
 
     @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """How a request is sampled where it does not say so: as the model recommends."""
+        return self.model_info.sampling_defaults
+
+    @property
     @abstractmethod
     def adapters(self) -> ServedAdapters:
         """Those that are served. Raises `EngineDeadError` before a start."""
@@ -109,7 +115,8 @@ class EngineClient(ABC):
     ) -> RequestStream:
         """Accept a request and return its stream; all refusals are raised here.
 
-        `prompt` is text, token ids, or chat messages. With `PoolingParams` the stream is one output
+        `prompt` is text, token ids, or chat messages. Without `params`, tokens are sampled as the
+        model recommends (`sampling_defaults`). With `PoolingParams` the stream is one output
         that holds the prompt's `embedding`. Raises `RequestError`, `RequestIdInUseError`,
         `EngineOverloadedError` or `EngineDeadError`; for its adapter `RequestTimeoutError` or
         `RequestFailedError`.

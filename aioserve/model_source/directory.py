@@ -19,6 +19,7 @@ import msgspec
 from aioserve.errors import ConfigError
 from aioserve.model_source.checkpoint import Stored, find_weights
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
+from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,12 @@ class GenerationConfig(msgspec.Struct):
     """What is read of generation_config.json."""
 
     eos_token_id: int | list[int] | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+    max_new_tokens: Any = None
 
 
 class _Module(msgspec.Struct):
@@ -67,13 +74,23 @@ class Directory(ModelSource):
     @cached_property
     def stated_eos(self) -> tuple[int, ...] | None:
         """What generation_config.json says."""
-        path = self.path / "generation_config.json"
-        if not path.is_file():
-            return None
-        eos = _read_json(path, GenerationConfig).eos_token_id
+        eos = self._generation_config.eos_token_id
         if eos is None:
             return None
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def stated_sampling(self) -> SamplingDefaults:
+        """What generation_config.json says. As in vLLM, `do_sample` is not asked."""
+        stated = msgspec.structs.asdict(self._generation_config)
+        del stated["eos_token_id"]
+        stated["max_tokens"] = stated.pop("max_new_tokens")
+        return read_defaults(stated, str(self.path / "generation_config.json"))
+
+    @cached_property
+    def _generation_config(self) -> GenerationConfig:
+        path = self.path / "generation_config.json"
+        return _read_json(path, GenerationConfig) if path.is_file() else GenerationConfig()
 
     @cached_property
     def stated_pooling(self) -> str | None:

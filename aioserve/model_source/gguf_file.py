@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aioserve.errors import ConfigError
 from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
 from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
+from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 if TYPE_CHECKING:
     from aioserve.model_source.quantized import QuantizedWeight
@@ -34,6 +35,14 @@ _WHOLE = ("F32", "F16", "BF16")  # types of numbers that are not quantized
 _EMBEDDING, _ROPE_DIVISORS = "token_embd.weight", "rope_freqs.weight"
 # Ends of text, of a turn, and of a message to a tool.
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Recommended sampling: our name, and the name after general.sampling.
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 # Metadata of an architecture that `transformers` may leave at its default, and its name there.
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -108,6 +117,13 @@ class GgufFile(ModelSource):
     def stated_eos(self) -> tuple[int, ...] | None:
         stated = (self._header.metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
         return tuple(dict.fromkeys(token for token in stated if token is not None)) or None
+
+    @property
+    def stated_sampling(self) -> SamplingDefaults:
+        """What llama.cpp writes as `general.sampling.*`."""
+        metadata = self._header.metadata
+        stated = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+        return read_defaults(stated, str(self.path))
 
     @property
     def stated_pooling(self) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from aioserve.errors import ConfigError
+from aioserve.sampling_defaults import SamplingDefaults
 
 
 class Rounding(NamedTuple):
@@ -51,6 +52,11 @@ class ModelSource(ABC):
         """How the model was saved to make one vector of a prompt: `mean`, `last`, or in words what
         is neither; None if that is not said.
         """
+
+    @property
+    @abstractmethod
+    def stated_sampling(self) -> SamplingDefaults:
+        """How the model recommends to sample its replies."""
 
     @abstractmethod
     def read_config(self) -> Any:

@@ -31,6 +31,10 @@ class Terminal:
         self._file = file
         self.shown = ""
 
+    def modes(self) -> list[object]:
+        """How the terminal treats what is typed, as `termios` has it."""
+        return termios.tcgetattr(self._file)
+
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())
 

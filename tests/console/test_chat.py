@@ -31,7 +31,7 @@ EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(*SIMULATED) as (_, url):
+    with serving(*SIMULATED, is_shared=True) as (_, url):
         yield url
 
 
@@ -85,21 +85,47 @@ def test_ctrl_c_stops_a_reply_and_the_second_one_leaves(url: str) -> None:
         terminal.type("/stats\n")  # what was said stays, and the count begins anew
         terminal.wait(r"last reply: .*\]\r\n> ")
         terminal.type("half a word")
-        terminal.wait("half a word")  # readline misses a Ctrl-C while it takes what was typed
+        terminal.wait("half a word")
         terminal.type("\x03")
         terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
-        until(lambda: has_left(terminal, process), "the second Ctrl-C leaves")
-        assert process.returncode == 0
+        terminal.type("\x03")
+        assert process.wait(timeout=PATIENCE) == 0
 
 
-def has_left(terminal: Terminal, process: "subprocess.Popen[str]") -> bool:
-    """After a Ctrl-C: Python's readline misses one between its prompt and its wait for a key."""
-    terminal.type("\x03")
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def test_a_ctrl_c_right_after_the_prompt_is_heard(url: str) -> None:
+    """readline looks for signals after its wait for a key alone: many come just before it."""
+    with chatting(url) as (terminal, process):
+        terminal.wait("> ")
+        for _ in range(50):
+            terminal.type("\x03")
+            terminal.wait(r"\[Ctrl-C again leaves\]\r\n> ")
+            terminal.type("/set\n")  # so that the next one is a first one again
+            terminal.wait(r"nothing is set: .*\]\r\n> ")
+        terminal.type("\x04")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_a_ctrl_d_typed_while_a_reply_streams_leaves_after_it(url: str) -> None:
+    with chatting(url, "--sampling", "max_tokens=400", "--sampling", "ignore_eos=1") as (
+        terminal,
+        process,
+    ):
+        terminal.wait("> ")
+        terminal.type("Hello\n")
+        terminal.wait(r"Hello\r\n[^\r]+")
+        terminal.type("\x04")
+        terminal.wait(r"\[ended by: length\]")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_the_terminal_is_left_as_it_was_found(url: str) -> None:
+    with chatting(url) as (terminal, process):
+        before = terminal.modes()
+        terminal.wait("> ")
+        assert terminal.modes() != before
+        terminal.type("/quit\n")
+        assert process.wait(timeout=PATIENCE) == 0
+        assert terminal.modes() == before
 
 
 def test_tab_completes_commands_and_their_words(url: str) -> None:

@@ -16,6 +16,7 @@ from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source import gguf_file
+from aioserve.sampling_defaults import SamplingDefaults
 from tests.gguf_models import CHAT_TEMPLATE, END_OF_TURN, EOS, write_gguf
 from tests.models import VOCAB_SIZE, make_model
 
@@ -282,3 +283,12 @@ def test_a_directory_with_a_file_in_it_is_told_which_to_name(tmp_path: Path) -> 
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ConfigError, match=f"a GGUF file is named itself: {tmp_path}/m.gguf"):
         info_of(tmp_path)
+
+
+def test_the_sampling_that_a_file_recommends_is_read(llama: Path, tmp_path: Path) -> None:
+    def recommend(writer: gguf.GGUFWriter, _: Any) -> None:
+        writer.add_float32("general.sampling.temp", 0.25)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    path = write_gguf(llama, tmp_path / "m.gguf", change=recommend)
+    assert info_of(path).sampling_defaults == SamplingDefaults(temperature=0.25, top_k=20)
