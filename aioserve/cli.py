@@ -42,7 +42,8 @@ doctor and completion have a --help of their own.
 Settings come from --config, then --set, then flags: of two values the later in this order wins, and
 of two --set the later one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
-if the engine died (every client is told first; --no-exit-on-dead-engine waits for a signal).
+if the engine died (every client is told first; --no-exit-on-dead-engine waits for a signal) or what
+hangs was given up.
 
 Policies, for --policy and --shadow-policy:
 """

@@ -20,6 +20,7 @@ from aioserve.yaml_file import read_yaml
 
 EMBEDDED_MODEL = "embedded"
 DEFAULT_STEP_BUDGET = 2048
+DEFAULT_CHAT_TOKENS = 2048  # a reply of some pages; a model that repeats itself ends there
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -88,6 +89,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool, Meta(description="run Python code that comes with the model directory")
     ] = False
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="sampling of requests that do not state it; auto: as the model recommends "
+            "in its files; none: temperature 1 and all tokens"
+        ),
+    ] = "auto"
     skip_tokenizer_init: Annotated[
         bool,
         Meta(description="no tokenizer: Python callers send and get token ids (not for a server)"),
@@ -532,6 +540,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"],
         Meta(description="how it writes reasoning; auto: as its chat template shows"),
     ] = "auto"
+    default_chat_tokens: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="most tokens of a chat's reply, if neither the request nor the model's "
+            "generation config states a limit; null: up to the model's length"
+        ),
+    ] = DEFAULT_CHAT_TOKENS
     drain_timeout: Annotated[
         NonNegativeFloat,
         Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),
@@ -542,8 +557,34 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = True
     hung_step_seconds: Annotated[
         float,
-        Meta(gt=0, description="seconds that a step may take before GET /ready says that it hangs"),
+        Meta(
+            gt=0,
+            description="seconds that a step may take before GET /ready says that it hangs, and "
+            "the log where",
+        ),
     ] = 60.0
+    dead_step_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds after which the engine counts as dead of a step that hangs: every "
+            "request fails (null: never)"
+        ),
+    ] = 600.0
+    hung_loop_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds that the event loop may stand still, as in a policy that loops "
+            "for ever, before the log says where",
+        ),
+    ] = 10.0
+    dead_loop_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds after which a server whose event loop stands still ends, with "
+            "exit code 3 (null: never)"
+        ),
+    ] = 120.0
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="lines of the log; json: an object each")
@@ -571,6 +612,21 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             "with a name and limits of each, or a text of one a line (default: nobody is asked)"
         ),
     ] = None
+    without_keys: Annotated[
+        Literal["local", "refuse", "open"],
+        Meta(
+            description="what a server without keys does; local: only this machine may operate it "
+            "and watch it, everyone else may ask; refuse: it does not start; open: everyone who "
+            "reaches it may do everything"
+        ),
+    ] = "local"
+    cache_per_key: Annotated[
+        bool,
+        Meta(
+            description="share cached prefixes within one key's requests alone, or those of keys "
+            "with the same cache_salt: else their times tell what others have asked"
+        ),
+    ] = False
     protect_metrics: Annotated[
         bool, Meta(description="GET /metrics needs a key as well, where there are keys")
     ] = False
@@ -603,6 +659,15 @@ class AccessConfig(Section, frozen=True, kw_only=True):
         Meta(
             description="origin, or '*', whose pages a browser lets ask this server; may be given "
             "several times",
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^(\*|(\*\.)?[^\s/:@*\[\]]+)$")], ...],
+        Meta(
+            description="a name that clients may call this server by, besides its addresses and "
+            "localhost; *.example.com: all below it, '*': any; may be given several times "
+            "(default: any where there are keys, TLS or a Unix socket; else none, and beyond "
+            "loopback the names of a local network)"
         ),
     ] = ()
     allowed_methods: Annotated[

@@ -7,6 +7,7 @@ line when it is done, and one now and then before. Knows tqdm; knows no stage.
 import io
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -24,6 +25,33 @@ BAR: dict[str, Any] = {
     "leave": False,
     "disable": None,  # where stderr is no terminal
 }
+
+
+class Interrupted(BaseException):
+    """Work that shows how far it is was told to stop. It is no `Exception`: a stage which may fail,
+    so that something else is tried, has not failed.
+    """
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def interruptible(is_interrupted: threading.Event) -> Iterator[None]:
+    """Inside the block, stages of this thread raise `Interrupted` before their next unit of work
+    once `is_interrupted` is set.
+    """
+    _of_thread.is_interrupted = is_interrupted
+    try:
+        yield
+    finally:
+        del _of_thread.is_interrupted
+
+
+def _go_on() -> None:
+    is_interrupted: threading.Event | None = getattr(_of_thread, "is_interrupted", None)
+    if is_interrupted is not None and is_interrupted.is_set():
+        raise Interrupted
 
 
 def show_no_bars() -> None:
@@ -76,26 +104,35 @@ class Lines(Generic[T]):
         self._say(f"{self._title}: {self._num_done}{of_all}, {seconds:.1f} s")
 
 
-def stage(items: Iterable[T], title: str, unit: str) -> Iterable[T]:
+def stage(items: Iterable[T], title: str, unit: str) -> Iterator[T]:
     """`items`, while a bar or lines show how far they are; `unit` is one of them."""
     if not sys.stderr.isatty():
-        return Lines(items, title)
-    bar: Iterable[T] = _tqdm(items, title, unit=unit, **BAR)
-    return bar
+        bar: Iterable[T] = Lines(items, title)
+    else:
+        bar = _tqdm(items, title, unit=unit, **BAR)
+    for item in bar:
+        _go_on()
+        yield item
 
 
 @contextmanager
 def counted(total: int, title: str, unit: str) -> Iterator[Callable[[], Any]]:
     """The same for what is no list: the function is called whenever one more of `total` is done."""
     counter: Any = as_stage(_tqdm, (), {"desc": title, "total": total, "unit": unit})
+
+    def count() -> None:
+        _go_on()
+        counter.update()
+
     try:
-        yield counter.update
+        yield count
     finally:
         counter.close()
 
 
 def as_stage(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The same for what `transformers` would show: a hook for its `set_tqdm_hook`."""
+    _go_on()
     if not sys.stderr.isatty():
         return Lines(*arguments, **options)
     return bar(*arguments, **options | BAR)

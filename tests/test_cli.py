@@ -20,7 +20,7 @@ from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import ConfigError
 from aioserve.scheduler import available_policies
 from tests import processes
-from tests.processes import PATIENCE, serving, until
+from tests.processes import JSON, PATIENCE, serving, until
 from tests.slow import mostly_slow
 
 SIMULATED = ["--runner", "simulated", "--port", "0"]
@@ -149,7 +149,7 @@ def fetch(url: str, body: object = None) -> tuple[int, bytes]:
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, data), timeout=PATIENCE
+            urllib.request.Request(url, data, JSON), timeout=PATIENCE
         ) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
@@ -261,7 +261,7 @@ def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch):
 
 def start_stream(url: str, max_tokens: int):
     body = {"prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
     response = urllib.request.urlopen(request, timeout=PATIENCE)
     response.readline()
     return response

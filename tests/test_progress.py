@@ -1,8 +1,19 @@
 """Work that lasts is told in lines where there is no terminal: a few, and the last always."""
 
+import threading
+
 import pytest
 
-from aioserve.progress import SECONDS, Lines, download_bars
+from aioserve.progress import (
+    SECONDS,
+    Interrupted,
+    Lines,
+    as_stage,
+    counted,
+    download_bars,
+    interruptible,
+    stage,
+)
 
 
 class Clock:
@@ -80,3 +91,18 @@ def test_a_download_tells_its_bytes_meanwhile_and_its_files_at_the_end(
         bar.close()
     told = [record.message.rpartition(",")[0] for record in caplog.records]
     assert told == ["Downloading bytes: 1.50M of 2.00M", "Fetching 2 files: 2 of 2"]
+
+
+def test_stages_of_an_interrupted_thread_end_before_their_next_unit() -> None:
+    is_interrupted = threading.Event()
+    with interruptible(is_interrupted):
+        layers = stage(range(5), "Loading", "layer")
+        assert [next(layers), next(layers)] == [0, 1]
+        is_interrupted.set()
+        with pytest.raises(Interrupted):
+            next(layers)
+        with pytest.raises(Interrupted), counted(5, "Loading", "layer") as count:
+            count()
+        with pytest.raises(Interrupted):
+            as_stage(Lines, (range(5),), {"desc": "Loading"})
+    assert list(stage(range(2), "Loading", "layer")) == [0, 1]  # outside the block

@@ -55,7 +55,8 @@ from aioserve.engine.questions import (
 from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.trial import Trials
-from aioserve.errors import EngineDeadError, EngineStartError
+from aioserve.engine.watchdog import Watchdog
+from aioserve.errors import EngineDeadError, EngineStartError, RunnerDeadError
 from aioserve.kv_cache import KVEvent
 from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
@@ -130,6 +131,8 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._trials: Trials | None = None  # once somebody has asked for one
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
+        self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
+        self._hang: RunnerDeadError | None = None  # a step that counts as dead
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
         self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
@@ -187,6 +190,12 @@ class AsyncEngine(EngineFront[EngineParts]):
         self.config, self._runner = builder.config, builder.runner
         self._adapters, self._builder = builder.adapters, builder
         try:
+            if told := str(self.sampling_defaults):  # which also refuses values that make no sense
+                logger.info(
+                    "requests that do not state it are sampled as the model recommends: %s "
+                    "(model.generation_config)",
+                    told,
+                )
             await self._runner.load()
             if self._is_closing:
                 raise EngineStartError("shutdown() was called meanwhile")
@@ -198,6 +207,28 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._parts, self.max_model_len = parts, parts.max_model_len
         self._task = asyncio.create_task(parts.core.run(), name="aioserve-engine")
         self._task.add_done_callback(lambda task: self._on_task_done(task, parts))
+        if is_real(parts.clock):
+            self._watchdog = Watchdog(
+                self.config.server,
+                lambda: parts.core.scheduler.policy,
+                lambda: parts.core.step_since,
+                lambda: parts.core.scheduler.has_requests(),
+                self._give_up_step,
+            )
+
+    def end_process_with_loop(self, end: Callable[[str], None]) -> None:
+        """Call `end`, on another thread and with what has happened, when the event loop has stood
+        still for `server.dead_loop_seconds`: for servers, whose loop and process are their own.
+        Does nothing before the start.
+        """
+        if self._watchdog is not None:
+            self._watchdog.on_dead_loop = end
+
+    def _give_up_step(self, why: str) -> None:
+        """The runner's step will not come back: the engine dies, and its thread is left alone."""
+        if self._task is not None and not self._task.done():
+            self._hang = RunnerDeadError(f"{why} (server.dead_step_seconds)")
+            self._task.cancel()
 
     def abort(self, request_id: str) -> bool:
         parts = self._parts
@@ -426,11 +457,15 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._task.cancel()
             await asyncio.wait([self._task])
         self._pulse.stop()
+        if self._watchdog is not None:
+            self._watchdog.close()
         async with self._ending:
             if self._parts is not None:
                 parts, self._parts = self._parts, None
                 await parts.close()
-            if self._runner is not None:
+            if self._hang is not None:
+                logger.error("the runner is not closed: its thread is still at the step that hangs")
+            elif self._runner is not None:
                 await self._runner.close()
 
     async def _drain(self, parts: EngineParts, seconds: float) -> None:
@@ -612,9 +647,9 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     def _on_task_done(self, task: asyncio.Task[None], parts: EngineParts) -> None:
         """Nobody may wait for a dead task: every open stream hears why."""
-        if task.cancelled():
+        if task.cancelled() and self._hang is None:
             return
-        self._error = task.exception()
+        self._error = self._hang or task.exception()
         logger.critical("the engine has died", exc_info=self._error)
         error = EngineDeadError(f"the engine has died: {self._error}")
         error.__cause__ = self._error

@@ -132,6 +132,11 @@ class EngineCore:
         self._last_step_id = output.step_id
         await self._runner.execute_model(output)
 
+    @property
+    def step_since(self) -> float | None:
+        """When the runner began its step; None if it is idle. Other threads may read it."""
+        return self._step_since if self._in_flight else None
+
     def step_seconds(self) -> float:
         """For how long the runner has been at the step that it computes; 0 if it is idle."""
         return self._clock() - self._step_since if self._in_flight else 0.0

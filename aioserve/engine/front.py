@@ -65,7 +65,8 @@ class EngineFront(EngineClient, Generic[Parts]):
         if isinstance(params, PoolingParams):
             pooling = parts.pooling.complete(params)
         else:
-            sampling = parts.input_processor.sampling.complete(params or SamplingParams())
+            params = params or self.sampling_defaults.fill({})
+            sampling = parts.input_processor.sampling.complete(params)
         request_id = request_id or f"req-{uuid4().hex}"
         if self.config.server.log_prompts:
             log_prompt(request_id, prompt, sampling)

@@ -23,6 +23,21 @@ class Question(msgspec.Struct, Generic[T], frozen=True, tag=True):
     answer_type: ClassVar[Any] = type(None)  # T, for whoever decodes it
 
 
+#: Of an engine and its server: in the words of `Health`.
+Readiness = Literal[
+    "ready",
+    "loading",
+    "draining",
+    "paused",
+    "asleep",
+    "failing",
+    "stalled",
+    "hanging",
+    "silent",
+    "dead",
+]
+
+
 class Health(msgspec.Struct, frozen=True):
     """Whether a new request would be served now, and if not, why.
 
@@ -32,18 +47,7 @@ class Health(msgspec.Struct, frozen=True):
     serves none of those who wait. `hanging`: a step takes longer than `server.hung_step_seconds`.
     """
 
-    status: Literal[
-        "ready",
-        "loading",
-        "draining",
-        "paused",
-        "asleep",
-        "failing",
-        "stalled",
-        "hanging",
-        "silent",
-        "dead",
-    ] = "ready"
+    status: Readiness = "ready"
     reason: str = ""
 
     @property

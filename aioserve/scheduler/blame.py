@@ -15,6 +15,21 @@ from aioserve.scheduler.step import Step
 
 def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:
     """The innermost line of the policy's own file that was running, over all causes of `error`."""
+    frames: list[tuple[FrameType, int]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        frames += traceback.walk_tb(cause.__traceback__)
+        cause = cause.__cause__
+    return _own_line(frames, policy)
+
+
+def find_running_line(frame: FrameType, policy: type) -> traceback.FrameSummary | None:
+    """The innermost line of the policy's own file on a stack whose innermost frame is `frame`."""
+    return _own_line([*traceback.walk_stack(frame)][::-1], policy)
+
+
+def _own_line(frames: list[tuple[FrameType, int]], policy: type) -> traceback.FrameSummary | None:
+    """The last line of the policy's own file among frames, the outermost first."""
     methods = {
         function.__code__
         for kind in policy.__mro__
@@ -22,11 +37,6 @@ def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | No
         for function in vars(kind).values()
         if hasattr(function, "__code__")
     }
-    frames: list[tuple[FrameType, int]] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        frames += traceback.walk_tb(cause.__traceback__)
-        cause = cause.__cause__
     files = {code.co_filename for code in methods}
     # Whoever called the policy may stand in the same file.
     called = dropwhile(lambda frame: frame[0].f_code not in methods, frames)

@@ -127,7 +127,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module  # so that dataclasses, pickles and tracebacks find it
     try:
         # Not by a loader: that would take the code of a file edited a moment ago from its cache.
-        exec(compile(path.read_bytes(), module.__file__, "exec"), module.__dict__)
+        code = compile(path.read_bytes(), module.__file__, "exec")
+        exec(code, module.__dict__)  # noqa: S102 - a policy is code, by an operator's word
     except Exception as error:
         del sys.modules[module.__name__]
         if before is not None:

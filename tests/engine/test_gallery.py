@@ -17,6 +17,7 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.onlooker import Onlooker
+from aioserve.watch.shown_id import shown_id
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated"),
@@ -89,7 +90,7 @@ def test_frames_tell_what_came_after_the_snapshot() -> None:
                 gaps += sum(count for _, count in frame["gauges"]["gaps"])
                 output = frame["gauges"]["num_output_tokens"]
         await task
-        assert came[0][1] == "a"
+        assert came[0][1] == shown_id("a")
         assert steps == 40
         assert ended[0][2:] == ["length", 40]
         assert output == 40
@@ -105,7 +106,7 @@ def test_a_snapshot_in_the_middle_and_the_frames_after_it_tell_each_step_once() 
         await asyncio.sleep(0.1)
         number, [snapshot] = await look(engine, 0)  # another tab
         [stands] = snapshot["requests"]
-        assert stands[0][1] == "a"
+        assert stands[0][1] == shown_id("a")
         assert stands[1] == "running"
         assert snapshot["rows"] == [stands[0][0]]
         have = stands[4]
