@@ -3,7 +3,7 @@ SHELL := /bin/bash
 # Kernels compile while packages are fetched. Several goals go one after the other: of clean and
 # test, neither would live. Nor may two fetch packages at once, as wheel and test would.
 ifeq ($(words $(MAKECMDGOALS)),1)
-ifeq ($(filter test-wheel test-clients,$(MAKECMDGOALS)),)
+ifeq ($(filter test-wheel test-clients audit,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j2
 endif
 endif
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-deploy check size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -71,6 +71,10 @@ check: .venv/test-packages size  ## ruff, mypy and the limits of size alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advisories on every pinned version (ARGS=--offline: the first alone must hold)
+	$(BIN)/ruff check .
+	@.venv/audit/bin/python requirements/audit.py $(ARGS)
 
 size:  ## lines per folder, and the limits that the project sets itself
 	@$(PYTHON) -m tests.size
@@ -143,6 +147,11 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@echo "requirements/clients.txt: 75 MB"
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
+	@touch $@
+
+.venv/audit/done: requirements/audit.txt | .venv/bin/python
+	@$(BIN)/python -m venv .venv/audit
+	@.venv/audit/bin/python -m pip --disable-pip-version-check install -q -r requirements/audit.txt
 	@touch $@
 
 .venv/build: requirements/build.txt .venv/runtime

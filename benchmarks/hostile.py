@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 STEPS = ["--step-base-ms", "5", "--step-decode-us", "0", "--step-context-token-us", "0"]
 SERVER = ["--runner", "simulated", *STEPS, "--port", "0"]
 BODY = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n"
+BEGIN = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD = BEGIN + "Content-Length: {}\r\n\r\n"
 
 
 # Those who behave.
@@ -167,13 +168,12 @@ def posted(body: bytes) -> bytes:
 
 KINDS: dict[str, Callable[[str, int], Coroutine[Any, Any, None]]] = {
     "idle": idle,
-    "slow heads": drip(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"X-A: b\r\n"),
+    "slow heads": drip(BEGIN.encode(), b"X-A: b\r\n"),
     "slow bodies": drip(HEAD.format(10_000).encode(), b" "),
     "1 MB of headers": again(b"GET / HTTP/1.1\r\n" + b"X-A: " + b"a" * 2**20, 10),
     "64 MB of body": again(posted(bytes(2**26)), 1),
     "64 MB in chunks": again(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4000000\r\n"
-        + bytes(2**26),
+        BEGIN.encode() + b"Transfer-Encoding: chunked\r\n\r\n4000000\r\n" + bytes(2**26),
         1,
     ),
     "invalid UTF-8": again(posted(b'{"prompt": "\xff"}'), 50),

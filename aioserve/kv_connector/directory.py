@@ -1,7 +1,9 @@
 """KV blocks as files in a directory that engines may share, one file per block.
 
-A file is believed if its checksum fits, and never before it has its name. Knows names, bytes and
-threads. Knows no requests, and nothing about what is in a block.
+A file is believed if its checksum fits, and never before it has its name. A user who could write
+here could choose what the model reads, and one who could read here would learn of prompts: all of
+it is its owner's alone. Knows names, bytes and threads. Knows no requests, and nothing about what
+is in a block.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import hashlib
 import logging
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -34,6 +38,7 @@ PREFIX, SUFFIX, TEMPORARY = "aioserve-kv-", ".kv", ".tmp"
 NAMESPACE_FILE = "namespace.json"
 _HEADER = struct.Struct("<16s16sQ32s")  # magic, hash of the block, its bytes, checksum
 _MAGIC = b"aioserve kv %d\n" % FORMAT
+PRIVATE, OTHERS = 0o700, 0o077  # modes of folders: the owner's alone, and what others could do
 NUM_READERS = 2  # a second request need not wait for a long one; a guess
 RESCAN_SHARE = 1 / 16  # of the limit: after so much was written, the directory is looked at again
 ABANDONED_SECONDS = 3600.0  # a temporary file of that age is of somebody who has died
@@ -210,10 +215,11 @@ class BlockDirectory(BlockStore):
         header = _HEADER.pack(_MAGIC, block_hash, len(memory), _checksum(block_hash, memory))
         try:
             try:
-                file = temporary.open("xb", buffering=0)
+                file = FileIO(temporary, "xb", opener=_open_private)
             except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = temporary.open("xb", buffering=0)
+                for folder in (self._root, self._folder, path.parent):
+                    _make_private(folder)
+                file = FileIO(temporary, "xb", opener=_open_private)
             with file:
                 num_bytes = os.writev(file.fileno(), [header, memory])
             if num_bytes < len(header) + len(memory):
@@ -236,11 +242,11 @@ class BlockDirectory(BlockStore):
             with suppress(OSError), os.scandir(folder) as found:
                 for item in found:
                     with suppress(OSError):
-                        stat = item.stat()
+                        about = item.stat()
                         if item.name.endswith(SUFFIX):
-                            entries.append(_Entry(stat.st_mtime, stat.st_size, item.path))
+                            entries.append(_Entry(about.st_mtime, about.st_size, item.path))
                         elif item.name.endswith(TEMPORARY):
-                            if stat.st_mtime < time.time() - ABANDONED_SECONDS:
+                            if about.st_mtime < time.time() - ABANDONED_SECONDS:
                                 os.unlink(item.path)
         self._num_bytes_unseen = 0
         too_many = sum(entry.size for entry in entries) - self._max_bytes * (1 - RESCAN_SHARE)
@@ -264,11 +270,15 @@ class BlockDirectory(BlockStore):
     def _make_folder(self) -> None:
         note = self._folder / NAMESPACE_FILE
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._root.parent.mkdir(parents=True, exist_ok=True)
+            _make_private(self._root)
+            _make_private(self._folder)
+            self._check_owner()
             written = _read_note(note)
             if written is None:
                 temporary = self._folder / f".{self._name}{TEMPORARY}"
-                temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self._identity)))
+                with open(temporary, "xb", opener=_open_private) as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(self._identity)))
                 temporary.replace(note)
                 written = self._identity
         except OSError as error:
@@ -279,6 +289,26 @@ class BlockDirectory(BlockStore):
             raise ConfigError(
                 f"cache.kv_connector_path: {note} is not of this model and these settings: remove "
                 f"{self._folder}"
+            )
+
+    def _check_owner(self) -> None:
+        """Close what an earlier version has left open. Raises `OSError`, and `ConfigError` if the
+        folder is another user's, whose blocks would be believed.
+        """
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"cache.kv_connector_path: {self._folder} is not a folder of this user's, and what "
+                "is in it would be believed: name another directory"
+            )
+        if found.st_mode & OTHERS:
+            self._folder.chmod(PRIVATE)
+        mode = self._root.stat().st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+            logger.warning(
+                "kv connector: other users may put their own folder in the place of %s: name a "
+                "directory that only this user can write to, or one that is not there yet",
+                self._folder,
             )
 
     def _note_failure(self, what: str, error: BaseException) -> None:
@@ -305,6 +335,16 @@ class _Trouble:
             return None
         num_held, self._num_held, self._last = self._num_held, 0, now
         return num_held
+
+
+def _make_private(folder: Path) -> None:
+    """Unless it is there. Raises `OSError`."""
+    folder.mkdir(mode=PRIVATE, exist_ok=True)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """An opener for `open`, whatever the umask."""
+    return os.open(path, flags, PRIVATE & 0o666)
 
 
 def _read_note(path: Path) -> object:

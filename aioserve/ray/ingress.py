@@ -29,7 +29,7 @@ from aioserve.server.responses.store import ResponseStore
 # Of one hop only (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"}
 # What whoever sends a request on knows by himself.
-OUR_OWN = {"host", "content-length"}
+OUR_OWN = {"content-length"}
 
 
 class _Model:

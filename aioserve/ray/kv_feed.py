@@ -1,17 +1,21 @@
 """What a replica's KV cache holds, told to any number of routers over ZeroMQ.
 
-A router that comes late, or has missed something, gets all of it again. Knows hashes of blocks;
-does not know Ray, tokens, nor who routes what.
+A router that comes late, or has missed something, gets all of it again. Hashes tell which prompts
+were asked, so they are encrypted (CurveZMQ) and told only to those who show the ticket that Ray
+hands to its routers. Knows hashes of blocks; does not know Ray, tokens, nor who routes what.
 """
 
 import asyncio
+import hmac
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from aioserve.errors import ConfigError
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 logger = logging.getLogger(__name__)
@@ -25,7 +29,24 @@ SILENCE_SECONDS = 5.0  # after which a router asks for all of it again
 # Messages that wait for a router which does not read; then it is forgotten, until it asks again.
 MAX_QUEUED = 1_000
 
-HELLO = b"hello"
+TOKEN_BYTES = 32
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What a router must have to follow a feed; as text, what Ray carries."""
+
+    address: str
+    server_key: bytes  # the feed's public key
+    token: bytes  # what a router says first
+
+    def encode(self) -> str:
+        """As one text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> "Ticket":
+        """Raises `msgspec.MsgspecError` for what is none."""
+        return msgspec.json.decode(text, type=cls)
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True):
@@ -45,16 +66,27 @@ class KVFeed:
     """The replica's side. All of it on the loop of its engine."""
 
     def __init__(self, host: str) -> None:
-        """Binds a free port of `host`, an address of this machine that routers can reach."""
+        """Binds a free port of `host`, an address of this machine that routers can reach. Raises
+        `ConfigError` if the ZeroMQ here cannot encrypt.
+        """
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "this pyzmq was built without CURVE, and block hashes are not told in the clear: "
+                "install the wheel of the package index"
+            )
+        public, secret = zmq.curve_keypair()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to a router that has gone is an error
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         bracketed = f"[{host}]" if ":" in host else host
         port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
-        self.address = f"tcp://{bracketed}:{port}"
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.ticket = Ticket(f"tcp://{bracketed}:{port}", public, token)
         self._held: dict[bytes, None] = {}  # oldest first
         self._changed: dict[bytes, bool] = {}  # since the last message: stored, or removed
         self._is_cleared = False
@@ -87,7 +119,9 @@ class KVFeed:
 
     async def _answer(self) -> None:
         while True:
-            router, *_ = await self._socket.recv_multipart()  # whatever it says
+            router, *said = await self._socket.recv_multipart()
+            if not hmac.compare_digest(b"".join(said), self.ticket.token):
+                continue
             self._flush()  # what it is told below holds that already
             self._numbers[router] = 0
             self._send(router, Changes(0, True, list(self._held), []))
@@ -121,13 +155,14 @@ class KVFeed:
 
 
 async def follow(
-    address: str, on_event: Callable[[KVEvent], None], silence: float = SILENCE_SECONDS
+    ticket: Ticket, on_event: Callable[[KVEvent], None], silence: float = SILENCE_SECONDS
 ) -> None:
-    """Tell `on_event`, until cancelled, what the replica whose feed is at `address` holds.
+    """Tell `on_event`, until cancelled, what the replica holds that gave the ticket.
 
     What was missed is told as `AllBlocksCleared` and all that there is. Stored blocks come without
     their tokens and parents.
     """
+    public, secret = zmq.curve_keypair()
     context = zmq.asyncio.Context()
     try:
         while True:
@@ -135,9 +170,12 @@ async def follow(
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
-            socket.connect(address)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, ticket.server_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            socket.connect(ticket.address)
             try:
-                await _follow(socket, on_event, silence)
+                await _follow(socket, ticket.token, on_event, silence)
             finally:
                 socket.close(0)
     finally:
@@ -145,10 +183,10 @@ async def follow(
 
 
 async def _follow(
-    socket: zmq.asyncio.Socket, on_event: Callable[[KVEvent], None], silence: float
+    socket: zmq.asyncio.Socket, token: bytes, on_event: Callable[[KVEvent], None], silence: float
 ) -> None:
     """Until a message is missing, or none has come for `silence` seconds."""
-    await socket.send(HELLO)
+    await socket.send(token)
     expected = 0
     while True:
         try:

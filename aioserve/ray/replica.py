@@ -120,7 +120,7 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What routers are told once."""
-        return {"kv_feed": self._feed.address}
+        return {"kv_feed": self._feed.ticket.encode()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling.TokensQueued` looks at."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from aioserve.ray.kv_feed import follow
+from aioserve.ray.kv_feed import Ticket, follow
 from aioserve.ray.route import ROUTE, Route
 from aioserve.routing import Replica, RoutedRequest, make_router
 
@@ -39,10 +39,10 @@ class AioserveRouter(RequestRouter):
         for replica_id, replica in current.items():
             if replica_id not in self._known:
                 self._known[replica_id] = Replica(replica_id.unique_id)
-                address = replica.replica_metadata.get("kv_feed")
-                if self._choice.follows_kv_events and address is not None:
+                ticket = replica.replica_metadata.get("kv_feed")
+                if self._choice.follows_kv_events and ticket is not None:
                     self._followers[replica_id] = self._event_loop.create_task(
-                        self._follow(replica_id.unique_id, address)
+                        self._follow(replica_id.unique_id, Ticket.decode(ticket))
                     )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -100,9 +100,9 @@ class AioserveRouter(RequestRouter):
         if (task := self._followers.pop(replica_id, None)) is not None:
             task.cancel()
 
-    async def _follow(self, name: str, address: str) -> None:
+    async def _follow(self, name: str, ticket: Ticket) -> None:
         try:
-            await follow(address, lambda event: self._choice.on_kv_event(name, event))
+            await follow(ticket, lambda event: self._choice.on_kv_event(name, event))
         except Exception:
             logger.exception("the KV cache of replica %s cannot be followed", name)
 

@@ -14,6 +14,7 @@ from aioserve.engine import EngineClient
 from aioserve.engine.questions import (
     Health,
     HowAreYou,
+    Readiness,
     ResetPrefixCache,
     ShowMetrics,
     SwitchPolicy,
@@ -38,18 +39,7 @@ class Alive(msgspec.Struct, kw_only=True):
 class Ready(msgspec.Struct, kw_only=True):
     """Whether a new request would be served now, or why not: the words of `Health`."""
 
-    status: Literal[
-        "ready",
-        "loading",
-        "draining",
-        "paused",
-        "asleep",
-        "failing",
-        "stalled",
-        "hanging",
-        "silent",
-        "dead",
-    ]
+    status: Readiness
     reason: str | UnsetType = UNSET
 
 
@@ -154,7 +144,11 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 def _cards(engine: EngineClient) -> list[ModelCard]:
     model, longest = engine.config.model, engine.max_model_len
     base = ModelCard(
-        id=model.served_name, created=engine.started_at, max_model_len=longest, root=model.model
+        id=model.served_name,
+        created=engine.started_at,
+        max_model_len=longest,
+        root=model.model,
+        sampling=engine.sampling_defaults,
     )
     adapters = engine.adapters.paths.items()
     return [base] + [
@@ -164,6 +158,7 @@ def _cards(engine: EngineClient) -> list[ModelCard]:
             max_model_len=longest,
             root=str(path),
             parent=base.id,
+            sampling=base.sampling,
         )
         for name, path in adapters
     ]

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import logging
 import math
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from socket import socket
@@ -16,13 +15,16 @@ from typing import Any
 
 from aiohttp import web
 
+from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
-from aioserve.errors import AioserveError, ConfigError
+from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
 from aioserve.server.access.connections import Connections, allow_connections
+from aioserve.server.access.exposure import check_exposure
 from aioserve.server.access.gate import check_key
-from aioserve.server.access.origins import answer_preflights, tell_origin
+from aioserve.server.access.hosts import Hosts
+from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.http_counts import HttpCounts
@@ -31,6 +33,7 @@ from aioserve.server.keys import (
     ACCESS,
     CHAT_FORMAT,
     ENGINE,
+    HOSTS,
     HTTP_COUNTS,
     IMAGES,
     NEEDS,
@@ -50,6 +53,7 @@ from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
+from aioserve.server.signals import Signals
 from aioserve.server.sockets import Doors, cannot_listen, open_doors, url_of
 
 logger = logging.getLogger(__name__)
@@ -83,11 +87,15 @@ def build_app(
     on a port of theirs.
     """
     app = web.Application(
-        middlewares=[count_answers, log_requests, answer_errors, answer_preflights, check_key],
+        middlewares=[
+            *(count_answers, log_requests, answer_errors),
+            *(check_caller, answer_preflights, check_key),
+        ],
         client_max_size=max_body_mib(engine) * 2**20,
     )
     app[ENGINE] = engine
     app[ACCESS] = access or open_access(engine)
+    app[HOSTS] = Hosts(engine.config, app[ACCESS], is_for_operators=is_for_operators)
     app[RESPONSES] = responses or ResponseStore()
     app[RUNNING] = running or RunningResponses(engine)
     app[HTTP_COUNTS] = counts or HttpCounts()
@@ -111,7 +119,7 @@ def build_app(
         needs["/metrics"] = "key"
     if is_for_operators:
         for route in routes:
-            if route.needs == "admin_key":
+            if route.needs in ("admin_key", "looker"):
                 needs[route.documented_path] = "admin_key_if_any"
     app[NEEDS] = needs
     app[DOCUMENT] = OpenAPIDocument(
@@ -213,8 +221,9 @@ async def serve(
     site: MakeSite = site_here,
     read_again: Callable[[], EngineConfig] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs. With SIGHUP
-    the keys are read again, and by `read_again` the settings, for the policy and its shadow.
+    """Serve until SIGINT or SIGTERM, then drain; a second signal drops what still runs. Whatever
+    hangs, the process ends in the times of `signals` and of the server's settings. With SIGHUP the
+    keys are read again, and by `read_again` the settings, for the policy and its shadow.
 
     Raises `ConfigError` if the engine or the site cannot start as configured, and, after every
     client was told, `EngineDeadError` if the engine dies.
@@ -222,10 +231,11 @@ async def serve(
     if config.model.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     access = MainAccess(config)
-    signals = _Signals()
+    signals = Signals()
     allow_connections(config.access.max_connections)
     doors = open_doors(config)
     try:
+        check_exposure(access, doors, has_admin=config.server.enable_admin)
         engine = AsyncEngine(config)
     except BaseException:
         doors.close()
@@ -234,13 +244,20 @@ async def serve(
     try:
         await loading.enter_async_context(
             answering_while_loading(
-                doors.all, shares_port=config.server.api_workers > 0, tls=access.tls
+                doors.all,
+                shares_port=config.server.api_workers > 0,
+                tls=access.tls,
+                hosts=Hosts(config, access, is_for_operators=False),
             )
         )
         url = url_of(doors.public[0], is_encrypted=access.tls is not None)
         logger.info("%s/ready says when the model is loaded", url)
         if not await _unless(signals.first, engine.start()):
             return
+        signals.has_loaded(config.server.drain_timeout)
+        if config.server.exit_on_dead_engine:
+            end = signals.last_resort.end
+            engine.end_process_with_loop(lambda why: end(EXIT_ENGINE_DEAD, why))
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
         access.count_for(engine)
@@ -274,6 +291,9 @@ async def serve(
         doors.close()
         await engine.shutdown(drain_timeout=0)
         gc.unfreeze()  # else some extension modules complain at exit about what is left of them
+        if engine.errored is not None:
+            signals.leave(is_dead=True)
+    signals.leave(is_dead=False)
     logger.info("stopped")
 
 
@@ -300,39 +320,6 @@ def exempt_from_garbage_collection() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()  # a start may do without
-
-
-class _Signals:
-    """SIGINT and SIGTERM as events, SIGHUP as calls; the handlers stay until the process ends."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self._on_hangup: tuple[Callable[[], None], ...] = ()
-        self._has_hung_up = False  # before anybody wanted to hear of it
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-
-    def call_on_hangup(self, *reloads: Callable[[], None]) -> None:
-        """From now on SIGHUP calls these; at once, if it has come before. What raises has changed
-        nothing.
-        """
-        self._on_hangup = reloads
-        if self._has_hung_up:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        self._has_hung_up = True
-        for reload in self._on_hangup:
-            try:
-                reload()
-            except AioserveError as error:
-                logger.error("SIGHUP: %s; what was set before goes on", error)
-
-    def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -12,6 +12,7 @@ from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_params import MAX_N
 from aioserve.server.generation import Reply, read_body, respond
+from aioserve.server.keys import ENGINE
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
 from aioserve.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
 from aioserve.server.sse import event
@@ -30,7 +31,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     asked = body.prompt_logprobs
     if body.echo and (body.logprobs is not None or body.max_tokens == 0):
         asked = max(asked or 0, body.logprobs or 0)
-    params = body.sampling_params(body.max_tokens, body.logprobs, prompt_logprobs=asked)
+    defaults = request.app[ENGINE].sampling_defaults
+    params = body.sampling_params(body.max_tokens, body.logprobs, defaults, prompt_logprobs=asked)
     best_of = params.n if body.best_of in (None, 1) else body.best_of
     if not params.n <= best_of <= MAX_N:
         raise RequestError(

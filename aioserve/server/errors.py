@@ -43,6 +43,18 @@ class UnknownResponseError(RequestError):
     """No response of that id is stored."""
 
 
+class ForeignHostError(ForbiddenError):
+    """The request calls the server by a name that is not its own."""
+
+
+class ForeignOriginError(ForbiddenError):
+    """A browser sends the request for a page of an origin that may not ask."""
+
+
+class FarLookerError(ForbiddenError):
+    """The server shows its work to this machine alone."""
+
+
 class BodyTimeoutError(RequestError):
     """The body does not come."""
 
@@ -69,6 +81,9 @@ _KINDS = (
     _Kind(BodyTimeoutError, 408, "invalid_request_error", "body_timeout"),
     _Kind(RequestIdInUseError, 409, "invalid_request_error", "request_id_in_use"),
     _Kind(UnknownKeyError, 401, "invalid_request_error", "invalid_api_key"),
+    _Kind(ForeignHostError, 403, "permission_error", "host_not_allowed"),
+    _Kind(ForeignOriginError, 403, "permission_error", "origin_not_allowed"),
+    _Kind(FarLookerError, 403, "permission_error", "loopback_only"),
     _Kind(ForbiddenError, 403, "permission_error", "not_allowed"),
     _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestError, 400, "invalid_request_error", None),

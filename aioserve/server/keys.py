@@ -7,6 +7,7 @@ from aiohttp import web
 from aioserve.engine import EngineClient
 from aioserve.errors import RequestError
 from aioserve.server.access.access import Access
+from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.keyring import Key
 from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.server.http_counts import HttpCounts
@@ -22,6 +23,7 @@ RUNNING = web.AppKey("RUNNING", RunningResponses)
 TOKEN_TEXTS = web.AppKey("TOKEN_TEXTS", TokenTexts)
 CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 ACCESS = web.AppKey("ACCESS", Access)
+HOSTS = web.AppKey("HOSTS", Hosts)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
 KEY = web.RequestKey("KEY", Key)  # on a request: whose it is, where keys are asked for
 HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)

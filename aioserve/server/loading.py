@@ -16,7 +16,10 @@ from aiohttp import hdrs, web
 
 from aioserve.engine.questions import Health
 from aioserve.errors import EngineDeadError
+from aioserve.server.access.hosts import Hosts
+from aioserve.server.access.origins import check_caller
 from aioserve.server.admin import tell_alive, tell_ready
+from aioserve.server.keys import HOSTS
 from aioserve.server.middleware import Handler, answer_errors
 from aioserve.server.sockets import bind_beside
 
@@ -31,16 +34,20 @@ RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready say
 
 @contextlib.asynccontextmanager
 async def answering_while_loading(
-    sockets: Sequence[socket], *, shares_port: bool, tls: ssl.SSLContext | None = None
+    sockets: Sequence[socket],
+    *,
+    shares_port: bool,
+    tls: ssl.SSLContext | None = None,
+    hosts: Hosts | None = None,
 ) -> AsyncIterator[None]:
     """Listen on the addresses of bound `sockets` inside the block, which stay their owner's;
-    encrypted with `tls`.
+    encrypted with `tls`, under the names of `hosts`, or any.
 
     Whoever is to serve listens before the block ends, so that nobody is turned away between. It
     takes over the queue of connections; with `shares_port` it has sockets of its own beside these,
     and what is in the queue of ours at the end is lost.
     """
-    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=HANDLER_SECONDS)
+    runner = web.AppRunner(_make_app(hosts), access_log=None, shutdown_timeout=HANDLER_SECONDS)
     await runner.setup()
     assert runner.server is not None
     doors = [_Door(sock, runner.server, tls, shares_port=shares_port) for sock in sockets]
@@ -103,8 +110,11 @@ class _Door:
                 task.cancel()
 
 
-def _make_app() -> web.Application:
+def _make_app(hosts: Hosts | None) -> web.Application:
     app = web.Application(middlewares=[_close_connections, answer_errors])
+    if hosts is not None:
+        app[HOSTS] = hosts
+        app.middlewares.append(check_caller)
     app.router.add_get("/health", _tell_alive)
     app.router.add_get("/ready", _tell_ready)
     app.router.add_route("*", "/{path:.*}", _refuse)

@@ -17,7 +17,6 @@ from aiohttp import web
 from aioserve.errors import (
     AioserveError,
     EngineOverloadedError,
-    ForbiddenError,
     KeyLimitError,
     UnknownKeyError,
     UnknownModelError,
@@ -41,7 +40,7 @@ from aioserve.version import __version__
 Schema = dict[str, Any]
 
 _REFS = "#/components/schemas/"
-_ANY_ROUTE = (415, 500)  # a compressed body, a mistake of ours
+_ANY_ROUTE = (403, 415, 500)  # a foreign name or origin, a body of another type, our mistake
 _ANY_BODY = (400, 408, 413)  # not what was asked for, too slow, too long
 
 
@@ -58,7 +57,8 @@ class Route(NamedTuple):
     events: Sequence[Any] = ()  # types of what its stream may tell; text if a Literal
     raises: Sequence[type[AioserveError]] = ()  # besides what all routes with a body raise
     statuses: Sequence[int] = (200,)  # of the answer
-    needs: Literal["nothing", "key", "admin_key"] = "key"  # where the server has keys
+    # Where the server has keys. "looker": an operator's; without keys, to be on this machine.
+    needs: Literal["nothing", "key", "admin_key", "looker"] = "key"
     may_lack_body: bool = False  # then it is as if it were {}
     media_types: Sequence[str] = ()  # of the answer; none: JSON, or plain text if it is `str`
 
@@ -231,8 +231,6 @@ def _error_statuses(route: Route) -> list[int]:
     statuses = {*_ANY_ROUTE, *(status_of(error, route.path) for error in route.raises)}
     if route.needs != "nothing":
         statuses.add(status_of(UnknownKeyError, route.path))
-    if route.needs == "admin_key" or EngineOverloadedError in route.raises:  # or a priority
-        statuses.add(status_of(ForbiddenError, route.path))
     if EngineOverloadedError in route.raises:
         statuses.add(status_of(KeyLimitError, route.path))
     if route.body is not None:

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from aioserve.errors import RequestError
 from aioserve.outputs import FinishReason, TokenLogprobs
 from aioserve.request import RequestSpec
+from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.structured_outputs import StructuredOutputs
 
@@ -132,9 +133,18 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
     return_token_ids: bool | None = None  # extension: choices carry ids and raw logprobs
 
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, **others: int | None
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        *,
+        default_max_tokens: int | None = None,
+        **others: int | None,
     ) -> SamplingParams:
-        """The request's sampling parameters. Raises `RequestError` that names the field."""
+        """The request's sampling parameters; what it leaves open is taken from `defaults`, its
+        length from `default_max_tokens` if these have none. Raises `RequestError` that names the
+        field.
+        """
         given = {name: getattr(self, name) for name in SHARED_SAMPLING_FIELDS} | others
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
         if self.response_format is not None:
@@ -144,7 +154,8 @@ class GenerationRequest(ModelRequest, kw_only=True, omit_defaults=True):
                     "give response_format or structured_outputs, not both", param="response_format"
                 )
             given["structured_outputs"] = wanted or self.structured_outputs
-        return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return defaults.fill(given, max_tokens=default_max_tokens)
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""
@@ -462,6 +473,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int  # extension: prompt and output together, in tokens
     root: str  # as in vLLM: where it was loaded from
     parent: str | None = None  # as in vLLM: of an adapter, the model
+    sampling: SamplingDefaults = NO_DEFAULTS  # extension: of requests that do not state it
     object: Literal["model"] = "model"
     owned_by: str = "aioserve"
 

@@ -250,7 +250,7 @@ PAGE_ROUTES = (
         events=(Snapshot, Frame, openai.ErrorResponse),
         raises=(RequestError, EngineDeadError),
         media_types=("text/event-stream",),
-        needs="admin_key",  # it tells everybody's ids and names
+        needs="looker",  # it tells of everybody's requests
     ),
     Route(
         "GET",

@@ -13,7 +13,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request, when it is first told of."""
 
     number: int
-    request_id: str
+    shown_id: str  # made of its id, and opens nothing
     user: str
     priority: int
     num_prompt_tokens: int

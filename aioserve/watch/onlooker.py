@@ -14,6 +14,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
 from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.frames import Back, Came, Ended, Events, Planned, Stands, Switched, Waits
+from aioserve.watch.shown_id import shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Onlooker(DelegatingScheduler):
     def _describe(self, number: int, request: Request) -> Came:
         return Came(
             number,
-            request.request_id,
+            shown_id(request.request_id),
             request.user,
             request.priority,
             request.num_prompt_tokens,

@@ -2,6 +2,7 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import yaml
 from aioserve.arguments import EXIT_USAGE
 from aioserve.cli import build_parser, load_config
 from aioserve.config import EngineConfig
+from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.routes import ROUTES
 from tests import processes
 from tests.processes import serving
@@ -76,13 +78,29 @@ def test_an_image_serves_on_its_port_and_is_well_while_it_does(stage: str) -> No
     assert config.server.port == int(port)
     python, flag, code = json.loads(the("HEALTHCHECK", stage).partition("CMD ")[2])
     assert python == "python"
-    with serving(*words[1:], "--port", "0", "--runner", "simulated") as (process, url):
+    environ = {**os.environ, "AIOSERVE_API_KEYS": "sk-0123456789abcdef"}
+    settings = (*words[1:], "--port", "0", "--runner", "simulated")
+    with serving(*settings, env=environ) as (process, url):
         check = code.replace(f":{port}/", f":{url.rpartition(':')[2]}/")
         assert check != code
         assert processes.run(sys.executable, flag, check).returncode == 0
         process.terminate()
         process.communicate(timeout=processes.PATIENCE)
     assert processes.run(sys.executable, flag, check).returncode != 0
+
+
+def test_images_the_unit_and_pods_start_with_a_key(tmp_path: Path) -> None:
+    for stage in ("cpu", "cuda"):
+        _, command, *words = json.loads(the("ENTRYPOINT", stage))
+        config = load_config(build_parser().parse_args(words))
+        assert (command, config.access.without_keys) == ("serve", "refuse")
+    _, _, *words = shlex.split(unit()["ExecStart"])
+    assert vars(build_parser().parse_args(words))["access.without_keys"] == "refuse"
+    assert config_of_pods(tmp_path).access.without_keys == "refuse"
+    (container,) = pod()["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == ENVIRONMENT
+    assert not variable["valueFrom"]["secretKeyRef"].get("optional")
 
 
 @pytest.mark.parametrize("stage", ["wheel", "cpu", "cuda"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import serving
+from tests.processes import JSON, serving
 
 if not os.environ.get("AIOSERVE_TEST_EMULATED"):
     pytest.skip("make test-isa runs these", allow_module_level=True)
@@ -43,7 +43,7 @@ def complete(dtype: str, *, cpu: str | None, **environment: str) -> tuple[list[i
         env={**own, **environment},
     ) as (process, url):
         data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", data)
+        request = urllib.request.Request(f"{url}/v1/completions", data, JSON)
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             answer: Any = json.load(response)
         process.send_signal(signal.SIGINT)

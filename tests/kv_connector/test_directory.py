@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,6 +237,82 @@ async def test_a_folder_of_another_engine_is_refused_in_one_line(
     (store.folder / "namespace.json").write_text('{"model": "another"}')
     with pytest.raises(ConfigError, match=r"namespace.json is not of this model .*: remove "):
         BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+async def test_what_is_made_is_its_users_alone_whatever_the_umask(
+    tmp_path: Path, memory: Memory
+) -> None:
+    root = tmp_path / "kv"
+    store = BlockDirectory(root, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(store, (0, 0))
+    shutil.rmtree(store.folder)  # as the docs say one may
+    await write(store, (1, 0))
+    await store.close()
+    made = [root, *root.rglob("*")]
+    assert len(made) == 4
+    assert {oct(path.stat().st_mode & 0o077) for path in made} == {"0o0"}
+    assert (root.stat().st_mode & 0o700, (await find_again(root, memory, 1))) == (0o700, 1)
+
+
+async def find_again(root: Path, memory: Memory, block: int) -> int:
+    store = BlockDirectory(root, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    found = await find(store, block)
+    note = store.folder / "namespace.json"
+    assert note.stat().st_mode & 0o777 == 0o600
+    await store.close()
+    return found
+
+
+async def test_a_folder_that_an_earlier_version_left_open_is_closed(
+    tmp_path: Path, memory: Memory
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await store.close()
+    store.folder.chmod(0o775)
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await store.close()
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+async def test_a_folder_of_another_user_is_refused_in_one_line(
+    tmp_path: Path, memory: Memory
+) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await store.close()
+    os.chown(store.folder, 12345, 12345)
+    with pytest.raises(ConfigError, match="is not a folder of this user's"):
+        BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+
+
+async def test_a_link_that_another_user_may_have_put_there_is_refused(
+    tmp_path: Path, memory: Memory
+) -> None:
+    store = BlockDirectory(tmp_path / "a", IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await store.close()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / store.folder.name).symlink_to(store.folder)
+    with pytest.raises(ConfigError, match="is not a folder of this user's"):
+        BlockDirectory(tmp_path / "b", IDENTITY, SIZE, memory, max_bytes=1 << 20)
+
+
+async def test_a_directory_that_others_may_write_to_is_told(
+    tmp_path: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    for mode, is_told in ((0o770, True), (0o777, True), (0o1777, False), (0o755, False)):
+        caplog.clear()
+        os.chmod(tmp_path, mode)
+        store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+        await store.close()
+        assert ("other users may put their own folder" in caplog.text) == is_told
 
 
 async def test_the_loop_runs_on_while_a_close_waits_for_writes(

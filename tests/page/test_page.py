@@ -15,6 +15,7 @@ from aioserve.config import (
     ServerConfig,
     ShadowConfig,
 )
+from aioserve.watch.shown_id import shown_id
 from tests.server.serving import running
 
 CONFIG = EngineConfig(
@@ -167,17 +168,17 @@ async def test_why_a_request_waited_and_who_was_preferred_to_it(browser):
         first = asyncio.create_task(
             server.complete([5] * 200, max_tokens=150, ignore_eos=True, request_id="the-first")
         )
-        await tab.until("aioserve.story.byId.get('the-first')?.state === 'decode'")
+        await tab.until(f"aioserve.story.byId.get('{shown_id('the-first')}')?.state === 'decode'")
         second = asyncio.create_task(
             server.complete([6] * 20, max_tokens=5, ignore_eos=True, request_id="the-second")
         )
         await asyncio.gather(first, second)
-        await tab.until("aioserve.story.byId.get('the-second')?.state === 'done'")
+        await tab.until(f"aioserve.story.byId.get('{shown_id('the-second')}')?.state === 'done'")
         await tab.run("document.getElementById('table').open = true")
         await tab.run("document.getElementById('choose').focus()")
         await tab.run(
             "(() => { const select = document.getElementById('choose');"
-            " select.value = aioserve.story.byId.get('the-second').number;"
+            f" select.value = aioserve.story.byId.get('{shown_id('the-second')}').number;"
             " select.dispatchEvent(new Event('change')); })()"
         )
         rows = await tab.until(
@@ -242,7 +243,7 @@ async def test_a_thousand_requests_are_all_drawn(browser):
         got = {}
         for name, answer in zip(names, await asyncio.gather(*requests), strict=True):
             assert answer.status == 200
-            got[name] = answer.json()["usage"]["completion_tokens"]
+            got[shown_id(name)] = answer.json()["usage"]["completion_tokens"]
         assert dict(told) == got
         assert sum(count > 0 for count in got.values()) == 700
         assert await tab.run("aioserve.story.numSnapshots") == 1  # it kept pace with the frames
@@ -279,10 +280,10 @@ async def test_nothing_is_wider_than_the_screen(browser, width):
         await tab.shape(width, 800, is_phone=width < 700)
         long = "x" * 120
         await server.complete("Hello", max_tokens=5, request_id=long, user="y" * 200)
-        await tab.until(f"aioserve.story.byId.get('{long}')?.end")
+        await tab.until(f"aioserve.story.byId.get('{shown_id(long)}')?.end")
         await ask(tab, "w" * 300)
         await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
-        await tab.run(f"aioserve.now.choose(aioserve.story.byId.get('{long}'))")
+        await tab.run(f"aioserve.now.choose(aioserve.story.byId.get('{shown_id(long)}'))")
         await tab.run("document.getElementById('table').open = true")
         await asyncio.sleep(1.2)  # the table and the words have their turns
         wide = (

@@ -5,7 +5,7 @@ import pytest_asyncio
 import zmq
 
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from aioserve.ray.kv_feed import KVFeed, follow
+from aioserve.ray.kv_feed import KVFeed, Ticket, follow
 
 
 def stored(name: str) -> BlockStored:
@@ -23,7 +23,7 @@ class Follower:
         self.held: set[str] = set()
         self.num_cleared = 0
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(follow(feed.address, self._note, silence))
+        self.task = asyncio.create_task(follow(feed.ticket, self._note, silence))
 
     async def expect(self, *names: str) -> None:
         """Returns when these are held, and no others."""
@@ -66,20 +66,37 @@ async def test_what_is_stored_and_removed_reaches_a_router(feed: KVFeed) -> None
     await follower.stop()
 
 
-async def test_a_stranger_who_says_something_else_keeps_no_router_from_an_answer(
-    feed: KVFeed,
-) -> None:
-    with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(feed.address)
-        stranger.send_multipart([b"what", b"now"])
-        async with asyncio.timeout(20):
-            while not feed._numbers:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+async def test_a_stranger_hears_nothing_and_costs_no_memory(feed: KVFeed) -> None:
+    """One that speaks in the clear, one that knows the feed's key, and one with a wrong token."""
     follower = Follower(feed)
     feed.note(stored("a"))
     await follower.expect("a")
+    with zmq.Context() as context:
+        strangers = [context.socket(kind) for kind in (zmq.DEALER, zmq.DEALER, zmq.REQ)]
+        for stranger in strangers[1:]:
+            public, secret = zmq.curve_keypair()
+            stranger.setsockopt(zmq.CURVE_SERVERKEY, feed.ticket.server_key)
+            stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        for stranger in strangers:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(feed.ticket.address)
+            stranger.send_multipart([b"hello", feed.ticket.token[1:]])
+        second = Follower(feed)  # what came before it was read before it
+        await second.expect("a")
+        feed.note(stored("b"))
+        await follower.expect("a", "b")
+        assert not any(stranger.poll(50) for stranger in strangers)
+        assert len(feed._numbers) == 2
+        for stranger in strangers:
+            stranger.close()
     await follower.stop()
+    await second.stop()
+
+
+def test_a_ticket_is_a_text_that_holds_all_that_a_router_needs() -> None:
+    ticket = Ticket("tcp://10.0.0.1:5000", b"k" * 40, b"t" * 32)
+    assert Ticket.decode(ticket.encode()) == ticket
 
 
 async def test_a_router_that_comes_late_is_told_all_that_is_held(feed: KVFeed) -> None:

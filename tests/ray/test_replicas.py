@@ -19,7 +19,7 @@ from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
 from aioserve.errors import ConfigError
 from aioserve.ray import build_app
 from tests.images.pictures import data_url, encoded
-from tests.processes import PATIENCE
+from tests.processes import COMPUTING_SECONDS, JSON
 from tests.seeing_models import make_seeing_model, picture
 
 with warnings.catch_warnings():  # Ray's own
@@ -57,7 +57,9 @@ def url() -> Iterator[str]:
 @pytest_asyncio.fixture
 async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(
-        url, timeout=aiohttp.ClientTimeout(PATIENCE), connector=aiohttp.TCPConnector(limit=0)
+        url,
+        timeout=aiohttp.ClientTimeout(COMPUTING_SECONDS),
+        connector=aiohttp.TCPConnector(limit=0),
     ) as session:
         yield session
 
@@ -246,7 +248,7 @@ async def test_what_a_dying_replica_had_not_streamed_is_sent_elsewhere(
     assert all("replica" in stream.error["message"] for stream in broken if stream.error)
     for stream in streams:
         assert stream.error is not None or (stream.is_done and stream.num_tokens == NUM_TOKENS)
-    async with asyncio.timeout(PATIENCE):  # Ray starts another one
+    async with asyncio.timeout(COMPUTING_SECONDS):  # Ray starts another one
         while len([p for p in replicas() if p.pid != victim.pid]) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert (await complete(http, prompt=PROMPT, max_tokens=3))["usage"]["completion_tokens"] == 3
@@ -266,7 +268,7 @@ async def test_nothing_is_lost_while_replicas_come_and_go(http: aiohttp.ClientSe
     streams: list[Streamed] = []
 
     async def load_until(num_replicas: int, num_streams: int) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(COMPUTING_SECONDS):
             while len(replicas()) != num_replicas:
                 open_streams = [stream for stream in streams if not stream.task.done()]
                 for _ in range(num_streams - len(open_streams)):
@@ -284,7 +286,7 @@ async def test_nothing_is_lost_while_replicas_come_and_go(http: aiohttp.ClientSe
 
 
 async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
-    http: aiohttp.ClientSession,
+    url: str, http: aiohttp.ClientSession
 ) -> None:
     other = {"settings": SLOW | {"model.served_model_name": "other"}}
     deploy({"settings": SLOW}, other)
@@ -322,13 +324,17 @@ async def test_models_have_names_and_a_client_that_leaves_frees_its_replica(
     async with http.get("/metrics") as response:
         assert response.status == 400
         assert "docs/ray.md" in (await response.json())["error"]["message"]
-    async with http.post("/v1/completions", data=b"x" * 2**25) as response:
+    async with http.post("/v1/completions", data=b"x" * 2**25, headers=JSON) as response:
         assert response.status == 413
+    body = {"model": "other", "prompt": "a", "max_tokens": 1}
+    for origin, status in ((url, 200), ("https://evil.example", 403)):
+        async with http.post("/v1/completions", json=body, headers={"Origin": origin}) as response:
+            assert response.status == status
 
     stream = Streamed(http, PROMPT)
     await stream.has_begun.wait()
     assert (await handle.record_autoscaling_stats.remote())["num_requests"] == 1
     stream.task.cancel()
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(COMPUTING_SECONDS):
         while (await handle.record_autoscaling_stats.remote())["num_requests"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -8,6 +8,11 @@ from collections.abc import Callable
 
 from tests.processes import PATIENCE
 
+#: The beginning of a request whose body is JSON.
+POST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+
 IDLE = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_used_blocks": 0}
 
 
@@ -21,8 +26,8 @@ class RawClient:
     async def post(cls, server, path="/v1/completions", **body) -> "RawClient":
         client = cls(*await asyncio.open_connection(server.host, server.port))
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        client.writer.write(head.encode() + data)
+        head = POST_HEAD.replace(b"/v1/completions", path.encode())
+        client.writer.write(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         await client.writer.drain()
         return client
 

@@ -75,7 +75,10 @@ class Server:
         self.session = session
 
     async def request(self, method: str, path: str, **options: Any) -> Answer:
-        """Asserts that the OpenAPI document tells of such an answer."""
+        """Asserts that the OpenAPI document tells of such an answer. `data` is JSON."""
+        if "data" in options:
+            given = options.get("headers") or {}
+            options["headers"] = {"Content-Type": "application/json", **given}
         async with self.session.request(method, self.url + path, **options) as response:
             answer = Answer(response.status, response.headers, await response.read())
         if self.engine.config.server.enable_admin or not path.startswith("/admin/"):

@@ -12,7 +12,7 @@ import socket
 
 import pytest
 
-from tests.server.raw_client import IDLE, RawClient, until, until_idle
+from tests.server.raw_client import IDLE, POST_HEAD, RawClient, until, until_idle
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -77,7 +77,7 @@ async def test_leaving_ends_all_samples_of_all_prompts(server):
 
 async def test_leaving_in_the_middle_of_a_body_is_survived(server):
     _reader, writer = await asyncio.open_connection(server.host, server.port)
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prom')
+    writer.write(POST_HEAD + b'Content-Length: 99\r\n\r\n{"prom')
     await writer.drain()
     writer.close()
     await writer.wait_closed()

@@ -120,7 +120,8 @@ async def test_a_stream_is_framed_as_the_clients_http_version_says(server, versi
     body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 40, "ignore_eos": True})
     whole = (await server.complete("Hi", max_tokens=40, ignore_eos=True)).json()
     reader, writer = await asyncio.open_connection(server.host, server.port)
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     headers, _, stream = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()

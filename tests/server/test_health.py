@@ -145,7 +145,7 @@ async def test_too_many_clients_while_it_loads_are_let_in_later(monkeypatch):
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                 for number in taken:
                     os.close(number)
-            await own.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await own.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with asyncio.timeout(PATIENCE):
                 assert (await own.sock_recv(client, 100)).startswith(b"HTTP/1.1 200 ")
     for sock in sockets:

@@ -23,7 +23,7 @@ from aioserve.config import (
     SpeculationConfig,
 )
 from tests.models import make_model
-from tests.processes import PATIENCE, serving, until
+from tests.processes import JSON, PATIENCE, serving, until
 from tests.server.serving import running
 
 EMBEDDED = Path(__file__).parents[2] / "aioserve" / "embedded"
@@ -76,7 +76,7 @@ class Served:
     def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         return urllib.request.urlopen(
-            urllib.request.Request(self._url + path, data), None, PATIENCE
+            urllib.request.Request(self._url + path, data, JSON), None, PATIENCE
         )
 
     def stream(self) -> Any:

@@ -22,7 +22,7 @@ from aioserve.engine.byte_level import ByteLevelDetokenizer
 from aioserve.engine.detokenizer import choose_detokenizer
 from aioserve.errors import AioserveError
 from aioserve.model_source.downloads import fetch
-from tests.processes import PATIENCE
+from tests.processes import COMPUTING_SECONDS
 from tests.server.serving import Server, running
 from tests.variants import VARIANTS
 
@@ -68,8 +68,10 @@ def server(file: Path, log: list[logging.LogRecord]) -> Iterator[Server]:
     thread.start()
     context = running(config)
     try:
-        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(PATIENCE)
-        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(PATIENCE)
+        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(COMPUTING_SECONDS)
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(
+            COMPUTING_SECONDS
+        )
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -17,6 +17,11 @@ from aioserve.scheduler import SchedulerOutput
 from aioserve.watch.delegate import DelegatingScheduler, innermost, without
 from aioserve.watch.frames import Ended, Events
 from aioserve.watch.onlooker import Onlooker
+from aioserve.watch.shown_id import shown_id
+
+
+def shown(counts: dict[str, int]) -> dict[str, int]:
+    return {shown_id(request_id): count for request_id, count in counts.items()}
 
 
 class Truth(DelegatingScheduler):
@@ -31,25 +36,26 @@ class Truth(DelegatingScheduler):
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
         if output.num_scheduled_tokens:
-            self.plans.append((output.step_id, dict(output.num_scheduled_tokens)))
+            self.plans.append((output.step_id, shown(output.num_scheduled_tokens)))
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         counts = map(len, model_runner_output.sampled_token_ids)
-        got = dict(zip(model_runner_output.req_ids, counts, strict=True))
+        got = shown(dict(zip(model_runner_output.req_ids, counts, strict=True)))
         self.results.append((scheduler_output.step_id, got))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for one in outputs.values():
-            self.ended += [o.request_id for o in one.outputs if o.finish_reason is not None]
+            ended = [o.request_id for o in one.outputs if o.finish_reason is not None]
+            self.ended += map(shown_id, ended)
         return outputs
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
         ended = super().finish_requests(request_ids, finished_status)
-        self.ended += ended
+        self.ended += map(shown_id, ended)
         return ended
 
 
@@ -67,7 +73,7 @@ class Told:
         self.preempted: list[int] = []
 
     def take(self, events: Events) -> None:
-        self.ids |= {came.number: came.request_id for came in events.came}
+        self.ids |= {came.number: came.shown_id for came in events.came}
         for plan in events.planned:
             self.rows = [row for row in self.rows if row not in plan.left] + plan.joined
             tokens = dict(plan.tokens)
@@ -152,7 +158,7 @@ def test_who_was_in_each_step_with_how_many_tokens_is_told(depth: int) -> None:
     assert told.preempted
     assert {"blocks", "seats"} & set(told.reasons)
     assert {ended.reason for ended in told.ended} == {"length", "abort"}
-    assert list(told.ids.values()).count("again") > 1
+    assert list(told.ids.values()).count(shown_id("again")) > 1
 
 
 def test_whose_images_a_step_encodes_is_told_once() -> None:

@@ -15,7 +15,7 @@ from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
 from aioserve.server.access.accounts import Accounts, Entrance
-from aioserve.server.access.keyring import Key, Keyring, Rights, read_keys
+from aioserve.server.access.keyring import ENVIRONMENT, Key, Keyring, Rights, read_keys
 from aioserve.server.access.tls import load, make_context, read_roots
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,13 @@ class Access:
         self.refusals: Refusals = Counter()
         self._roots = read_roots(settings)
         self.tls = make_context(settings)
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether a client without a key may do what an operator may: it has shown a certificate,
+        or the settings insist.
+        """
+        return self.settings.ssl_ca_certs is not None or self.settings.without_keys == "open"
 
     def take(self, keys: Sequence[Key]) -> None:
         """These keys from now on, and what is in the files of the certificate. Raises
@@ -135,6 +142,18 @@ class AccessMetrics(Collector):
 
 def _read(config: EngineConfig) -> list[Key]:
     keys = read_keys(config.access.api_keys_file)
+    if not keys and config.access.without_keys == "refuse":
+        raise ConfigError(
+            "there are no keys, and access.without_keys is 'refuse': give some by "
+            f"{ENVIRONMENT} or access.api_keys_file, or serve everyone by --without-keys local"
+        )
+    if config.access.cache_per_key and not keys:
+        raise ConfigError("access.cache_per_key is on, which has no effect: there are no keys")
+    salted = [key.name for key in keys if key.cache_salt is not None]
+    if salted and not config.access.cache_per_key:
+        raise ConfigError(
+            f"key {salted[0]!r} has a cache_salt, which has no effect: access.cache_per_key is off"
+        )
     is_shared = config.server.enable_admin and config.access.admin_port is None
     if keys and is_shared and not any(key.admin for key in keys):
         raise ConfigError(

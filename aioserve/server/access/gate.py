@@ -11,9 +11,10 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
+from aioserve.server.access.hosts import is_near
 from aioserve.server.access.keyring import Key
 from aioserve.server.access.origins import check_page
-from aioserve.server.errors import TIMEOUT_HEADER, is_for_anthropic
+from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -26,13 +27,20 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     """No handler runs, and no body is read, for a client without the key that its route needs; nor,
     where that is an operator's, for pages of others in an operator's browser.
 
-    Raises `UnknownKeyError` or `ForbiddenError`.
+    Raises `UnknownKeyError` or `ForbiddenError`, as `FarLookerError` for a client elsewhere that
+    would look on where there are no keys.
     """
     access = request.app[ACCESS]
     needed = request.app[NEEDS].get(_route(request), "key")  # of no route, too: nothing is told
-    if needed in ("admin_key", "admin_key_if_any"):
+    if needed in ("admin_key", "admin_key_if_any", "looker"):
         check_page(request)
     if not access.keyring:
+        if needed == "looker" and not is_near(request) and not access.is_open_to_all:
+            raise FarLookerError(
+                f"{request.path} tells of everyone's requests, and this server knows no keys: it "
+                "answers from this machine alone. Give the server keys, come by 'ssh -L', or start "
+                "it with --without-keys open"
+            )
         return await handler(request)
     if needed == "admin_key_if_any":  # else its port is what protects it
         needed = "admin_key" if any(key.admin for key in access.keyring.keys) else "nothing"
@@ -48,7 +56,7 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     if key is None:
         raise UnknownKeyError("this API key is not known here")
     request[KEY] = key
-    if needed == "admin_key" and not key.admin:
+    if needed in ("admin_key", "looker") and not key.admin:
         raise ForbiddenError(f"key {key.name!r} is not an operator's: {request.path} needs one")
     return await handler(request)
 
@@ -70,6 +78,10 @@ def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, 
         fields["key_name"] = key.name
         fields.setdefault("user", key.name)
         _check_priority(key, fields)
+        if request.app[ACCESS].settings.cache_per_key:
+            # No salt of a key holds a NUL: no client can write itself into another's share.
+            shared_with = key.cache_salt or key.name
+            fields["cache_salt"] = f"{shared_with}\0{fields.get('cache_salt') or ''}"
     return fields
 
 

@@ -1,4 +1,5 @@
-"""Which pages of other origins a browser lets ask this server: CORS, as the Fetch standard has it.
+"""Which pages a browser lets ask this server: CORS, as the Fetch standard has it, and a refusal of
+what a browser sends for a page without asking first.
 
 Knows headers; knows nothing about keys, which such a page must show like everybody.
 """
@@ -10,7 +11,8 @@ from aiohttp import hdrs, web
 
 from aioserve.config import AccessConfig
 from aioserve.errors import ForbiddenError
-from aioserve.server.keys import ACCESS
+from aioserve.server.errors import ForeignOriginError
+from aioserve.server.keys import ACCESS, HOSTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -18,6 +20,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EXPOSED = "X-Request-Id, Request-Id, Retry-After"
 
 MAX_AGE = "600"  # seconds in which a browser need not ask again
+
+
+@web.middleware
+async def check_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """No page of the web reaches a handler through a browser of this network: neither under a name
+    that was made to point here, nor, where no key would stop it, from another origin. Raises
+    `ForeignHostError` and `ForeignOriginError`.
+    """
+    hosts = request.app[HOSTS]
+    hosts.check(request)
+    if not hosts.asks_keys:
+        check_page(request)
+    return await handler(request)
 
 
 @web.middleware
@@ -63,17 +78,20 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def check_page(request: web.Request) -> None:
-    """Raises `ForbiddenError` if a browser sends this for a page that is neither this server's own
-    nor of an allowed origin: what it need not ask about, such as a POST without a body, it sends,
-    and only keeps the answer from the page.
+    """Raises `ForeignOriginError` if a browser sends this for a page that is neither this server's
+    own nor of an allowed origin: what it need not ask about, such as a POST without a body, it
+    sends, and only keeps the answer from the page.
     """
-    origin = request.headers.get(hdrs.ORIGIN)
-    if origin is None or request.method in (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
+    origin, site = request.headers.get(hdrs.ORIGIN), request.headers.get("Sec-Fetch-Site")
+    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
+        return
+    # No page can write this header. Behind a proxy that renames the host it alone tells the truth.
+    if site in ("same-origin", "none") or (origin is None and site is None):
         return
     # The host alone: behind a proxy the scheme is another one.
-    is_own = urlsplit(origin).netloc == request.host
-    if not (is_own or _is_allowed(request.app[ACCESS].settings, origin)):
-        raise ForbiddenError(
+    is_own = origin is not None and urlsplit(origin).netloc == request.host
+    if not (is_own or _is_allowed(request.app[HOSTS].settings, origin)):
+        raise ForeignOriginError(
             f"{request.path} does not take requests of pages of {_short(origin)}: it is neither "
             "this server nor one of access.allowed_origins"
         )

@@ -11,7 +11,7 @@ from aioserve.config import AccessConfig
 from aioserve.errors import ConfigError
 
 #: Not a setting: settings are in lists of processes, in files, and on their way to workers.
-PASSWORD = "AIOSERVE_SSL_KEYFILE_PASSWORD"
+PASSWORD = "AIOSERVE_SSL_KEYFILE_PASSWORD"  # noqa: S105 - the name of a variable
 
 
 def make_context(settings: AccessConfig) -> ssl.SSLContext | None:

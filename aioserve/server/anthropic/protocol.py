@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.protocol import Empty, Int, ModelRequest, RequestPart, Usage
 from aioserve.structured_outputs import StructuredOutputs
@@ -144,14 +145,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
     timeout: float | None = None
     cache_salt: str | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """The request's sampling parameters. Raises `RequestError` that names the field."""
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """The request's sampling parameters; `defaults` are for what it leaves open. Raises
+        `RequestError` that names the field.
+        """
         names = ("max_tokens", "temperature", "top_k", "top_p")
         given = {name: getattr(self, name) for name in names}
         given["stop"] = self.stop_sequences
         if self.output_config is not None and self.output_config.format is not None:
             given["structured_outputs"] = StructuredOutputs(json=self.output_config.format.schema)
-        return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+        return defaults.fill({k: v for k, v in given.items() if v is not None})
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""

@@ -56,7 +56,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         conversation, use = _conversation(request, body, images)
         body.messages.clear()  # images that they hold would stay as long as the stream
         params = msgspec.structs.replace(
-            body.sampling_params(),
+            body.sampling_params(request.app[ENGINE].sampling_defaults),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
         params = bind(params, use, request.app[CHAT_FORMAT], conversation)

@@ -4,11 +4,14 @@ Knows the shape of that endpoint; the chat template is the engine's, admission a
 are in `generation`, what becomes of the reply's text in `reply`.
 """
 
+from functools import partial
+
 import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation
 from aioserve.errors import RequestError
+from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioserve.server.chat.binding import bind, blame, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
@@ -30,10 +33,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     use, chat_format = chat_tool_use(body), request.app[CHAT_FORMAT]
     if use is not None:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
+    engine = request.app[ENGINE]
     params = msgspec.structs.replace(
-        sampling_params(body), kept_special_tokens=chat_format.kept_special_tokens
+        sampling_params(body, engine.sampling_defaults, engine.config.server.default_chat_tokens),
+        kept_special_tokens=chat_format.kept_special_tokens,
     )
-    images = ImageParts.of(request.app[ENGINE])
+    images = ImageParts.of(engine)
     conversation = Conversation(
         template_messages(body.messages, images),
         use.tools if use else (),
@@ -57,11 +62,21 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         raise
 
 
-def sampling_params(body: ChatCompletionRequest) -> SamplingParams:
+def sampling_params(
+    body: ChatCompletionRequest,
+    defaults: SamplingDefaults = NO_DEFAULTS,
+    default_max_tokens: int | None = None,
+) -> SamplingParams:
     """As `GenerationRequest.sampling_params`, from the names that chat uses."""
+    make = partial(
+        body.sampling_params,
+        logprobs=_logprobs(body),
+        defaults=defaults,
+        default_max_tokens=default_max_tokens,
+    )
     limit = body.max_completion_tokens
     if limit is None:
-        return body.sampling_params(body.max_tokens, _logprobs(body))
+        return make(body.max_tokens)
     if body.max_tokens not in (None, limit):
         raise RequestError(
             "max_tokens and max_completion_tokens are two names of one limit; they differ",
@@ -71,7 +86,7 @@ def sampling_params(body: ChatCompletionRequest) -> SamplingParams:
         raise RequestError(
             f"max_completion_tokens must be at least 1, got {limit}", param="max_completion_tokens"
         )
-    return body.sampling_params(limit, _logprobs(body))
+    return make(limit)
 
 
 def _logprobs(body: ChatCompletionRequest) -> int | None:

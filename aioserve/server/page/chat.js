@@ -11,7 +11,7 @@ export class Chat {
     this.story = story;
     this.messages = [];
     this.running = null;
-    this.tokens = []; // {node, id, index} that have no colour yet
+    this.tokens = []; // nodes {request, from, until} that have no colour yet
     this.lastStatus = "";
     this.hint();
     byId("ask").addEventListener("submit", (event) => {
@@ -49,8 +49,10 @@ export class Chat {
     this.messages.push({ role: "user", content: text });
     this.say("you", text);
     const reply = this.say("the model", "");
-    const id = `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
-    this.story.own.add(id);
+    const digits = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0"));
+    const id = `page-${digits.join("")}`;
+    const shown = `page-${digits.slice(0, 4).join("")}`; // as frames name it
+    this.story.own.add(shown);
     const value = {
       stream: true, stream_options: { continuous_usage_stats: true }, request_id: id,
       max_tokens: Number(byId("max-tokens").value) || 64,
@@ -62,7 +64,7 @@ export class Chat {
     this.status("");
     let answer = "";
     try {
-      answer = await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, id);
+      answer = await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, shown);
       this.status("The answer is complete.");
     } catch (error) {
       const isStopped = error.name === "AbortError";
@@ -80,7 +82,7 @@ export class Chat {
     byId("send").textContent = "Send";
   }
 
-  async read(path, value, reply, id) {
+  async read(path, value, reply, shown) {
     let answer = "", index = 0;
     for await (const chunk of events(path, { value, signal: this.running.signal })) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -90,7 +92,7 @@ export class Chat {
       if (text) {
         answer += text;
         const node = element("span", { class: "token" }, text);
-        this.tokens.push(Object.assign(node, { request: id, from: index, until }));
+        this.tokens.push(Object.assign(node, { request: shown, from: index, until }));
         const talk = byId("talk");
         const isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
         reply.append(node);

@@ -2,11 +2,13 @@
 // The key stays in this tab's session. Knows nothing about what is asked.
 
 const KEY = "aioserve-key";
+const WANTS_KEY = ["invalid_api_key", "not_allowed"];
 
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -24,23 +26,23 @@ async function send(path, options, mayAsk = true) {
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
-  const message = await refusal(response);
-  if ((response.status === 401 || response.status === 403) && mayAsk) {
+  const { message, code } = await refusal(response);
+  if (WANTS_KEY.includes(code) && mayAsk) {
     const given = await askForKey(message);
     if (given) {
       setKey(given);
       return send(path, options, false);
     }
   }
-  throw new Refusal(response.status, message);
+  throw new Refusal(response.status, message, code);
 }
 
 async function refusal(response) {
   const text = await response.text();
   try {
-    return JSON.parse(text).error.message;
+    return JSON.parse(text).error;
   } catch {
-    return text || `the server answered ${response.status}`;
+    return { message: text || `the server answered ${response.status}`, code: null };
   }
 }
 

@@ -55,7 +55,7 @@ class Life {
 
 export class Story {
   constructor() {
-    this.own = new Set(); // ids of requests of this page
+    this.own = new Set(); // requests of this page, by the ids that frames show
     this.chosen = null;
     this.numFrames = this.numSnapshots = 0;
     this.offset = Infinity;

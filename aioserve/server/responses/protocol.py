@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from aioserve.errors import RequestError
+from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.protocol import (
     Empty,
@@ -159,13 +160,22 @@ class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
     timeout: float | None = None
     cache_salt: str | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """The request's sampling parameters. Raises `RequestError` that names the field."""
-        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+    def sampling_params(
+        self, defaults: SamplingDefaults, default_max_tokens: int | None
+    ) -> SamplingParams:
+        """The request's sampling parameters; what it leaves open is taken from `defaults`, its
+        length from `default_max_tokens` if these have none. Raises `RequestError` that names the
+        field.
+        """
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_output_tokens,
+        }
         if self.text is not None and self.text.format is not None:
             given["structured_outputs"] = self.text.format.structured_outputs()
-        params = {k: v for k, v in given.items() if v is not None}
-        return SamplingParams(max_tokens=self.max_output_tokens, **params)
+        given = {name: value for name, value in given.items() if value is not None}
+        return defaults.fill(given, max_tokens=default_max_tokens)
 
     def request_fields(self) -> dict[str, Any]:
         """Keyword arguments of `AsyncEngine.add_request`, but for the id; no null among them."""

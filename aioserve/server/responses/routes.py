@@ -65,8 +65,12 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         chat_format.call_parser  # noqa: B018 - refuses tools that no reply could call
     images = ImageParts.of(request.app[ENGINE])
     with _own_names(use), images.named():
+        engine = request.app[ENGINE]
         params = msgspec.structs.replace(
-            body.sampling_params(), kept_special_tokens=chat_format.kept_special_tokens
+            body.sampling_params(
+                engine.sampling_defaults, engine.config.server.default_chat_tokens
+            ),
+            kept_special_tokens=chat_format.kept_special_tokens,
         )
         before = await _before(request, body)
         items = [*before, *_input(body)]

@@ -262,7 +262,7 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
 def url() -> Any:
     """A server in a process of its own, 5 ms a step; the tests take turns."""
     words = ["--runner", "simulated", "--step-base-ms", "5"]
-    with processes.serving(*words) as (_, url):
+    with processes.serving(*words, is_shared=True) as (_, url):
         yield url
 
 

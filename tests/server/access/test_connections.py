@@ -13,7 +13,7 @@ from aiohttp import web
 from aioserve.config import AccessConfig
 from aioserve.server.access import connections
 from tests.processes import PATIENCE
-from tests.server.raw_client import IDLE, RawClient, until
+from tests.server.raw_client import IDLE, POST_HEAD, RawClient, until
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ async def refusals(server) -> dict[str, float]:
 
 async def test_a_head_that_does_not_end_is_a_408_and_others_are_served_meanwhile(start_server):
     async with start_server(access={"header_timeout": 0.2}) as server, Raw.to(server) as slow:
-        await slow.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-")
+        await slow.send(POST_HEAD + b"X-")
         assert (await server.complete(max_tokens=1)).status == 200
         status, body = await slow.answer()
         assert (status, body["error"]["code"]) == (408, "slow_head")
@@ -75,7 +75,7 @@ async def test_a_head_that_does_not_end_is_a_408_and_others_are_served_meanwhile
 
 async def test_a_head_that_is_as_long_in_coming_as_it_may_be_is_served(start_server):
     async with start_server(access={"header_timeout": PATIENCE}) as server, Raw.to(server) as slow:
-        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n":
+        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n":
             await slow.send(bytes([byte]))
         assert await slow.answer() == (200, {"status": "ok"})
 
@@ -83,7 +83,7 @@ async def test_a_head_that_is_as_long_in_coming_as_it_may_be_is_served(start_ser
 async def test_an_empty_line_behind_a_request_is_not_taken_for_the_next_one(start_server):
     settings = {"header_timeout": 0.05, "keep_alive_timeout": 0.5}
     async with start_server(access=settings) as server, Raw.to(server) as client:
-        await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await client.reader.readuntil(b"}")
         await client.send(b"\r\n")
         assert await client.closed() == b""  # for it was idle
@@ -91,7 +91,7 @@ async def test_an_empty_line_behind_a_request_is_not_taken_for_the_next_one(star
 
 async def test_a_body_that_does_not_come_is_a_408(start_server):
     async with start_server(access={"body_timeout": 0.2}) as server, Raw.to(server) as slow:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+        head = POST_HEAD + b"Content-Length: 99\r\n"
         await slow.send(head + b"Connection: close\r\n\r\n{")
         async with asyncio.timeout(PATIENCE):
             answer = await slow.reader.readuntil(b"}}")
@@ -124,7 +124,7 @@ async def test_headers_of_less_than_the_limit_are_taken(server):
     async with Raw.to(server) as long:
         fields = b"".join(b"X-%d: %b\r\n" % (i, b"a" * 900) for i in range(70))
         await long.send(
-            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + fields + b"\r\n"
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n"
         )
         assert (await long.answer())[0] == 200
 
@@ -143,7 +143,7 @@ async def test_what_is_no_http_is_a_400_in_words_and_not_a_traceback(server, sen
 
 async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_comes(server):
     async with Raw.to(server) as greedy:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % 2**26
+        head = POST_HEAD + b"Content-Length: %d\r\n\r\n" % 2**26
         await greedy.send(head)
         async with asyncio.timeout(PATIENCE):
             answer = await greedy.reader.readuntil(b"}}")
@@ -160,7 +160,7 @@ async def test_an_idle_connection_is_closed_after_its_time(start_server):
     async with start_server(access={"keep_alive_timeout": 0.1}) as server, Raw.to(server) as idle:
         assert await idle.closed() == b""  # it never asked
         async with Raw.to(server) as used:
-            await used.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await used.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await used.closed()).endswith(b'{"status":"ok"}')
 
 
@@ -171,7 +171,7 @@ async def test_of_too_many_connections_the_one_that_is_idle_longest_makes_room(s
         await asyncio.sleep(0)
         assert (await server.complete(max_tokens=1)).status == 200  # by a fourth
         assert await idle[0].closed() == b""
-        await idle[2].send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await idle[2].send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert (await idle[2].answer())[0] == 200
 
 
@@ -185,9 +185,7 @@ async def test_who_sends_a_body_slowly_makes_room_and_who_waits_for_an_answer_do
         await busy_one(server)
         for _ in range(2):
             slow = await stack.enter_async_context(Raw.to(server))
-            await slow.send(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
-            )
+            await slow.send(POST_HEAD + b"Content-Length: 9\r\n\r\n{")
         await refusals(server)
         assert (await server.complete(max_tokens=1)).status == 200
         assert (await refusals(server))["idle_connection_closed"] >= 1
@@ -225,14 +223,16 @@ async def test_where_all_are_busy_one_more_hears_so_and_they_go_on(start_server)
 
 
 LONG = json.dumps({"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}).encode()
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+POST = POST_HEAD + b"Content-Length: %d\r\n\r\n"
 
 
 async def test_who_waits_for_an_answer_is_busy_however_many_requests_came_in_one_write(
     start_server,
 ):
     async with start_server(access={"max_connections": 1}) as server, Raw.to(server) as client:
-        await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + POST % len(LONG) + LONG)
+        await client.send(
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + POST % len(LONG) + LONG
+        )
         async with asyncio.timeout(PATIENCE):
             assert b"200 OK" in await client.reader.readuntil(b"}")
         for send in (b"", POST % 9 + b"{"):  # the body of the next one may take its time

@@ -273,3 +273,36 @@ async def test_an_id_that_anothers_prompt_has_cannot_be_taken_nor_ended_by_a_par
         assert (await ask(locked, CARL, "/v1/abort", request_id=given_id)).status == 404
     assert (await ask(locked, ANN, "/v1/abort", request_id="job-1")).status == 200
     assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_with_a_cache_of_its_own_a_key_cannot_tell_what_others_have_asked(
+    start_server, keys_file
+):
+    keys_file.write_text(
+        keys_file.read_text().replace(f"key: {BEN}", f"key: {BEN}, cache_salt: ann")
+    )
+    access = {"api_keys_file": str(keys_file), "cache_per_key": True}
+    async with start_server(access=access) as server:
+
+        async def cached(key, **fields):
+            answer = await ask(server, key, prompt=[7] * 100, **fields)
+            assert answer.status == 200
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert await cached(ANN) == 0
+        assert await cached(ANN) == 96
+        for salt in (None, "ann", "ann\0"):
+            assert await cached(CARL, cache_salt=salt) == 0
+        assert await cached(CARL) == 96
+        assert await cached(ANN, cache_salt="x") == 0  # within a key, salts go on as before
+        assert await cached(BEN) == 96  # its file says that it shares with ann
+
+
+def test_a_cache_per_key_that_would_have_no_effect_is_refused(keys_file):
+    access = replace(SIMULATED.access, cache_per_key=True)
+    with pytest.raises(ConfigError, match="cache_per_key is on, which has no effect: there are no"):
+        MainAccess(replace(SIMULATED, access=access))
+    keys_file.write_text(keys_file.read_text().replace(f"key: {BEN}", f"key: {BEN}, cache_salt: x"))
+    access = replace(SIMULATED.access, api_keys_file=str(keys_file))
+    with pytest.raises(ConfigError, match="key 'ben' has a cache_salt, which has no effect"):
+        MainAccess(replace(SIMULATED, access=access))

@@ -4,6 +4,7 @@ import pytest
 
 from aioserve.config import AccessConfig
 from aioserve.errors import ConfigError
+from tests.server.access.conftest import ANN
 
 PAGE = "https://chat.example:8443"
 PREFLIGHT = {
@@ -54,9 +55,48 @@ async def test_pages_of_others_cannot_operate_a_server_through_an_operators_brow
                     await server.request("POST", path, headers={"Origin": origin})
                 ).status == 200
         assert (await server.request("POST", "/admin/resume")).status == 200
-        body = {"prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+    ids=str,
+)
+async def test_pages_of_others_cannot_spend_this_machines_time(server, headers):
+    """Without keys, nothing that a page must know stands between it and the model."""
+    body = {"prompt": "Hello", "max_tokens": 2}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/abort"):
+        answer = await server.request("POST", path, json=body, headers=headers)
+        assert (answer.status, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    metrics = (await server.get("/metrics")).body.decode()
+    assert "aioserve_prompt_tokens_total 0.0" in metrics
+    assert 'refused_total{key="",reason="origin_not_allowed"} 4.0' in metrics
+    assert (await server.request("GET", "/v1/models", headers=headers)).status == 200
+    assert (await server.complete(max_tokens=1)).status == 200
+
+
+async def test_the_servers_own_page_may_ask_whatever_a_proxy_calls_the_server(server):
+    body = {"prompt": "Hello", "max_tokens": 2}
+    for headers in (
+        {"Origin": server.url},
+        {"Origin": "https://chat.example", "Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none"},
+    ):
+        answer = await server.request("POST", "/v1/completions", json=body, headers=headers)
+        assert answer.status == 200, headers
+
+
+async def test_a_page_that_shows_a_key_is_no_stranger(start_server, keys_file):
+    async with start_server(access={"api_keys_file": str(keys_file)}) as server:
         answer = await server.request(
-            "POST", "/v1/completions", json=body, headers={"Origin": "https://evil.example"}
+            *("POST", "/v1/completions"),
+            json={"prompt": "Hello", "max_tokens": 2},
+            headers={"Origin": "app://desktop", "Authorization": f"Bearer {ANN}"},
         )
         assert answer.status == 200
 

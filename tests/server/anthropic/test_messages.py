@@ -111,6 +111,7 @@ async def test_errors_arrive_as_the_packages_own_exceptions(start_server):
             bad, unknown = anthropic.BadRequestError, anthropic.NotFoundError
             for change, kind, cause, message in (
                 ({"extra_body": {"temperature": -1}}, bad, "invalid_request_error", "temperature"),
+                ({"extra_body": {"temperature": 2.1}}, bad, "invalid_request_error", "temperature"),
                 ({"max_tokens": 0}, bad, "invalid_request_error", "max_tokens"),
                 ({"stop_sequences": [""]}, bad, "invalid_request_error", "stop_sequences: stop"),
                 ({"model": "claude"}, unknown, "not_found_error", "'embedded'"),

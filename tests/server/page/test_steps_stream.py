@@ -6,6 +6,7 @@ import socket
 
 import aiohttp
 
+from aioserve.watch.shown_id import shown_id
 from tests.processes import PATIENCE
 from tests.server.conformity import check_answer
 
@@ -38,7 +39,7 @@ async def test_it_tells_the_life_of_a_request(server):
             ended += frame["events"]["ended"]
             if ended:
                 break
-        assert came == ["mine"]
+        assert came == [shown_id("mine")]
         assert num_steps == 12
         assert ended[0][2:] == ["length", 12]
         assert (await asked).status == 200
@@ -79,7 +80,7 @@ async def test_one_that_sleeps_loses_frames_and_wakes_to_a_snapshot(server, monk
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, (server.host, server.port))
     reader, sleeper = await asyncio.open_connection(sock=sock, limit=1024)
-    sleeper.write(b"GET /watch/steps HTTP/1.1\r\nHost: x\r\n\r\n")
+    sleeper.write(b"GET /watch/steps HTTP/1.1\r\nHost: localhost\r\n\r\n")
     told = 0  # to one who is awake
 
     async def ask():

@@ -143,6 +143,7 @@ async def test_why_it_is_incomplete_is_told(start_server, stream):
         ({"input": "word " * 20_000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
         ({"previous_response_id": "x"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (
