@@ -14,6 +14,7 @@
     ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
     ├── EngineStartError        an engine was started twice, or after its end
+    ├── ForeignLoopError        an engine was called from a thread or event loop that is not its own
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
     ├── InvariantError          aioserve's own books do not add up: a bug, or private state was used
     ├── WorkerError             the processes in front of the engine do not stay alive
@@ -82,6 +83,10 @@ class KeyLimitError(EngineOverloadedError):
 
 class EngineStartError(AioserveError):
     """`AsyncEngine.start` was called a second time, or after `shutdown`: an engine has one life."""
+
+
+class ForeignLoopError(AioserveError):
+    """An engine was called from a thread or event loop that is not the one of its start."""
 
 
 class RequestFailedError(AioserveError):

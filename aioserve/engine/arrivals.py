@@ -16,7 +16,7 @@ from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.samples import Samples
 from aioserve.errors import EngineOverloadedError
-from aioserve.request import Request, RequestSpec
+from aioserve.request import Request, RequestSpec, RequestStatus
 
 # A client that is refused hears when to come again: not at once, and not so late that the server
 # idles when its load was a peak. Guesses.
@@ -86,7 +86,11 @@ class Arrivals:
         for index, own in enumerate(samples.specs(spec)):
             request = Request(own)
             self._core.add_request(request)
-            register(request, index)
+            try:
+                register(request, index)
+            except BaseException:
+                self._core.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+                raise
         self._metrics.on_accepted(spec)
 
     def _estimate_wait(self) -> float:

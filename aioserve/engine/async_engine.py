@@ -6,6 +6,7 @@ handlers, opens no ports, starts no processes.
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -56,7 +57,12 @@ from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.trial import Trials
 from aioserve.engine.watchdog import Watchdog
-from aioserve.errors import EngineDeadError, EngineStartError, RunnerDeadError
+from aioserve.errors import (
+    EngineDeadError,
+    EngineStartError,
+    ForeignLoopError,
+    RunnerDeadError,
+)
 from aioserve.kv_cache import KVEvent
 from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
@@ -64,6 +70,7 @@ from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
+from aioserve.scheduler.fallback import FALLBACK_POLICY
 from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -110,6 +117,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             self.get_stats,
             self._get_wait_reasons,
             lambda: 0 if self._parts is None else self._parts.core.num_policy_failures,
+            lambda: self.replaced_policy_error is not None,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
             self._get_info,
             lambda: self.state,
@@ -133,6 +141,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._error: BaseException | None = None
         self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
         self._hang: RunnerDeadError | None = None  # a step that counts as dead
+        self._home: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop, and its thread
         self._start_is_over: asyncio.Event | None = None  # None: there was none
         self._is_closing = False
         self._ending = asyncio.Lock()  # held by the `shutdown` that gives everything back
@@ -152,13 +161,20 @@ class AsyncEngine(EngineFront[EngineParts]):
     def policy_error(self) -> Exception | None:
         """What the policy did wrong, if it has run no step since, not in ten seconds; else None.
 
-        Its requests failed with this error; the engine goes on, and asks it again for others.
+        Requests of its step failed with this error; the engine goes on, and asks it again.
         """
         parts = self._parts
         if parts is None or parts.core.policy_failure is None:
             return None
         error, when = parts.core.policy_failure
         return None if parts.clock() - when > POLICY_FAILURE_SECONDS else error
+
+    @property
+    def replaced_policy_error(self) -> Exception | None:
+        """What the policy did wrong, for which a plain one, first come first served, plans in its
+        place until `switch_policy`; None: the policy that is set plans.
+        """
+        return None if self._parts is None else self._parts.core.replaced_after
 
     @property
     def adapters(self) -> Adapters:
@@ -180,6 +196,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         if self._start_is_over is not None:
             raise EngineStartError("start() was called before: make another engine for a new start")
         self._start_is_over = asyncio.Event()
+        self._home = asyncio.get_running_loop(), threading.get_ident()
         try:
             await self._start()
         finally:
@@ -231,6 +248,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._task.cancel()
 
     def abort(self, request_id: str) -> bool:
+        self._check_place()
         parts = self._parts
         if parts is None or self._error is not None:
             return False
@@ -316,6 +334,9 @@ class AsyncEngine(EngineFront[EngineParts]):
         seconds = parts.core.step_seconds()
         if seconds > self.config.server.hung_step_seconds:
             return Health("hanging", f"a step has not come back for {seconds:.0f} s")
+        if (error := self.replaced_policy_error) is not None:
+            plain = "a plain policy, first come first served, plans in the place of"
+            return Health("ready", f"{plain} {self.config.scheduler.policy}: {error}")
         if self.policy_error is not None:
             return Health("failing", str(self.policy_error))
         seconds = parts.core.stalled_seconds()
@@ -455,7 +476,8 @@ class AsyncEngine(EngineFront[EngineParts]):
         if self._parts is not None and self._task is not None:
             await self._drain(self._parts, drain_timeout)
             self._task.cancel()
-            await asyncio.wait([self._task])
+            if not self._task.done():  # else its event loop may be closed
+                await asyncio.wait([self._task])
         self._pulse.stop()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -496,7 +518,10 @@ class AsyncEngine(EngineFront[EngineParts]):
         await self.shutdown()
 
     def _alive(self) -> EngineParts:
-        """What serves requests. Raises `EngineDeadError` if that is not the time."""
+        """What serves requests. Raises `EngineDeadError` if that is not the time, and
+        `ForeignLoopError` if this is not the place.
+        """
+        self._check_place()
         if self._error is not None:
             raise EngineDeadError(f"the engine has died: {self._error}") from self._error
         if self._is_closing:
@@ -504,6 +529,23 @@ class AsyncEngine(EngineFront[EngineParts]):
         if self._parts is None:
             raise EngineDeadError("the engine has not been started")
         return self._parts
+
+    def _check_place(self) -> None:
+        """Events of one loop wake nothing in another: who waits there would wait for ever."""
+        if self._home is None or self._error is not None:
+            return
+        loop, thread = self._home
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if threading.get_ident() != thread or here not in (None, loop):
+            raise ForeignLoopError(
+                "the engine was called from another "
+                f"{'thread' if threading.get_ident() != thread else 'event loop'} than the one "
+                "that it was started in: await it there, or hand the call over with "
+                "asyncio.run_coroutine_threadsafe(call, loop)"
+            )
 
     def _get_info(self) -> dict[str, dict[str, str]]:
         """What is set, as labels; of a policy all its options."""
@@ -517,7 +559,10 @@ class AsyncEngine(EngineFront[EngineParts]):
         }
         if parts is not None:
             settings, policy = self.config.scheduler, parts.core.scheduler.policy
-            info["policy"] = options_as_labels(settings.policy, policy, settings.options)
+            if parts.core.replaced_after is not None:
+                info["policy"] = options_as_labels(FALLBACK_POLICY, policy, {})
+            else:
+                info["policy"] = options_as_labels(settings.policy, policy, settings.options)
             if (shadow := self.metrics.shadow.shadow) is not None:
                 name, given = self.config.shadow.shadow_policy, self.config.shadow.shadow_options
                 info["shadow_policy"] = options_as_labels(
@@ -646,10 +691,19 @@ class AsyncEngine(EngineFront[EngineParts]):
             parts.core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def _on_task_done(self, task: asyncio.Task[None], parts: EngineParts) -> None:
-        """Nobody may wait for a dead task: every open stream hears why."""
-        if task.cancelled() and self._hang is None:
+        """No client may wait for a dead task: every open stream hears why."""
+        if not task.cancelled():
+            self._error = task.exception()
+        elif self._hang is not None:
+            self._error = self._hang
+        elif self._is_closing:
             return
-        self._error = self._hang or task.exception()
+        else:
+            self._error = EngineDeadError(
+                "the engine task was cancelled: by the end of the event loop that the engine was "
+                "started in, as asyncio.run() leaves it, or by other code; start it where it is "
+                "awaited, and end it with shutdown()"
+            )
         logger.critical("the engine has died", exc_info=self._error)
         error = EngineDeadError(f"the engine has died: {self._error}")
         error.__cause__ = self._error

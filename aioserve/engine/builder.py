@@ -35,6 +35,7 @@ from aioserve.output_file import check_writable
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.fallback import FALLBACK_POLICY
 from aioserve.watch.delegate import DelegatingScheduler, without
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.shadow import Shadow, ShadowedScheduler
@@ -168,7 +169,9 @@ class EngineBuilder:
             exporter = make_exporter(config.server.otlp_traces_endpoint)
             scheduler = timelines = TimelineScheduler(scheduler, clock)
             tracing = Tracing(exporter, timelines, clock, config.model.served_name)
-        output_processor = OutputProcessor(tokenizer, metrics, self._request_log, tracing)
+        output_processor = OutputProcessor(
+            tokenizer, metrics, self._request_log, tracing, clock=clock
+        )
         relay = None
         if on_kv_event is not None:
             relay = KVEventRelay(
@@ -177,7 +180,8 @@ class EngineBuilder:
         delivery = Delivery(output_processor, clock, turns)
         deliver = delivery.deliver
         if kv_cache.connector is not None and config.cache.kv_role == "producer":
-            deliver = HeldBack(deliver, kv_cache.connector).deliver
+            reader_of = output_processor.reader_of
+            deliver = HeldBack(deliver, kv_cache.connector, reader_of).deliver
         core = EngineCore(
             scheduler,
             self.runner,
@@ -189,6 +193,9 @@ class EngineBuilder:
             fail=delivery.fail,
             note_scheduled=output_processor.note_scheduled,
             after_step=(lambda: None) if relay is None else relay.deliver,
+            fallback=msgspec.structs.replace(
+                config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
+            ),
         )
         return EngineParts(
             core,

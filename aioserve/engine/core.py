@@ -5,6 +5,7 @@ The one place where the order of these is decided. Knows nothing about text, HTT
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,18 +17,24 @@ from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOut
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import describe_result, place
+from aioserve.scheduler.blame import FROM_OUTSIDE, describe_result, place
+
+logger = logging.getLogger(__name__)
 
 # When a policy holds everybody back, it is asked again after so many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
 IDLE_POLL_SECONDS = 0.01
+
+# A policy that fails so often in a row gives way to the fallback: the first failure may have been
+# over one request, which has ended by then.
+FAILURES_UNTIL_FALLBACK = 2
 
 # Loops round their timers to a millisecond: one that comes too early asks again so much later.
 TIMER_SECONDS = 0.001
 
 Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 Expire = Callable[[list[str]], None]
-Fail = Callable[[list[str], Exception], None]
+Fail = Callable[[list[str] | None, Exception], None]
 
 
 class EngineCore:
@@ -50,11 +57,14 @@ class EngineCore:
         fail: Fail,
         note_scheduled: Callable[[Iterable[str], float], None] = lambda request_ids, now: None,
         after_step: Callable[[], None] = lambda: None,
+        fallback: SchedulerConfig | None = None,
     ) -> None:
         """`deliver` gets a client's outputs of each step and returns the ids that a stop string has
-        ended, `expire` gets those whose deadline has passed, `fail` those that lost their step and
-        why, `note_scheduled` who enters the batch and when; `after_step` is called when all that
-        is done. `stall_timeout` is in seconds, `clock` is the scheduler's.
+        ended, `expire` gets those whose deadline has passed, `fail` those that may have lost their
+        step (None: any) and why, and tells those that have ended; `note_scheduled` gets what enters
+        the batch and when; `after_step` is called when all that is done. `stall_timeout` is in
+        seconds, `clock` is the scheduler's. `fallback`: the settings by which a step is planned
+        once the policy has failed `FAILURES_UNTIL_FALLBACK` times in a row; None: all requests end.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -69,6 +79,11 @@ class EngineCore:
         #: What the policy did wrong in its last step, and when; None: it works.
         self.policy_failure: tuple[Exception, float] | None = None
         self.num_policy_failures = 0
+        #: The failure after which the fallback took the policy's place; None: the policy plans.
+        self.replaced_after: Exception | None = None
+        self._fallback = fallback
+        self._num_failures_in_row = 0
+        self._last_failure = 0  # the newest step that had been planned by then
         self._last_step_id = 0  # of the last step that was handed to the runner
         self._step_since = 0.0  # when the runner began the oldest step in flight, about
         self._stalled_since: float | None = None
@@ -76,7 +91,8 @@ class EngineCore:
         self._is_quiet = asyncio.Event()  # of a pause: no step is in flight any more
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
-        self._failed: list[tuple[list[str], Exception]] = []  # not yet told: their tokens go first
+        # Not yet told: their tokens go first.
+        self._failed: list[tuple[list[str] | None, Exception]] = []
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
         self._timer_due = math.inf
         self.failures = FailureLog(clock)
@@ -85,8 +101,15 @@ class EngineCore:
             connector.wake = self._wakeup.set
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; raises what the scheduler raises."""
-        self.scheduler.add_request(request)
+        """Queue a request; raises what the scheduler raises. A policy that cannot put the request
+        in order has failed as in a step.
+        """
+        try:
+            self.scheduler.add_request(request)
+        except PolicyError as error:
+            if not (self._note_failure(error) and self._fall_back(error)):
+                raise
+            self.scheduler.add_request(request)
         self._wakeup.set()
         self._set_timer()
 
@@ -103,7 +126,8 @@ class EngineCore:
         forgotten. Raises what the scheduler raises; nothing has changed then.
         """
         self.scheduler = self.scheduler.switch(settings)
-        self.policy_failure = None
+        self.policy_failure = self.replaced_after = None
+        self._num_failures_in_row = 0
         self._wakeup.set()
 
     async def pause(self) -> None:
@@ -125,9 +149,7 @@ class EngineCore:
         try:
             output = self.scheduler.vacate()
         except PolicyError as error:
-            failed = self.scheduler.discard_step(self._last_step_id)
-            self._blame_policy(failed, error)
-            self._wakeup.set()
+            self._discard(error, self.scheduler.get_num_unfinished_requests())
             raise
         self._last_step_id = output.step_id
         await self._runner.execute_model(output)
@@ -170,7 +192,10 @@ class EngineCore:
                 self.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
         while self._failed:
             self._fail(*self._failed.pop(0))
-        self._after_step()
+        try:
+            self._after_step()
+        except Exception as error:  # an observer's: no request is lost over it
+            self.failures.log("what is told after each step", error)
         if not self._in_flight:
             if self._is_paused:
                 self._is_quiet.set()
@@ -204,6 +229,7 @@ class EngineCore:
 
     def _schedule(self) -> SchedulerOutput | None:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
+        num_before = self.scheduler.get_num_unfinished_requests()
         try:
             output = self.scheduler.schedule()
             if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
@@ -211,25 +237,70 @@ class EngineCore:
                     f"policy {self._policy}: schedule() must return the output() of a new step, "
                     f"got {describe_result(output)}"
                 )
-            return output
-        except Exception as error:
-            failed = self.scheduler.discard_step(self._last_step_id)
-            self._blame_policy(failed, self._as_policy_error(error, "schedule()"))
-            if failed and self.scheduler.has_unfinished_requests():
-                self._wakeup.set()  # ask again at once for those that are left
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            self._discard(self._as_policy_error(error, "schedule()"), num_before)
             return None
+        if num_missing := num_before - self.scheduler.get_num_unfinished_requests():
+            what = (
+                f"schedule() has ended {num_missing} requests: it plans, and the engine ends them"
+            )
+            self._blame_policy(None, PolicyError(f"policy {self._policy}: {what}"))
+        return output
+
+    def _discard(self, error: Exception, num_before: int) -> None:
+        """A step was not planned after all; there were so many requests before."""
+        failed = self.scheduler.discard_step(self._last_step_id)
+        # Requests that the policy itself has ended hear of it, too: their clients wait.
+        are_all_told = num_before - len(failed) == self.scheduler.get_num_unfinished_requests()
+        self._blame_policy(failed if are_all_told else None, error)
 
     @property
     def _policy(self) -> str:
         return self.scheduler.policy.__name__
 
-    def _blame_policy(self, request_ids: list[str], error: Exception) -> None:
+    def _blame_policy(self, request_ids: list[str] | None, error: Exception) -> None:
+        """The policy has failed: these requests hear of it if they have ended, None: all that have.
+        The others are planned again at once, by the fallback if the policy has failed too often.
+        """
+        if self._note_failure(error) and not self._fall_back(error):
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+            request_ids = None
+        self._failed.append((request_ids, error))
+        if self.scheduler.has_unfinished_requests():
+            self._wakeup.set()
+
+    def _note_failure(self, error: Exception) -> bool:
+        """Whether the policy has failed too often by now."""
         self.policy_failure = error, self._clock()
         self.num_policy_failures += 1
-        self._failed.append((request_ids, error))
+        self._num_failures_in_row += 1
+        self._last_failure = self._last_step_id
         self.failures.log(f"policy {self._policy}", error)
+        return self._num_failures_in_row >= FAILURES_UNTIL_FALLBACK
 
-    def _as_policy_error(self, error: Exception, where: str) -> Exception:
+    def _fall_back(self, error: Exception) -> bool:
+        """Let the fallback plan from now on. False if that cannot be, or did not help."""
+        policy, count = self._policy, self._num_failures_in_row
+        self._num_failures_in_row = 0
+        if self._fallback is None or self.replaced_after is not None:
+            return False
+        try:
+            self.scheduler = self.scheduler.switch(self._fallback)
+        except AioserveError as refusal:
+            self.failures.log(f"the fallback for policy {policy}", refusal)
+            return False
+        self.replaced_after = error
+        logger.error(
+            "policy %s has failed %d times in a row: a plain policy, first come first served, "
+            "plans in its place until a policy is chosen anew (POST /admin/policy)",
+            policy,
+            count,
+        )
+        return True
+
+    def _as_policy_error(self, error: BaseException, where: str) -> Exception:
         """With the line of the policy, if one was running."""
         what = f"policy {self._policy} raised {error!r} in {where}"
         if isinstance(error, PolicyError):
@@ -288,12 +359,24 @@ class EngineCore:
             self._failed.append((failed, RequestFailedError(reason)))
         try:
             outputs = self.scheduler.update_from_output(output, result)
-        except Exception as error:
-            # How far it came is unknown, so nobody can go on with what it left.
-            failed = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
-            self._blame_policy(failed, self._as_policy_error(error, "update_from_output()"))
+            if not isinstance(outputs, dict):
+                raise PolicyError(
+                    f"policy {self._policy}: update_from_output() must return what the method of "
+                    f"its base class returns, got {outputs!r:.100}"
+                )
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            # How far it came is unknown: every request of the step ends, and those that the policy
+            # has ended without a word hear of it, too. The step is back in any case.
+            carried = self.scheduler.abandon_step(output)
+            self.scheduler.finish_requests(carried, RequestStatus.FINISHED_ERROR)
+            failure = self._as_policy_error(error, "update_from_output()")
+            self._blame_policy(list(output.num_scheduled_tokens), failure)
             return {}
         self.policy_failure = None
+        if output.step_id > self._last_failure:
+            self._num_failures_in_row = 0
         return outputs
 
     async def _fail_steps(self, error: Exception) -> None:

@@ -5,6 +5,7 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 
 from collections.abc import Callable
 
+from aioserve.engine.failure_log import FailureLog
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
@@ -22,6 +23,7 @@ class Delivery:
     ) -> None:
         self._output_processor = output_processor
         self._clock = clock
+        self._failures = FailureLog(clock)
         self.shadow_turns = shadow_turns
         #: By client that is another process: sends off what was delivered for it.
         self.send_off: dict[int, Callable[[], None]] = {}
@@ -32,17 +34,25 @@ class Delivery:
         """
         stopped = self._output_processor.process_outputs(outputs, self._clock())
         if (send_off := self.send_off.get(client_index)) is not None:
-            send_off()
+            try:
+                send_off()
+            except Exception as error:  # of that client alone: its connection ends
+                self._failures.log(f"sending outputs to client {client_index}", error)
         if self.shadow_turns is not None:
-            self.shadow_turns.take()
+            try:
+                self.shadow_turns.take()
+            except Exception as error:
+                self._failures.log("the shadow's turn", error)
         return stopped
 
     def expire(self, request_ids: list[str]) -> None:
         """Their deadline has passed."""
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
 
-    def fail(self, request_ids: list[str], cause: Exception) -> None:
-        """They lost their step, or their policy."""
+    def fail(self, request_ids: list[str] | None, cause: Exception) -> None:
+        """These requests, of all if None, lost their step or their policy: those that have ended by
+        that are told so. An id may be another request's by now.
+        """
         # An error of ours says what it should. Any other may quote anything: clients get its type,
         # the log and Python callers (as __cause__) get it all.
         error = RequestFailedError(
@@ -51,4 +61,5 @@ class Delivery:
             else f"the step that served this request failed ({type(cause).__name__})"
         )
         error.__cause__ = cause
-        self._output_processor.fail_requests(request_ids, error, self._clock())
+        ended = self._output_processor.ended_among(request_ids)
+        self._output_processor.fail_requests(ended, error, self._clock())

@@ -132,9 +132,16 @@ class HeldBack:
     they can be found, so that whoever hears of it can send the request on; or after `HOLD_SECONDS`.
     """
 
-    def __init__(self, deliver: Deliver, connector: KVConnectorBase) -> None:
+    def __init__(
+        self,
+        deliver: Deliver,
+        connector: KVConnectorBase,
+        reader_of: Callable[[str], object | None],
+    ) -> None:
+        """`reader_of` returns what reads the outputs of the request of that id now."""
         self._deliver = deliver
         self._connector = connector
+        self._reader_of = reader_of
 
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """As `Delivery.deliver`."""
@@ -145,11 +152,19 @@ class HeldBack:
         return self._deliver(client_index, outputs)
 
     def _hold(self, client_index: int, ends: list[EngineCoreOutput]) -> None:
+        readers = [self._reader_of(end.request_id) for end in ends]
+
         def tell() -> None:
             if ends:
                 timer.cancel()
-                self._deliver(client_index, ends.copy())
+                # An id whose reader has left may be another request's by now.
+                told = [
+                    end
+                    for end, reader in zip(ends, readers, strict=True)
+                    if reader is not None and self._reader_of(end.request_id) is reader
+                ]
                 ends.clear()
+                self._deliver(client_index, told)
 
         timer = asyncio.get_running_loop().call_later(HOLD_SECONDS, tell)
         self._connector.when_saved(tell)

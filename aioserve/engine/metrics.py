@@ -68,6 +68,7 @@ class EngineMetrics(Collector):
         get_stats: Callable[[], SchedulerStats | None],
         get_wait_reasons: Callable[[], Counter[WaitReason]],
         get_num_policy_failures: Callable[[], int],
+        is_policy_replaced: Callable[[], bool],
         get_num_compute_threads: Callable[[], int | None],
         get_info: Callable[[], Mapping[str, Mapping[str, str]]],
         get_state: Callable[[], State],
@@ -78,6 +79,7 @@ class EngineMetrics(Collector):
         self._get_stats = get_stats
         self._get_wait_reasons = get_wait_reasons
         self._get_num_policy_failures = get_num_policy_failures
+        self._is_policy_replaced = is_policy_replaced
         self._get_num_compute_threads = get_num_compute_threads
         self._get_info = get_info
         self._get_state = get_state
@@ -186,6 +188,11 @@ class EngineMetrics(Collector):
             "aioserve_policy_failures",
             "Times the policy raised, broke a rule or scheduled nobody",
             self._get_num_policy_failures(),
+        )
+        yield GaugeMetricFamily(
+            "aioserve_policy_replaced",
+            "1 while a plain policy plans in the place of one that has failed",
+            int(self._is_policy_replaced()),
         )
         states = GaugeMetricFamily(
             "aioserve_engine_state",

@@ -4,7 +4,7 @@ One loop over a step's outputs; it runs while the next step computes. Knows no s
 requests that a stop string has ended are returned to the caller.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from aioserve.engine.byte_level import ByteLevelDetokenizer
 from aioserve.engine.detokenizer import (
@@ -13,12 +13,14 @@ from aioserve.engine.detokenizer import (
     StopStringMatcher,
     choose_detokenizer,
 )
+from aioserve.engine.failure_log import FailureLog
 from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.request_lines import log_request
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.tracing import Tracing
+from aioserve.errors import RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
 from aioserve.request import Request
 
@@ -136,14 +138,25 @@ class OutputProcessor:
         request_log: RequestLog | None = None,
         tracing: Tracing | None = None,
         *,
+        clock: Callable[[], float],
         may_wait: bool = True,
     ) -> None:
-        """`tokenizer` is None if nobody will ask for text. `may_wait`: requests keep their tokens
-        up to date, so that at the end they can be read there; else outputs bring them all.
+        """`tokenizer` is None if no request will ask for text; `clock` returns seconds. `may_wait`:
+        requests keep their tokens up to date, so that at the end they can be read there; else
+        outputs bring them all.
         """
         self._metrics = metrics
-        self._request_log = request_log
-        self._tracing = tracing
+        # What hears of the end of each request, by what the log calls it.
+        self._observers: list[tuple[str, Callable[[SampleState, int, FinishReason, float], None]]]
+        self._observers = [("metrics", metrics.on_finished)]
+        if tracing is not None:
+            self._observers.append(("tracing", tracing.on_finished))
+        self._observers.append(("the line of a request", _log_if_read_here))
+        if request_log is not None:
+            self._observers.append(
+                ("the request log", lambda state, n, *_: request_log.write(state.request, n))
+            )
+        self._failures = FailureLog(clock)
         self._may_wait = may_wait
         self._states: dict[str, SampleState] = {}
         self.claims = Claims()
@@ -178,6 +191,21 @@ class OutputProcessor:
         waits = self._may_wait and wants_only_end(params)
         self.add(RequestState(request, samples, index, stream, detokenizer, waits_for_end=waits))
 
+    def reader_of(self, request_id: str) -> SampleState | None:
+        """The reader of a request; None if there is none any more. An id may be another's later."""
+        return self._states.get(request_id)
+
+    def ended_among(self, request_ids: Iterable[str] | None) -> list[str]:
+        """Of these requests, or of all: those that the scheduler has ended and whose readers have
+        not been told.
+        """
+        states = self._states
+        return [
+            request_id
+            for request_id in (list(states) if request_ids is None else request_ids)
+            if request_id in states and states[request_id].request.status.is_finished
+        ]
+
     def set_num_cached_tokens(self, request_id: str, num_tokens: int) -> None:
         """So many tokens of its prompt were found in the prefix cache, another process says."""
         if (state := self._states.get(request_id)) is not None:
@@ -205,7 +233,7 @@ class OutputProcessor:
             if last_time is None:
                 if core_output.new_token_ids or core_output.embedding is not None:
                     state.first_token_time = now
-                self._metrics.on_prompt_computed(state, now)
+                self._observe_prompt(state, now)
             else:
                 if last_time != last and count:
                     self._metrics.on_next_tokens(now - last, count)
@@ -215,7 +243,10 @@ class OutputProcessor:
             num_tokens += len(core_output.new_token_ids)
             if state.waits_for_end and core_output.finish_reason is None:
                 continue
-            reason = state.deliver(core_output)
+            try:
+                reason = state.deliver(core_output)
+            except Exception as error:
+                reason = self._fail_alone(state, error)
             if reason is not None:
                 if core_output.finish_reason is None:
                     stopped.append(core_output.request_id)
@@ -229,8 +260,12 @@ class OutputProcessor:
         """Tell readers that their requests were ended from outside; held-back text comes out."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
-                state.deliver(EngineCoreOutput(request_id, [], reason))
-                self._finish(state, reason, now)
+                told = reason
+                try:
+                    state.deliver(EngineCoreOutput(request_id, [], reason))
+                except Exception as error:
+                    told = self._fail_alone(state, error)
+                self._finish(state, told, now)
 
     def end_stopped(self, num_tokens: Mapping[str, int], now: float) -> list[str]:
         """Readers elsewhere have found a stop string in the last of so many tokens of these
@@ -249,7 +284,7 @@ class OutputProcessor:
         """Give readers an error instead of more tokens; None: all of them."""
         for request_id in list(self._states) if request_ids is None else request_ids:
             if (state := self._states.get(request_id)) is not None:
-                state.fail(error)
+                self._tell(state, error)
                 self._finish(state, FinishReason.ERROR, now)
 
     def drop(self, samples: Samples, now: float) -> list[str]:
@@ -262,18 +297,49 @@ class OutputProcessor:
         self.claims.release(samples)
         return dropped
 
+    def _fail_alone(self, state: SampleState, error: Exception) -> FinishReason:
+        """The tokens of this request could not be made into what its reader wants."""
+        self._failures.log("delivering a request's tokens", error)
+        failure = RequestFailedError(
+            f"the tokens of this request could not be delivered ({type(error).__name__})"
+        )
+        failure.__cause__ = error
+        self._tell(state, failure)
+        return FinishReason.ERROR
+
+    def _tell(self, state: SampleState, failure: BaseException) -> None:
+        try:
+            state.fail(failure)
+        except Exception as error:  # its reader is gone; the other readers are to be told
+            self._failures.log("telling a reader of a failure", error)
+
+    def _observe_prompt(self, state: SampleState, now: float) -> None:
+        try:
+            self._metrics.on_prompt_computed(state, now)
+        except Exception as error:
+            self._failures.log("metrics", error)
+
     def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
+        """Its reader has been told; an observer that raises is heard of in the log alone."""
         del self._states[state.request.request_id]
         state.samples.num_live -= 1
         if state.samples.num_live == 0:
-            self.claims.release(state.samples)
+            try:
+                self.claims.release(state.samples)
+            except Exception as error:
+                self._failures.log("letting go of an adapter", error)
         num_tokens = state.num_output_tokens
         if state.waits_for_end:  # it may end without an output
             num_tokens = state.request.num_output_tokens
-        self._metrics.on_finished(state, num_tokens, reason, now)
-        if self._tracing is not None:
-            self._tracing.on_finished(state, num_tokens, reason, now)
-        if state.is_read_here:
-            log_request(state, num_tokens, reason, now)
-        if self._request_log is not None:
-            self._request_log.write(state.request, num_tokens)
+        for name, on_finished in self._observers:
+            try:
+                on_finished(state, num_tokens, reason, now)
+            except Exception as error:
+                self._failures.log(name, error)
+
+
+def _log_if_read_here(
+    state: SampleState, num_tokens: int, reason: FinishReason, now: float
+) -> None:
+    if state.is_read_here:
+        log_request(state, num_tokens, reason, now)

@@ -45,6 +45,7 @@ class Health(msgspec.Struct, frozen=True):
     `loading`, `draining`: not yet, no longer. `paused`, `asleep`: an operator wants it so.
     `failing`: the policy did something wrong, and no step has come back since. `stalled`: it
     serves none of those who wait. `hanging`: a step takes longer than `server.hung_step_seconds`.
+    `ready` with a reason: a plain policy plans in the place of one that has failed.
     """
 
     status: Readiness = "ready"

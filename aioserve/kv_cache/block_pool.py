@@ -134,6 +134,24 @@ class BlockPool:
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash))
 
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
+        """Make these contents unfindable, wherever they are: they were not computed after all."""
+        lost = set()
+        for block_hash in block_hashes:
+            block_id = self._index.pop(block_hash, None)
+            if block_id is None:
+                continue
+            lost.add(block_id)
+            self._hashes[block_id] = None
+            if self._stored is not None:
+                self._stored.pop(block_hash, None)
+            if self._events is not None:
+                self._events.append(BlockRemoved(block_hash))
+        if any(not self.ref_counts[block_id] for block_id in lost):
+            kept = self._take_evictable()
+            self._unused.extend(block_id for block_id in reversed(kept) if block_id in lost)
+            self._evictable.extend(block_id for block_id in kept if block_id not in lost)
+
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
         self._unused.extend(reversed(self._take_evictable()))

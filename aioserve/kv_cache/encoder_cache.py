@@ -81,8 +81,18 @@ class EncoderCacheManager:
         self.num_tokens -= size
         self._evicted.append(item.content_hash)  # an older copy may be with the runner
 
+    def forget(self, items: Iterable[EncoderInput]) -> None:
+        """Drop these outputs unless a request holds them: the step that was to compute them has
+        failed.
+        """
+        for item in items:
+            if item.content_hash in self._released:
+                del self._released[item.content_hash]
+                self._num_free_slots += self._sizes.pop(item.content_hash)
+                self._evicted.append(item.content_hash)
+
     def forget_released(self) -> None:
-        """Drop what nobody needs: a step that failed may not have computed it."""
+        """Drop the outputs that no request holds."""
         for content_hash in self._released:
             self._num_free_slots += self._sizes.pop(content_hash)
             self._evicted.append(content_hash)

@@ -238,8 +238,21 @@ class KVCacheManager:
         request.num_cached_blocks = end
         return block_ids
 
+    def forget(self, request: Request) -> None:
+        """Make unfindable what steps of this request were to write, as one of them has failed. What
+        the request itself found in the cache when it was admitted stays.
+        """
+        hashes = request.block_hashes[request.num_cached_tokens // self.block_size :]
+        self.pool.forget(hashes)
+        if self.states is not None:
+            self.states.forget(hashes)
+        if self.windows is not None:
+            self.windows.pool.forget(hashes)
+        if self.connector is not None:
+            self.connector.forget_unsettled()
+
     def clear_index(self) -> None:
-        """Forget which block has which content: a step failed, or it is not wanted any more."""
+        """Forget which block has which content: it is not wanted any more."""
         self.pool.clear_index()
         if self.states is not None:
             self.states.clear()

@@ -4,6 +4,7 @@ State-space, linear-attention and convolution layers have such states. Knows slo
 the hashes of blocks; does not know what is in a state, nor who deserves one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -122,6 +123,13 @@ class StatePool:
         self._busy.clear()
         self._snapshots |= made
         return told
+
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
+        """Drop the snapshots behind these blocks: they were not written after all."""
+        for block_hash in block_hashes:
+            if (slot := self._snapshots.pop(block_hash, None)) is not None:
+                self._unused.append(slot)
+                self._busy.discard(slot)
 
     def clear(self) -> None:
         """Forget all snapshots."""

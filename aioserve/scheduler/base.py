@@ -18,7 +18,7 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStat
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
-from aioserve.scheduler.blame import place
+from aioserve.scheduler.blame import FROM_OUTSIDE, place
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.output import SchedulerOutput
@@ -239,8 +239,10 @@ class BaseScheduler(Switchable):
         return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
     def discard_step(self, last_step_id: int) -> list[str]:
-        touched = self.book.discard_step(last_step_id)
-        return self.finish_requests(touched or None, RequestStatus.FINISHED_ERROR)
+        return self.book.discard_step(last_step_id)
+
+    def abandon_step(self, scheduler_output: SchedulerOutput) -> list[str]:
+        return self.book.abandon(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -252,6 +254,11 @@ class BaseScheduler(Switchable):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
+        if self.book.open_step is not None:
+            raise PolicyError(
+                f"policy {type(self).__name__}: finish_requests() was called while a step is under "
+                "construction: schedule() plans, and the engine ends requests"
+            )
         return self.book.finish_requests(request_ids, finished_status)
 
     def get_num_unfinished_requests(self) -> int:
@@ -296,7 +303,9 @@ class BaseScheduler(Switchable):
     def _ask_order(self, request: Request) -> Any:
         try:
             return self.order(request)
-        except Exception as error:
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
             raise PolicyError(
                 f"policy {type(self).__name__} raised {error!r} in order()"
                 f"{place(error, type(self))}"

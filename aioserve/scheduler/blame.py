@@ -12,6 +12,11 @@ from typing import Any
 from aioserve.errors import AioserveError, PolicyError
 from aioserve.scheduler.step import Step
 
+#: What comes from outside while a policy runs. All else that it raises is its failure, `SystemExit`
+#: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
+#: a policy's to ask for.
+FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit)
+
 
 def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:
     """The innermost line of the policy's own file that was running, over all causes of `error`."""
@@ -69,7 +74,7 @@ class blamed:  # as `contextlib.suppress` is: cheap enough to stand around every
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, AioserveError):
+        if error is not None and not isinstance(error, (AioserveError, *FROM_OUTSIDE)):
             raise PolicyError(
                 f"policy {self._policy.__name__} raised {error!r} in {self._method}"
                 f"{place(error, self._policy)}"

@@ -219,7 +219,9 @@ class RequestBook:
         self.num_decode_tokens += num_steps * num_rows
 
     def discard_step(self, last_step_id: int) -> list[str]:
-        """Nothing after `last_step_id` goes to the runner; returns who was touched and lives."""
+        """Nothing after `last_step_id` goes to the runner: ends the requests that had a place in it
+        with FINISHED_ERROR, and returns their ids.
+        """
         step, output = self.open_step, self.last_output
         self.open_step = None
         self.loading.discard_steps(last_step_id)
@@ -232,15 +234,33 @@ class RequestBook:
             self.finished_req_ids = output.finished_req_ids + self.finished_req_ids
             self.encoder_cache.return_evicted(output.free_encoder_hashes)
             touched += self.in_flight.withdraw(output)
-        return [r.request_id for r in touched if not r.status.is_finished]
+        touched = [request for request in touched if not request.status.is_finished]
+        for request in touched:
+            self.finish(request, RequestStatus.FINISHED_ERROR)
+            self._forget(request)
+        self.drop_finished()
+        return [request.request_id for request in touched]
 
     def land(self, output: SchedulerOutput) -> list[Request]:
-        """A step is back: its rows. Whoever ended meanwhile keeps its blocks until `settle`."""
+        """A step is back: its rows. What ended meanwhile keeps its blocks until `settle`."""
         expected, requests = self.in_flight.popleft()
         while expected is not output:
-            self.settle(requests)  # a policy raised over its result; whom it carried has ended
+            self.settle(requests)  # a policy has kept the result of this one for itself
             expected, requests = self.in_flight.popleft()
         return requests
+
+    def abandon(self, output: SchedulerOutput) -> list[str]:
+        """The policy raised over the result of a step: it is back all the same. Returns the ids of
+        the requests that it carried and that live.
+        """
+        if any(step is output for step, _ in self.in_flight):
+            self.land(output)
+        self.drop_finished()  # of those that the policy's half-way work has ended
+        self.settle(list(self.ended))
+        # An id may be another request's by now, which then waits for its first step.
+        there = map(self.requests.get, output.num_scheduled_tokens)
+        waiting = RequestStatus.WAITING
+        return [r.request_id for r in there if r is not None and r.status is not waiting]
 
     def settle(self, requests: list[Request]) -> None:
         """After a step is back: blocks are freed that were only held for it."""
@@ -270,10 +290,14 @@ class RequestBook:
         if finished:
             self.drop_finished()
         if finished_status is RequestStatus.FINISHED_ERROR:
-            # A step that failed may not have written what is listed as computed by it.
-            self.kv_cache.clear_index()
-            self.encoder_cache.forget_released()
+            for request in self.ended:
+                self._forget(request)  # they ended while a step computed, which may have failed
         return finished
+
+    def _forget(self, request: Request) -> None:
+        """A step of the request may not have written what is listed as computed by it."""
+        self.kv_cache.forget(request)
+        self.encoder_cache.forget(request.encoder_inputs)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request; the caller has it dropped from `running`, by `drop_finished`."""

@@ -123,10 +123,18 @@ class SchedulerInterface(ABC):
     def discard_step(self, last_step_id: int) -> list[str]:
         """`schedule` raised or returned nonsense: undo what it planned after `last_step_id`.
 
-        Ends the requests that it touched, or all if it touched none, with FINISHED_ERROR, and
-        returns their ids: a policy that fails every time must not keep anybody waiting.
+        Ends the requests that it touched with FINISHED_ERROR, and returns their ids. The engine
+        asks once more then, and replaces a policy that fails again. By default all requests end.
         """
         return self.finish_requests(None, RequestStatus.FINISHED_ERROR)
+
+    def abandon_step(self, scheduler_output: SchedulerOutput) -> list[str]:
+        """`update_from_output` raised over this step's result, which is lost: the step is back.
+
+        Returns the ids of the requests that it carried and that have not ended, which the engine
+        ends with FINISHED_ERROR.
+        """
+        return list(scheduler_output.num_scheduled_tokens)
 
     def switch(self, settings: SchedulerConfig) -> "SchedulerInterface":
         """Let the policy of `settings` decide from the next step on; requests and KV cache stay.

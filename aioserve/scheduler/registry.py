@@ -113,7 +113,7 @@ def _import_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _not_importable(error, name) from error  # something that it imports is not there
         raise UnknownPolicyError(f"no module named {error.name!r} to take a policy from") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_importable(error, name) from error
 
 
@@ -129,7 +129,7 @@ def _import_file(path: Path) -> ModuleType:
         # Not by a loader: that would take the code of a file edited a moment ago from its cache.
         code = compile(path.read_bytes(), module.__file__, "exec")
         exec(code, module.__dict__)  # noqa: S102 - a policy is code, by an operator's word
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         if before is not None:
             sys.modules[module.__name__] = before
@@ -137,7 +137,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _not_importable(error: Exception, policy: str) -> ConfigError:
+def _not_importable(error: BaseException, policy: str) -> ConfigError:
     """In one line, with the place: of what is wrong in Python's eyes, or of what was running."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         where, message = f"{_shown(error.filename)}:{error.lineno}", error.msg

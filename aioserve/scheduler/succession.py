@@ -11,7 +11,7 @@ from typing import Any
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, ConfigError, PolicyError
 from aioserve.kv_cache import KVCacheManager
-from aioserve.scheduler.blame import place
+from aioserve.scheduler.blame import FROM_OUTSIDE, place
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.interface import CANNOT_BE_SWITCHED, SchedulerInterface
 from aioserve.scheduler.registry import load_policy
@@ -59,7 +59,9 @@ def make_successor(
             new.take_over(old)
     except AioserveError:
         raise
-    except Exception as error:
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:
         raise PolicyError(
             f"policy {policy.__name__} raised {error!r} while it took over{place(error, policy)}"
         ) from error

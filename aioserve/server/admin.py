@@ -37,7 +37,9 @@ class Alive(msgspec.Struct, kw_only=True):
 
 
 class Ready(msgspec.Struct, kw_only=True):
-    """Whether a new request would be served now, or why not: the words of `Health`."""
+    """Whether a new request would be served now, or why not: the words of `Health`. If it would
+    be, `reason` says what an operator should mend nevertheless.
+    """
 
     status: Readiness
     reason: str | UnsetType = UNSET
@@ -81,7 +83,7 @@ def tell_alive(health: Health) -> web.Response:
 def tell_ready(health: Health) -> web.Response:
     """The answer of /ready."""
     if health.status == "ready":
-        return _json(Ready(status="ready"))
+        return _json(Ready(status="ready", reason=health.reason or UNSET))
     return _json(Ready(status=health.status, reason=health.reason), status=503)
 
 

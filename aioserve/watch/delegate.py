@@ -3,7 +3,9 @@
 Knows nothing. What stands between engine and policy derives from it and overrides what it watches.
 """
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import ParamSpec
 
 from aioserve.config import SchedulerConfig
 from aioserve.kv_cache import KVConnectorBase
@@ -11,12 +13,28 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStat
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
 
 class DelegatingScheduler(SchedulerInterface):
     """`live` is the one that decides, or another one that watches it. A switch replaces it."""
 
+    error: Exception | None = None  # what ended the watching; the scheduler goes on without it
+
     def __init__(self, live: SchedulerInterface) -> None:
         self.live = live
+
+    def _try(self, note: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Note something, unless that has failed before: what follows would not fit."""
+        if self.error is not None:
+            return
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            logger.error("watching the scheduler ends here", exc_info=error)
+            self.error = error
 
     @property
     def policy(self) -> type[SchedulerInterface]:
@@ -49,6 +67,9 @@ class DelegatingScheduler(SchedulerInterface):
 
     def discard_step(self, last_step_id: int) -> list[str]:
         return self.live.discard_step(last_step_id)
+
+    def abandon_step(self, scheduler_output: SchedulerOutput) -> list[str]:
+        return self.live.abandon_step(scheduler_output)
 
     def get_num_unfinished_requests(self) -> int:
         return self.live.get_num_unfinished_requests()

@@ -4,9 +4,7 @@ Stands between engine and scheduler only while somebody looks, and changes nothi
 clock but the one it is given, no loop and no socket: `engine.gallery` makes frames of its notes.
 """
 
-import logging
 from collections.abc import Callable, Iterable
-from typing import ParamSpec
 
 from aioserve.config import SchedulerConfig
 from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
@@ -16,13 +14,9 @@ from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.frames import Back, Came, Ended, Events, Planned, Stands, Switched, Waits
 from aioserve.watch.shown_id import shown_id
 
-logger = logging.getLogger(__name__)
-
 # While no more requests than this wait, each step is asked why; of more, each frame is. So a long
 # queue costs as much as a short one. A guess: 10 us per step.
 MAX_ASKED_EACH_STEP = 64
-
-P = ParamSpec("P")
 
 _STATES = {RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 
@@ -35,7 +29,6 @@ class Onlooker(DelegatingScheduler):
     ) -> None:
         """`policy` is who decides at the end of the chain that `live` is the beginning of."""
         super().__init__(live)
-        self.error: Exception | None = None  # why there are no more notes
         self.began = clock()
         self.pool = policy.kv_cache.pool
         self._clock = clock
@@ -149,21 +142,10 @@ class Onlooker(DelegatingScheduler):
 
     def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
         super().switch(settings)
-        now = self.since_began(self._clock())
-        self._switched.append(Switched(now, settings.policy, settings.options))
+        self._try(self._note_switch, settings)
         return self
 
     # How.
-
-    def _try(self, note: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Note something, unless that has failed before: what follows would not fit."""
-        if self.error is not None:
-            return
-        try:
-            note(*args, **kwargs)
-        except Exception as error:
-            logger.error("watching the scheduler ends here", exc_info=error)
-            self.error = error
 
     def _tell(self, request: Request) -> None:
         self._num_told = number = self._num_told + 1
@@ -234,6 +216,10 @@ class Onlooker(DelegatingScheduler):
                 if count != 1 and row in numbers
             ]
         self._back.append(Back(step_id, self.since_began(self._clock()), tokens))
+
+    def _note_switch(self, settings: SchedulerConfig) -> None:
+        now = self.since_began(self._clock())
+        self._switched.append(Switched(now, settings.policy, settings.options))
 
     def _note_reasons(self, step_id: int) -> None:
         """Right after a step: of whoever waits then, it says something."""

@@ -16,6 +16,7 @@ from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import FROM_OUTSIDE
 from aioserve.version import __version__
 from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.records import (
@@ -247,12 +248,14 @@ class RecordingScheduler(DelegatingScheduler):
 
     # How.
 
-    def _call(self, function: Callable[[], T]) -> tuple[float, T | None, Exception | None]:
+    def _call(self, function: Callable[[], T]) -> tuple[float, T | None, BaseException | None]:
         """Call with the clock stopped; when, the result, and what was raised instead."""
         now = self.clock.freeze()
         try:
             return now, function(), None
-        except Exception as error:
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
             return now, None, error
         finally:
             self.clock.thaw()
@@ -268,13 +271,16 @@ class RecordingScheduler(DelegatingScheduler):
         """They have ended: the next step may name them still, none after it does."""
         self._short.forget(request_ids)
         if not self.live.has_unfinished_requests():
-            self._sink.flush()
+            try:
+                self._sink.flush()
+            except Exception as error:
+                self._sink.fail(error)
 
     def _planned(
         self,
         now: float,
         output: SchedulerOutput | None,
-        error: Exception | None,
+        error: BaseException | None,
         took: float,
     ) -> Planned:
         lag = self._loop_lag() if self._loop_lag is not None else 0.0
@@ -302,11 +308,11 @@ def _plain(config: SchedulerConfig) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in LOG_SETTINGS}
 
 
-def _text(error: Exception | None) -> str | None:
+def _text(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _result(result: T | None, error: Exception | None) -> T:
+def _result(result: T | None, error: BaseException | None) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # what the scheduler returned, even if nonsense

@@ -14,6 +14,7 @@ from aioserve.errors import ConfigError
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
+from aioserve.scheduler.blame import FROM_OUTSIDE
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink
@@ -87,7 +88,9 @@ class Replay:
         self._now = record.time
         try:
             self._call(record)
-        except Exception:
+        except FROM_OUTSIDE:
+            raise
+        except BaseException:
             if not self._sink.records:
                 raise  # not the scheduler's: that would have been noted
         return self._sink.records.pop()
@@ -108,7 +111,13 @@ class Replay:
                 req_ids = list(output.num_scheduled_tokens)
                 drafts = {self._name(name): token_ids for name, token_ids in record.drafts}
                 result = ModelRunnerOutput(req_ids, record.sampled_token_ids, {}, drafts)
-                recorder.update_from_output(output, result)
+                try:
+                    recorder.update_from_output(output, result)
+                except FROM_OUTSIDE:
+                    raise
+                except BaseException:
+                    recorder.abandon_step(output)  # as the engine does
+                    raise
             case Finished():
                 asked = None if record.asked is None else list(map(self._name, record.asked))
                 recorder.finish_requests(asked, RequestStatus(record.status))

@@ -240,42 +240,57 @@ class ShadowedScheduler(DelegatingScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        self._requests[request.request_id] = request
-        self.shadow.note(self._clock(), request)
+        self._try(self._note_added, request)
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        self.shadow.step_time.planned(output, self._clock())
+        self._try(self._note_planned, output)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        now = self._clock()
-        self.shadow.step_time.returned(scheduler_output, now)
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                if output.finish_reason is not None:
-                    self._requests.pop(output.request_id, None)
+        self._try(self._note_returned, scheduler_output, outputs)
         return outputs
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        return self._note_ended(super().finish_requests(request_ids, finished_status))
+        ended = super().finish_requests(request_ids, finished_status)
+        self._try(self._note_ended, ended)
+        return ended
 
     def expire_requests(self) -> list[str]:
-        return self._note_ended(super().expire_requests())
+        ended = super().expire_requests()
+        self._try(self._note_ended, ended)
+        return ended
 
     def discard_step(self, last_step_id: int) -> list[str]:
-        return self._note_ended(super().discard_step(last_step_id))
+        ended = super().discard_step(last_step_id)
+        self._try(self._note_ended, ended)
+        return ended
 
-    def _note_ended(self, request_ids: list[str]) -> list[str]:
+    def _note_added(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self.shadow.note(self._clock(), request)
+
+    def _note_planned(self, output: SchedulerOutput) -> None:
+        self.shadow.step_time.planned(output, self._clock())
+
+    def _note_returned(
+        self, scheduler_output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        self.shadow.step_time.returned(scheduler_output, self._clock())
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None:
+                    self._requests.pop(output.request_id, None)
+
+    def _note_ended(self, request_ids: list[str]) -> None:
         now = self._clock()
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             # A reply that a stop string ended has its length like any other; the rest left early.
             if request is not None and request.status is not RequestStatus.FINISHED_STOPPED:
                 self.shadow.note(now, request, left=True)
-        return request_ids

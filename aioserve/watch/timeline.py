@@ -47,18 +47,24 @@ class TimelineScheduler(DelegatingScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        self._timelines[request.request_id] = Timeline(request)
+        self._try(self._begin, request)
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        if self._prefilling or output.scheduled_new_reqs or output.preempted_req_ids:
-            self._note(output)
+        self._try(self._note_if_new, output)
         return output
 
     def vacate(self) -> SchedulerOutput:
         output = super().vacate()
-        self._note(output)
+        self._try(self._note, output)
         return output
+
+    def _begin(self, request: Request) -> None:
+        self._timelines[request.request_id] = Timeline(request)
+
+    def _note_if_new(self, output: SchedulerOutput) -> None:
+        if self._prefilling or output.scheduled_new_reqs or output.preempted_req_ids:
+            self._note(output)
 
     def _note(self, output: SchedulerOutput) -> None:
         now = self._clock()

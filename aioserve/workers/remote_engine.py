@@ -180,6 +180,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self.max_model_len = welcome.max_model_len
         self._adapters = KnownAdapters(config.model.served_name, welcome.adapters)
         self.access = Access(config.access, welcome.keys, RemoteAccounts(self))
+        clock = clock_of(asyncio.get_running_loop())
         self._parts = RemoteParts(
             InputProcessor(
                 info,
@@ -190,8 +191,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 reads_images=welcome.reads_images,
             ),
             PoolingDoor(info, can_pool=welcome.can_pool),
-            OutputProcessor(info.tokenizer, self._counts, may_wait=False),
-            clock_of(asyncio.get_running_loop()),
+            OutputProcessor(info.tokenizer, self._counts, clock=clock, may_wait=False),
+            clock,
         )
         for message in self._early:
             self._on_message(message)

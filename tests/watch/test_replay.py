@@ -158,7 +158,8 @@ def test_failures_of_a_policy_come_out_again(
                 stream = await engine.add_request([first] * 20, params)
                 # The message has the policy's name, not the recorder's.
                 fails = pytest.raises(RequestFailedError, match=policy.__name__)
-                with fails if first == BAD else nullcontext():
+                is_planned = policy is not ReturnsAnOldStep  # by which no request was touched
+                with fails if first == BAD and is_planned else nullcontext():
                     async for _ in stream:
                         pass
 

@@ -220,7 +220,7 @@ class _Rerun(RecordSink):
         with suppress(AioserveError):  # refused, as a client would be: the chronicle counts it
             self._core.add_request(request)
 
-    def _fail(self, request_ids: list[str], error: Exception) -> None:
+    def _fail(self, request_ids: list[str] | None, error: Exception) -> None:
         """What was recorded may have failed in reality, too; another policy has to work."""
         if not self._is_recorded and self._error is None:
             self._error = error
