@@ -177,6 +177,13 @@ class AsyncEngine(EngineFront[EngineParts]):
         return None if self._parts is None else self._parts.core.replaced_after
 
     @property
+    def first_policy_error(self) -> Exception | None:
+        """The first thing that a policy did wrong since the start: figures of such a run are not
+        those of the policy alone.
+        """
+        return None if self._parts is None else self._parts.core.first_policy_failure
+
+    @property
     def adapters(self) -> Adapters:
         """Those that are served, to be asked, loaded and unloaded. There are none before a start:
         raises `EngineDeadError`.
@@ -455,7 +462,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     async def wait_ended(self) -> None:
         """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
         if self._error is not None:
             raise EngineDeadError(f"the engine has died: {self._error}") from self._error

@@ -5,7 +5,6 @@ The one place where the order of these is decided. Knows nothing about text, HTT
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,8 +17,6 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.scheduler.blame import FROM_OUTSIDE, describe_result, place
-
-logger = logging.getLogger(__name__)
 
 # When a policy holds everybody back, it is asked again after so many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
@@ -79,6 +76,7 @@ class EngineCore:
         #: What the policy did wrong in its last step, and when; None: it works.
         self.policy_failure: tuple[Exception, float] | None = None
         self.num_policy_failures = 0
+        self.first_policy_failure: Exception | None = None  # in the engine's life
         #: The failure after which the fallback took the policy's place; None: the policy plans.
         self.replaced_after: Exception | None = None
         self._fallback = fallback
@@ -274,6 +272,7 @@ class EngineCore:
     def _note_failure(self, error: Exception) -> bool:
         """Whether the policy has failed too often by now."""
         self.policy_failure = error, self._clock()
+        self.first_policy_failure = self.first_policy_failure or error
         self.num_policy_failures += 1
         self._num_failures_in_row += 1
         self._last_failure = self._last_step_id
@@ -292,11 +291,9 @@ class EngineCore:
             self.failures.log(f"the fallback for policy {policy}", refusal)
             return False
         self.replaced_after = error
-        logger.error(
-            "policy %s has failed %d times in a row: a plain policy, first come first served, "
-            "plans in its place until a policy is chosen anew (POST /admin/policy)",
-            policy,
-            count,
+        self.failures.announce(
+            f"policy {policy} has failed {count} times in a row: a plain policy, first come first "
+            "served, plans in its place until a policy is chosen anew (POST /admin/policy)"
         )
         return True
 

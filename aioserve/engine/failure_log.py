@@ -27,6 +27,10 @@ class FailureLog:
             since = f" ({num_held} more were not logged)" if num_held else ""
             logger.error("%s failed: %s%s", culprit, error, since, exc_info=error)
 
+    def announce(self, message: str) -> None:
+        """A line about what follows from failures."""
+        logger.error("%s", message)
+
 
 class _Throttle:
     """Lets something through once in `LOG_SECONDS`, and counts what it held back."""

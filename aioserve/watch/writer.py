@@ -42,7 +42,7 @@ class LogWriter(RecordSink):
     def __init__(self, path: Path) -> None:
         """An older log of that name is kept as `<name>.previous`. Raises `ConfigError`."""
         try:
-            if path.exists():
+            if path.is_file():  # a device stays where it is
                 path.replace(path.with_name(f"{path.name}.previous"))
             # It holds the prompts of all users: nobody else may read it.
             self._file: BinaryIO = os.fdopen(

@@ -50,14 +50,12 @@ class Breakable(SimulatedRunner):
 
 
 class Moody(ChunkedPrefillScheduler):
-    """Raises before or after it has planned a step, once it is told to."""
+    """Raises after it has planned a step, once it is told to."""
 
     mood = ""
 
     def schedule(self) -> SchedulerOutput:
         mood, Moody.mood = Moody.mood, ""
-        if mood == "before":
-            raise ValueError("no idea")
         output = super().schedule()
         if mood == "after":
             raise ValueError("on second thoughts")
@@ -119,10 +117,6 @@ async def end_by_step(engine: AsyncEngine, runner: Breakable) -> None:
     runner.is_broken = True
 
 
-async def end_before_planning(engine: AsyncEngine, runner: Breakable) -> None:
-    Moody.mood = "before"
-
-
 async def end_after_planning(engine: AsyncEngine, runner: Breakable) -> None:
     Moody.mood = "after"
 
@@ -134,7 +128,6 @@ async def end_after_planning(engine: AsyncEngine, runner: Breakable) -> None:
         (end_by_abort, FinishReason.ABORT),
         (end_by_shutdown, FinishReason.ABORT),
         (end_by_step, FinishReason.ERROR),
-        (end_before_planning, FinishReason.ERROR),
         (end_after_planning, FinishReason.ERROR),
     ],
 )

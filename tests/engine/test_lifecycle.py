@@ -7,9 +7,17 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig
-from aioserve.errors import ConfigError, EngineDeadError, EngineStartError, RunnerDeadError
+from aioserve.engine.questions import HowAreYou
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    ForeignLoopError,
+    RunnerDeadError,
+)
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -38,6 +46,53 @@ def engine_tasks() -> list[str]:
 
 async def count_tokens(engine: AsyncEngine) -> int:
     return sum([len(o.token_ids) async for o in engine.generate([5, 6, 7], SHORT)])
+
+
+def test_an_engine_whose_loop_has_ended_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = AsyncEngine(CONFIG)
+    asyncio.run(engine.start())
+    assert "the engine has died" in caplog.text
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(EngineDeadError, match="the end of the event loop that the engine"):
+                await count_tokens(engine)
+            assert not engine.abort("a")
+            with pytest.raises(EngineDeadError):
+                await engine.wait_ended()
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+async def test_an_engine_task_that_is_cancelled_from_outside_tells_every_stream() -> None:
+    async with AsyncEngine(CONFIG) as engine:
+        stream = await engine.add_request([5], SamplingParams(max_tokens=10_000, ignore_eos=True))
+        await anext(stream)
+        (task,) = (t for t in asyncio.all_tasks() if t.get_name() == "aioserve-engine")
+        task.cancel()
+        with pytest.raises(EngineDeadError, match="the engine task was cancelled"):
+            [output async for output in stream]
+        with pytest.raises(EngineDeadError, match="the engine task was cancelled"):
+            await engine.wait_ended()
+        assert (await engine.ask(HowAreYou())).status == "dead"
+
+
+async def test_a_call_from_another_thread_is_refused_in_words_and_can_be_handed_over() -> None:
+    async with AsyncEngine(CONFIG) as engine:
+        loop = asyncio.get_running_loop()
+        here = "another thread than the one that it was started in.*run_coroutine_threadsafe"
+
+        def elsewhere() -> int:
+            for call in (lambda: count_tokens(engine), lambda: engine.pause()):
+                with pytest.raises(ForeignLoopError, match=here):
+                    asyncio.run(call())
+            with pytest.raises(ForeignLoopError, match=here):
+                engine.abort("a")
+            return asyncio.run_coroutine_threadsafe(count_tokens(engine), loop).result(PATIENCE)
+
+        assert await asyncio.to_thread(elsewhere) == 3
+        assert await count_tokens(engine) == 3
 
 
 async def test_a_second_start_is_refused_and_the_engine_goes_on() -> None:

@@ -79,3 +79,24 @@ def test_nothing_of_a_failed_step_is_found(depth: int) -> None:
     harness.fail_steps()
     assert harness.findable == set()
     assert next_turn(harness, "b") == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_fails_takes_no_cached_prefix_of_others_along(depth: int) -> None:
+    harness = SchedulerHarness(ChunkedPrefillScheduler, block_size=4, pipeline_depth=depth)
+    shared = [7] * 12
+    harness.add_request("old", [*shared, 1, 2], max_tokens=6)
+    harness.run_until_idle()
+    num_found = next_turn(harness, "old")
+    assert num_found == (14 + 6 - 1) // 4 * 4
+    # It begins with what is cached, and fails alone; one that waits fails before it has run.
+    harness.add_request("bad", [*shared, *range(20, 31)], max_tokens=20)
+    for _ in range(3):
+        harness.step()
+    harness.finish("bad", RequestStatus.FINISHED_ERROR)
+    harness.add_request("waits", [*shared, 3, 4, 5], max_tokens=20)
+    harness.finish("waits", RequestStatus.FINISHED_ERROR)
+    harness.run_until_idle()
+    harness.add_request("again", harness.requests["old"].token_ids, max_tokens=2)
+    harness.run_until_idle()
+    assert harness.requests["again"].num_cached_tokens == num_found

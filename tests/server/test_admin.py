@@ -81,6 +81,8 @@ async def test_a_policys_file_that_was_edited_is_read_again(start_server, tmp_pa
         ("def x(:", "mine.py:5: cannot import the policy: SyntaxError"),
         ("import nowhere", "mine.py:5: cannot import the policy: ModuleNotFoundError"),
         ("def __init__(self, *a, **k): 1 / 0", "ZeroDivisionError('division by zero')"),
+        ("raise SystemExit(3)", "mine.py:5: cannot import the policy: SystemExit: 3"),
+        ("def __init__(self, *a, **k): exit()", "Mine raised SystemExit"),
         ("schedule = 1 / 0", "mine.py:5: cannot import the policy: ZeroDivisionError"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -92,7 +93,7 @@ class Failing(FCFSScheduler):
 """
 
 
-async def test_while_the_policy_fails_ready_says_why_until_another_one_works(
+async def test_where_the_policy_fails_a_plain_one_plans_and_ready_says_so_until_a_switch(
     start_server, tmp_path
 ):
     (tmp_path / "failing.py").write_text(FAILING)
@@ -104,17 +105,15 @@ async def test_while_the_policy_fails_ready_says_why_until_another_one_works(
 
         response = await start_stream(server)
         assert await switch(policy) == 200
-        last = (await response.read()).split(b"\n\n")[-2]
-        error = json.loads(last.removeprefix(b"data: "))["error"]
-        assert error["code"] == "request_failed"
-        assert "Failing raised ValueError('no idea') in schedule()" in error["message"]
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
         for _ in range(3):
-            answer = await server.complete()
-            assert answer.status == 500
-            assert "no idea" in answer.json()["error"]["message"]
+            assert (await server.complete()).status == 200
         answer = await server.get("/ready")
-        assert (answer.status, answer.json()["status"]) == (503, "failing")
-        assert "no idea" in answer.json()["reason"]
+        assert (answer.status, answer.json()["status"]) == (200, "ready")
+        reason = (
+            "plans in the place of .*Failing: .*Failing raised ValueError.'no idea'. in schedule"
+        )
+        assert re.search(reason, answer.json()["reason"])
         assert (await server.get("/health")).json() == {"status": "ok"}
         assert await switch({"policy": "fcfs"}) == 200
         assert (await server.get("/ready")).json() == {"status": "ready"}
