@@ -27,6 +27,11 @@ A message says what is wrong, what would be right, and where.
 
 from collections.abc import Iterable
 
+#: What comes from outside while a policy runs. All else that it raises is its failure, `SystemExit`
+#: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
+#: a policy's to ask for.
+FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit)
+
 
 class AioserveError(Exception):
     """Base of all errors raised on purpose."""

@@ -69,8 +69,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
-from aioserve.scheduler import BaseScheduler, SchedulerInterface
-from aioserve.scheduler.fallback import FALLBACK_POLICY
+from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
 from aioserve.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,8 @@ from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSp
 from aioserve.model_info import ModelInfo
 from aioserve.output_file import check_writable
 from aioserve.runner.interface import RunnerInterface
-from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
+from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.scheduler.fallback import FALLBACK_POLICY
 from aioserve.watch.delegate import DelegatingScheduler, without
 from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.shadow import Shadow, ShadowedScheduler

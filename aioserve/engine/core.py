@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterable
 
 from aioserve.config import SchedulerConfig
 from aioserve.engine.failure_log import FailureLog
-from aioserve.errors import AioserveError, PolicyError, RequestFailedError, RunnerDeadError
+from aioserve.errors import (
+    FROM_OUTSIDE,
+    AioserveError,
+    PolicyError,
+    RequestFailedError,
+    RunnerDeadError,
+)
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.runner.interface import RunnerInterface
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import FROM_OUTSIDE, describe_result, place
+from aioserve.scheduler import FAILURES_UNTIL_FALLBACK, SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import describe_result, place
 
 # When a policy holds everybody back, it is asked again after so many seconds even if nothing
 # happened: long enough to cost nothing, short enough to be unnoticed. A guess.
 IDLE_POLL_SECONDS = 0.01
-
-# A policy that fails so often in a row gives way to the fallback: the first failure may have been
-# over one request, which has ended by then.
-FAILURES_UNTIL_FALLBACK = 2
 
 # Loops round their timers to a millisecond: one that comes too early asks again so much later.
 TIMER_SECONDS = 0.001

@@ -7,6 +7,7 @@ from msgspec import Meta
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler, PolicyOptions
+from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
 from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
@@ -20,6 +21,8 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 __all__ = [
+    "FAILURES_UNTIL_FALLBACK",
+    "FALLBACK_POLICY",
     "BaseScheduler",
     "CachedRequestData",
     "EngineCoreOutputs",

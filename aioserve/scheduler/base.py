@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import ConfigError, InvariantError, PolicyError, RequestError
+from aioserve.errors import FROM_OUTSIDE, ConfigError, InvariantError, PolicyError, RequestError
 from aioserve.kv_cache import EncoderCacheManager, KVCacheManager, KVConnectorBase
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
-from aioserve.scheduler.blame import FROM_OUTSIDE, place
+from aioserve.scheduler.blame import place
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.output import SchedulerOutput

@@ -9,13 +9,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from aioserve.errors import AioserveError, PolicyError
+from aioserve.errors import FROM_OUTSIDE, AioserveError, PolicyError
 from aioserve.scheduler.step import Step
-
-#: What comes from outside while a policy runs. All else that it raises is its failure, `SystemExit`
-#: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
-#: a policy's to ask for.
-FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit)
 
 
 def find_line(error: BaseException, policy: type) -> traceback.FrameSummary | None:

@@ -9,6 +9,10 @@ from aioserve.scheduler.output import SchedulerOutput
 #: As the setting `scheduler.policy` has it.
 FALLBACK_POLICY = "aioserve.scheduler.fallback:FallbackScheduler"
 
+#: A policy that fails so often in a row gives way: its first failure may have been over requests
+#: that have ended by then.
+FAILURES_UNTIL_FALLBACK = 2
+
 
 class FallbackScheduler(BaseScheduler):
     """Running requests first, then waiting ones in order of arrival, until the step is full."""

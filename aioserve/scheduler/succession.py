@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import AioserveError, ConfigError, PolicyError
+from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
 from aioserve.kv_cache import KVCacheManager
-from aioserve.scheduler.blame import FROM_OUTSIDE, place
+from aioserve.scheduler.blame import place
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.interface import CANNOT_BE_SWITCHED, SchedulerInterface
 from aioserve.scheduler.registry import load_policy

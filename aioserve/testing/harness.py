@@ -19,6 +19,7 @@ from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import (
+    FAILURES_UNTIL_FALLBACK,
     BaseScheduler,
     SchedulerInterface,
     SchedulerOutput,
@@ -92,6 +93,7 @@ class SchedulerHarness:
         self.is_in_call = False
         self.tolerates_errors = tolerates_errors
         self.errors: list[Exception] = []
+        self._num_raised_in_row = 0  # since a step was planned
         self.now = 0.0
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
@@ -276,6 +278,7 @@ class SchedulerHarness:
             return self.scheduler.schedule()
 
     def _enter(self, output: SchedulerOutput) -> SchedulerOutput:
+        self._num_raised_in_row = 0
         if isinstance(output, SchedulerOutput):  # first: a step that breaks a rule is shown, too
             self.steps.append(output)
         rows = self.planned.apply(output, self._rows_in_flight())
@@ -293,6 +296,9 @@ class SchedulerHarness:
         self.planned.give_up()
         with self._blame("discard_step"):
             ended = self.scheduler.discard_step(self.steps[-1].step_id if self.steps else 0)
+            self._num_raised_in_row += 1
+            if self._num_raised_in_row >= FAILURES_UNTIL_FALLBACK:  # as where there is none
+                ended += self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
         self._end(ended, ended, RequestStatus.FINISHED_ERROR)
         self.check()
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from aioserve.config import SchedulerConfig
+from aioserve.errors import FROM_OUTSIDE
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import FROM_OUTSIDE
 from aioserve.version import __version__
 from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.records import (

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import FROM_OUTSIDE, ConfigError
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
-from aioserve.scheduler.blame import FROM_OUTSIDE
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink
