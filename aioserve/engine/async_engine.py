@@ -1,7 +1,7 @@
 """The public Python API: an engine that lives in the caller's event loop.
 
 Guards the door and owns the engine task; what it is made of, `builder` knows. Installs no signal
-handlers, opens no ports, starts no processes.
+handlers, opens no ports; starts no processes but those that render chat templates.
 """
 
 import asyncio

@@ -1,30 +1,19 @@
 """A conversation as the prompt that the model's own template makes of it.
 
-Templates are programs that come with a model: they run in Jinja's sandbox, for so many seconds and
-on texts of so many characters. What they are given is what `transformers` gives them. Knows nothing
-about tokens.
+Templates are programs that come with a model: `template_renderer` runs them within limits. What
+they are given is what `transformers` gives them. Knows nothing about tokens.
 """
 
 import json
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from aioserve.engine.template_renderer import TemplateRenderer
 from aioserve.errors import RequestError
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 Messages = Sequence[Mapping[str, Any]]
-
-# Of the thread's CPU time, however busy the machine is. A message takes some 50 microseconds.
-TEMPLATE_SECONDS = 5.0
-MAX_TEXT = 2**26  # characters that a template may put together
 
 
 # What every template is given, or what `transformers` takes with it.
@@ -77,32 +66,36 @@ class Conversation(msgspec.Struct, frozen=True):
                 )
 
 
-class TemplateTooSlowError(RequestError):
-    """A template took more time than it was given."""
-
-
 class ChatTemplate:
-    """The templates of one tokenizer."""
+    """The templates of one tokenizer. Blocks the caller, who is no event loop."""
 
-    def __init__(self, tokenizer: Any, placeholder: str | None = None) -> None:
-        """`placeholder` stands for an image in a text; None: of a model that reads none."""
+    def __init__(
+        self, tokenizer: Any, placeholder: str | None = None, *, seconds: float | None = None
+    ) -> None:
+        """`placeholder` stands for an image in a text; None: of a model that reads none. `seconds`
+        of CPU time are for one text; None: as many as there are by default.
+        """
         self._tokenizer, self._placeholder = tokenizer, placeholder
+        self._renderer = TemplateRenderer(seconds)
+        self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
         self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
         self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
 
-    def render(self, conversation: Conversation, seconds: float = TEMPLATE_SECONDS) -> str:
-        """The prompt. Raises `RequestError` if the template does, or makes too much of it, and
-        `TemplateTooSlowError` if it has not ended after so many seconds.
-        """
+    def close(self) -> None:
+        """End what renders. Idempotent."""
+        self._renderer.close()
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt. Raises `RequestError` if the template does, or asks too much."""
         source = self._source(with_tools=bool(conversation.tools))
         messages = [_with_reasoning(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools]
         if any(message.get("tool_calls") for message in messages):
             messages = [own for each in messages for own in self._with_calls(source, each)]
-        _check_read(source, conversation.template_kwargs)
+        self._check_read(source, conversation.template_kwargs)
         names = {
             "documents": None,
-            **_effort_kwargs(source, conversation.reasoning_effort),
+            **self._effort_kwargs(source, conversation.reasoning_effort),
             **conversation.template_kwargs,
             "messages": messages,
             "tools": tools or None,
@@ -112,11 +105,11 @@ class ChatTemplate:
             names["add_generation_prompt"] = not conversation.continue_final_message
         if not conversation.continue_final_message:
             names["messages"] = self._with_contents(source, messages)
-            return self._render(source, names, seconds)
+            return self._render(source, names)
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
         names["messages"] = self._with_contents(source, messages)
-        text, mark, _ = self._render(source, names, seconds).rpartition(_END_MARK)
+        text, mark, _ = self._render(source, names).rpartition(_END_MARK)
         if not mark:
             raise RequestError(
                 "the chat template leaves the last message out: it cannot be continued",
@@ -129,17 +122,36 @@ class ChatTemplate:
             raise RequestError("this model has no chat template: use a text prompt", "messages")
         return str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None))
 
-    def _render(self, source: str, names: Mapping[str, Any], seconds: float) -> str:
-        try:
-            template = _compile(source)  # once: its time is not this conversation's
-            with _limits.within(seconds):
-                pieces = template.generate({**self._tokenizer.special_tokens_map, **names})
-                return "".join(_bounded(pieces))
-        except RequestError:
-            raise
-        except Exception as error:  # templates raise what they like for roles they do not know
-            where = _line_of(error)
-            raise RequestError(f"the chat template refused{where}: {error}", "messages") from error
+    def _render(self, source: str, names: Mapping[str, Any]) -> str:
+        return self._renderer.render(source, {**self._tokenizer.special_tokens_map, **names})
+
+    def _names_read(self, source: str) -> frozenset[str]:
+        if source not in self._names:
+            self._names[source] = self._renderer.names_read(source)
+        return self._names[source]
+
+    def _check_read(self, source: str, kwargs: Mapping[str, Any]) -> None:
+        """What a template does not look at may only ask for nothing."""
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in self._names_read(source):
+                raise RequestError(
+                    f"the chat template of this model does not look at {name!r}",
+                    param=f"chat_template_kwargs.{name}",
+                )
+
+    def _effort_kwargs(self, source: str, effort: str | None) -> dict[str, Any]:
+        """How a template is told how much to reason: as vLLM does, by either of two names."""
+        if effort is None:
+            return {}
+        told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        told = {name: value for name, value in told.items() if name in self._names_read(source)}
+        if not told and effort != "none":
+            raise RequestError(
+                "the chat template of this model does not look at reasoning_effort, nor at "
+                "enable_thinking",
+                param="reasoning_effort",
+            )
+        return told
 
     def _with_calls(self, source: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The message in the first form in which this template shows its calls."""
@@ -181,7 +193,7 @@ class ChatTemplate:
         """Whether the template shows such a content as a text."""
         names = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
         try:
-            text = self._render(source, names, TEMPLATE_SECONDS)
+            text = self._render(source, names)
         except RequestError:
             return False
         return "probe" in text and "'probe'" not in text  # that would be the list itself
@@ -191,7 +203,7 @@ class ChatTemplate:
         messages = [{"role": "user", "content": "?"}, *messages]
         try:
             names = {"messages": messages, "add_generation_prompt": True}
-            text = self._render(source, names, TEMPLATE_SECONDS)
+            text = self._render(source, names)
         except RequestError:
             return False
         return '"probe_key"' in text or "probe_key>" in text
@@ -243,222 +255,3 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Under all names that templates have for it."""
     reasoning = message.get("reasoning_content")
     return {**message} if reasoning is None else {**message, "thinking": reasoning}
-
-
-class _Limits(threading.local):
-    """What the template that this thread runs may still do."""
-
-    deadline = float("inf")  # of the thread's CPU time
-
-    def within(self, seconds: float) -> "_Limits":
-        self._seconds = seconds
-        return self
-
-    def __enter__(self) -> None:
-        self.deadline = time.thread_time() + self._seconds
-
-    def __exit__(self, *_: object) -> None:
-        self.deadline = float("inf")
-
-    def check_time(self) -> None:
-        if time.thread_time() > self.deadline:
-            raise TemplateTooSlowError("the chat template takes too long", "messages")
-
-
-_limits = _Limits()
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_TEXT:
-        raise RequestError("the chat template makes too long a text", "messages")
-
-
-def _bounded(pieces: Iterable[str]) -> Iterator[str]:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        _check_size(size)
-        _limits.check_time()
-        yield piece
-
-
-@cache
-def _compile(source: str) -> "Template":
-    """Raises what Jinja does for a template that is none."""
-    template: Template = _make_environment().from_string(source)
-    return template
-
-
-def _check_read(source: str, kwargs: Mapping[str, Any]) -> None:
-    """What a template does not look at may only ask for nothing."""
-    for name, value in kwargs.items():
-        if value is not None and value is not False and name not in _names_read(source):
-            raise RequestError(
-                f"the chat template of this model does not look at {name!r}",
-                param=f"chat_template_kwargs.{name}",
-            )
-
-
-def _effort_kwargs(source: str, effort: str | None) -> dict[str, Any]:
-    """How a template is told how much to reason: as vLLM does, by either of two names."""
-    if effort is None:
-        return {}
-    told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    told = {name: value for name, value in told.items() if name in _names_read(source)}
-    if not told and effort != "none":
-        raise RequestError(
-            "the chat template of this model does not look at reasoning_effort, nor at "
-            "enable_thinking",
-            param="reasoning_effort",
-        )
-    return told
-
-
-@cache
-def _names_read(source: str) -> frozenset[str]:
-    """What a template may be given; nothing if it is none."""
-    from jinja2 import TemplateError, meta
-
-    try:
-        return frozenset(meta.find_undeclared_variables(_make_environment().parse(source)))
-    except TemplateError:
-        return frozenset()
-
-
-@cache
-def _make_environment() -> Any:
-    """Jinja's sandbox as `transformers` sets it up, with the time looked at in every round of a
-    loop and every call, and the size of what operators make.
-    """
-    from jinja2 import nodes, pass_context
-    from jinja2.exceptions import SecurityError, TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(Extension):
-        """`{% generation %}` marks what to train on: of no interest here."""
-
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"+", "*", "**"})
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            tree = super()._parse(source, name, filename)
-            for loop in list(tree.find_all(nodes.For)):
-                loop.iter = self._filtered(loop.iter, "in_time")
-            for text in list(tree.find_all(nodes.Concat)):
-                text.nodes = [self._filtered(node, "in_size") for node in text.nodes]
-            return tree
-
-        def _filtered(self, node: Any, name: str) -> nodes.Filter:
-            filtered = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-            filtered.set_environment(self)
-            return filtered
-
-        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-            _limits.check_time()
-            return super().call(context, obj, *args, **kwargs)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                _check_size(_bits(left) * (right if isinstance(right, int) else 1))
-            elif operator == "+":
-                _check_size(_length(left) + _length(right))
-            else:
-                _check_size(max(_length(left) * _times(right), _length(right) * _times(left)))
-            return super().call_binop(context, operator, left, right)
-
-    @pass_context
-    def in_time(_context: Any, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            _limits.check_time()
-            yield item
-
-    @pass_context
-    def in_size(_context: Any, value: Any) -> Any:
-        _check_size(_length(value))
-        return value
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    class PlainNamespace(Namespace):
-        """Of names that do not lead into Python's own."""
-
-        def __init__(*args: Any, **attrs: Any) -> None:  # as Jinja's: `self` may be a name
-            self, *given = args
-            values = dict(*given, **attrs)
-            for name in values:
-                check_name(name)
-            Namespace.__init__(self, values)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            check_name(name)
-            super().__setitem__(name, value)
-
-    def check_name(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"{name!r} is no name of a namespace in a chat template")
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters |= {"in_time": in_time, "in_size": in_size, "tojson": _tojson}
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": lambda *args, **items: dict(*args, **items),  # the class has more to offer
-        "namespace": PlainNamespace,
-    }
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, for text that is no HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
-
-
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
-
-
-def _times(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _line_of(error: BaseException) -> str:
-    """Where in the template it was raised, as Jinja's traceback knows."""
-    line: int | None = getattr(error, "lineno", None)
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return "" if line is None else f" in line {line}"

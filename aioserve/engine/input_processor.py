@@ -6,18 +6,12 @@ Everything that can be wrong with a request is refused here. Knows nothing about
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from aioserve.engine.chat_template import (
-    TEMPLATE_SECONDS,
-    Conversation,
-    Messages,
-    TemplateTooSlowError,
-)
+from aioserve.engine.chat_template import Conversation, Messages
 from aioserve.engine.illustrations import Encoded, Illustrations
 from aioserve.engine.prompt_room import Room
 from aioserve.engine.sampling_door import NO_TOKENIZER, SamplingDoor
@@ -38,12 +32,10 @@ Prompt = str | Sequence[int] | Messages | Conversation | Illustrated | Encoded
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
 INLINE_CHARACTERS = 2_000
-# Conversations of more messages are rendered there, too: some 50 microseconds a message.
-INLINE_MESSAGES = 20
+# Conversations of more messages wait there for their template, too: some 50 microseconds a message.
+SHORT_MESSAGES = 20
 # And those with more tools: their schemas are of any size.
-INLINE_TOOLS = 4
-# What a template may take of the event loop's time before it is rendered there again.
-INLINE_TEMPLATE_SECONDS = 0.05
+SHORT_TOOLS = 4
 
 
 class InputProcessor:
@@ -87,8 +79,9 @@ class InputProcessor:
             model_info, seed, self._encode_word, tells_prompts=tells_prompts
         )
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
-        # one of their own, so that no text waits for them.
+        # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
+        self._template_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-template")
         self._image_executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-image")
 
     @property
@@ -189,18 +182,20 @@ class InputProcessor:
         return self._check_vocabulary(prompt, "prompt")
 
     async def _encode_conversation(self, conversation: Conversation, room: Room) -> list[int]:
-        messages, render = conversation.messages, self._render_and_encode
+        messages = conversation.messages
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
             length > INLINE_CHARACTERS
-            or len(messages) > INLINE_MESSAGES
-            or len(conversation.tools) > INLINE_TOOLS
+            or len(messages) > SHORT_MESSAGES
+            or len(conversation.tools) > SHORT_TOOLS
             or any(message.get("tool_calls") for message in messages)
         )
-        if not is_long:
-            with suppress(TemplateTooSlowError):
-                return render(conversation, room, INLINE_TEMPLATE_SECONDS)
-        return await self._run(True, render, conversation, room, TEMPLATE_SECONDS)
+        if is_long:
+            return await self._run(True, self._render_and_encode, conversation, room)
+        loop = asyncio.get_running_loop()
+        executor = self._template_executor
+        text = await loop.run_in_executor(executor, self._render, conversation, room)
+        return await self._run(len(text) > INLINE_CHARACTERS, self._encode, text, False)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, with the special ones. Raises `RequestError`."""
@@ -226,9 +221,11 @@ class InputProcessor:
         await self._grammars.check(wanted)
 
     def close(self) -> None:
-        """Let the tokenizer thread end; who still waits for it is refused afterwards."""
-        self._executor.shutdown(wait=False)
-        self._image_executor.shutdown(wait=False)
+        """Let the threads end; who still waits for them is refused afterwards."""
+        for executor in (self._executor, self._template_executor, self._image_executor):
+            executor.shutdown(wait=False)
+        if self._has_tokenizer:
+            self._chat_template.close()
 
     def _least_tokens_of(self, text: str) -> int:
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -255,12 +252,13 @@ class InputProcessor:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
-    def _render_and_encode(
-        self, conversation: Conversation, room: Room, seconds: float
-    ) -> list[int]:
-        text = self._chat_template.render(conversation, seconds)
+    def _render(self, conversation: Conversation, room: Room) -> str:
+        text = self._chat_template.render(conversation)
         room.check(room.kept(self._least_tokens_of(text)), "at least ")
-        return self._encode(text, add_special_tokens=False)
+        return text
+
+    def _render_and_encode(self, conversation: Conversation, room: Room) -> list[int]:
+        return self._encode(self._render(conversation, room), add_special_tokens=False)
 
     def _encode_word(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False, field="bad_words")

@@ -106,6 +106,7 @@ def build_app(
     app[CHAT_FORMAT] = ChatFormat(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
+    app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
     app.on_response_prepare.extend((add_request_id, tell_origin))
     is_one_for_all = engine.config.access.admin_port is None
     has_admin = server.enable_admin and is_one_for_all

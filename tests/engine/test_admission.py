@@ -13,11 +13,12 @@ from tokenizers import AddedToken, Tokenizer
 import aioserve
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.chat_template import ChatTemplate, Conversation
 from aioserve.engine.histogram import RATE_SECONDS, RecentRate
-from aioserve.engine.input_processor import INLINE_CHARACTERS, INLINE_MESSAGES
+from aioserve.engine.input_processor import INLINE_CHARACTERS, SHORT_MESSAGES
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.lab import VirtualClockEventLoop
+from tests.processes import PATIENCE
 
 ENDLESS = SamplingParams(max_tokens=3000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -50,18 +51,11 @@ async def test_a_conversation_that_is_too_long_is_not_rendered(
 
 
 @pytest.mark.parametrize(
-    ("messages", "is_off_the_loop"),
-    [
-        (chat("Hello"), False),
-        (chat("x" * (INLINE_CHARACTERS + 1)), True),
-        (chat(*["x"] * (INLINE_MESSAGES + 1)), True),
-    ],
+    "messages",
+    [chat("Hello"), chat("x" * (INLINE_CHARACTERS + 1)), chat(*["x"] * (SHORT_MESSAGES + 1))],
 )
-async def test_a_long_conversation_is_rendered_off_the_loop(
-    engine: AsyncEngine,
-    messages: list[dict[str, str]],
-    is_off_the_loop: bool,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_conversation_is_rendered_off_the_loop(
+    engine: AsyncEngine, messages: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, render = [], ChatTemplate.render
 
@@ -71,7 +65,26 @@ async def test_a_long_conversation_is_rendered_off_the_loop(
 
     monkeypatch.setattr(ChatTemplate, "render", note)
     (await engine.add_request(messages, SHORT)).close()
-    assert [thread is not threading.main_thread() for thread in threads] == [is_off_the_loop]
+    assert [thread is not threading.main_thread() for thread in threads] == [True]
+
+
+async def test_a_short_conversation_does_not_wait_for_the_template_of_a_long_one(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, render = threading.Event(), ChatTemplate.render
+
+    def wait(template: ChatTemplate, conversation: Conversation) -> str:
+        if len(conversation.messages) > 1:
+            assert go_on.wait(PATIENCE)
+        return render(template, conversation)
+
+    monkeypatch.setattr(ChatTemplate, "render", wait)
+    long = asyncio.create_task(engine.add_request(chat(*["x"] * (SHORT_MESSAGES + 1)), SHORT))
+    await asyncio.sleep(0)
+    (await engine.add_request(chat("Hello"), SHORT)).close()
+    assert not long.done()
+    go_on.set()
+    (await long).close()
 
 
 async def test_a_full_queue_refuses_before_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:

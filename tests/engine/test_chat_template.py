@@ -1,17 +1,17 @@
 """What becomes of a conversation, and of templates that mean no good."""
 
+import gc
+import resource
+
+import psutil
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.engine import chat_template
-from aioserve.engine.chat_template import (
-    TEMPLATE_SECONDS,
-    ChatTemplate,
-    Conversation,
-    TemplateTooSlowError,
-)
+from aioserve.engine.chat_template import ChatTemplate, Conversation
+from aioserve.engine.template_renderer import TemplateTooSlowError
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
+from tests.processes import PATIENCE
 
 USER = {"role": "user", "content": "Hi"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -53,14 +53,20 @@ def tokenizer():
     return ModelInfo(ModelConfig()).tokenizer
 
 
+@pytest.fixture(scope="module")
+def template(tokenizer):
+    template = ChatTemplate(tokenizer)
+    yield template
+    template.close()
+
+
 @pytest.fixture
-def render(tokenizer, monkeypatch):
+def render(tokenizer, template, monkeypatch):
     """The conversation as a template has it."""
 
-    def render(source, *messages, tools=(), seconds=TEMPLATE_SECONDS, **options):
+    def render(source, *messages, tools=(), by=template, **options):
         monkeypatch.setattr(tokenizer, "chat_template", source)
-        conversation = Conversation(messages or [USER], tools, **options)
-        return ChatTemplate(tokenizer).render(conversation, seconds)
+        return by.render(Conversation(messages or [USER], tools, **options))
 
     return render
 
@@ -180,28 +186,72 @@ def test_calls_are_shown_whatever_is_said_beside_them(render, condition, content
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
+        "{{ 10 ** 999999999 }}",  # one step of Python's own, which nothing inside can end
     ],
 )
-def test_a_template_that_does_not_end_is_ended(render, source):
+def test_a_template_that_does_not_end_is_ended(tokenizer, render, source):
+    slow = ChatTemplate(tokenizer, seconds=0.5)
     with pytest.raises(TemplateTooSlowError, match="takes too long"):
-        render(source, seconds=0.01)
+        render(source, by=slow)
+    assert render("{{ messages[0].content }}", by=slow) == "Hi"
+    slow.close()
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "{{ 'x' * 10 ** 9 }}",
-        "{{ 10 ** 999999999 }}",
         "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}"
         "{% endfor %}",
         "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
         "{% endfor %}",
         "{% set x = 'x' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+        "{{ '%300000000d' % 1 }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{{ messages[0].content.ljust(10 ** 8) }}",
+        "{{ messages | tojson(indent=10 ** 8) }}",
+        "{{ [1] | batch(10 ** 9, 'x') | list | length }}",
+        "{{ messages[0].content.replace('', 'x' * 10 ** 8) }}",
     ],
 )
 def test_a_template_does_not_fill_the_memory(render, source):
-    with pytest.raises(RequestError, match="too long a text"):
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    with pytest.raises(RequestError, match=r"too long a text|needs more than the 1 GiB of memory"):
         render(source)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + 2**18
+    assert render("{{ messages[0].content }}") == "Hi"
+
+
+def test_what_renders_is_started_again_when_it_was_ended(render):
+    assert render("{{ messages[0].content }}") == "Hi"
+    started = psutil.Process().children()
+    assert started
+    for process in started:
+        process.kill()
+        process.wait(PATIENCE)
+    assert render("{{ messages[0].content }}") == "Hi"
+
+
+def test_what_renders_ends_with_its_owner(tokenizer, render):
+    before = set(psutil.Process().children())
+    closed, dropped = ChatTemplate(tokenizer), ChatTemplate(tokenizer)
+    for each in (closed, dropped):
+        assert render("{{ messages[0].content }}", by=each) == "Hi"
+    assert len(set(psutil.Process().children()) - before) == 2
+    closed.close()
+    del dropped, each
+    gc.collect()
+    assert not set(psutil.Process().children()) - before
+
+
+def test_what_json_has_no_word_for_is_refused(render):
+    with pytest.raises(RequestError, match="can be given JSON only"):
+        render("{{ title }}", template_kwargs={"title": {1, 2}})
+
+
+@pytest.mark.parametrize("text", ["Hä?", "\ud800", "\U0001f3ad" * 70_000, "\x00"])
+def test_texts_of_all_kinds_and_lengths_arrive_whole(render, text):
+    assert render("{{ messages[0].content }}", {"role": "user", "content": text}) == text
 
 
 @pytest.mark.parametrize(
@@ -221,16 +271,3 @@ def test_a_template_that_raises_or_breaks_out_is_refused(render, source, message
     with pytest.raises(RequestError, match=message) as caught:
         render(source)
     assert caught.value.param == "messages"
-
-
-def test_a_template_is_compiled_outside_of_a_conversations_time(render, monkeypatch):
-    deadlines = []
-    compiled = chat_template._compile
-
-    def note(source):
-        deadlines.append(chat_template._limits.deadline)
-        return compiled(source)
-
-    monkeypatch.setattr(chat_template, "_compile", note)
-    render("{{ messages[0].content }}")
-    assert deadlines == [float("inf")]

@@ -21,7 +21,7 @@ from aioserve.server.anthropic.protocol import (
     OutputConfig,
 )
 from aioserve.server.body import decode_body
-from aioserve.server.chat.binding import bind, blame
+from aioserve.server.chat.binding import bind_off_loop, blame
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
@@ -59,7 +59,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             body.sampling_params(request.app[ENGINE].sampling_defaults),
             kept_special_tokens=request.app[CHAT_FORMAT].kept_special_tokens,
         )
-        params = bind(params, use, request.app[CHAT_FORMAT], conversation)
+        params = await bind_off_loop(params, use, request.app[CHAT_FORMAT], conversation)
         answer = MessageAnswer(request, body, use)
         prompt = request.app[IMAGES].shown(conversation, images)
         return await respond(request, body, [prompt], params, answer)

@@ -5,6 +5,7 @@ Knows how both become one grammar, behind reasoning if there is any. Knows nothi
 grammars are compiled.
 """
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -18,6 +19,18 @@ from aioserve.server.formats.chat_format import ChatFormat
 from aioserve.structured_outputs import StructuredOutputs
 
 _ANY_OBJECT = {"type": "object"}
+
+
+async def bind_off_loop(
+    params: SamplingParams,
+    use: ToolUse | None,
+    chat_format: ChatFormat,
+    conversation: Conversation,
+) -> SamplingParams:
+    """As `bind`, in a thread if the chat template is to be asked whether it begins to reason."""
+    if chat_format.marks is None or (use is None and params.structured_outputs is None):
+        return bind(params, use, chat_format, conversation)
+    return await asyncio.to_thread(bind, params, use, chat_format, conversation)
 
 
 def bind(

@@ -13,7 +13,7 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.sampling_params import MAX_LOGPROBS, SamplingParams
-from aioserve.server.chat.binding import bind, blame, leaves_room_for_reasoning
+from aioserve.server.chat.binding import bind_off_loop, blame, leaves_room_for_reasoning
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.reply import ChatReply
 from aioserve.server.chat.tool_use import chat_tool_use
@@ -49,7 +49,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     )
     body.messages.clear()  # images that they hold would stay as long as the stream
     has_reasoning = leaves_room_for_reasoning(params, use)
-    params = bind(params, use, chat_format, conversation)
+    params = await bind_off_loop(params, use, chat_format, conversation)
     reply = ChatReply(request, body, use, separates_reasoning=has_reasoning)
     try:
         with images.named():

@@ -32,8 +32,6 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "json": PlainJsonParser,
 }
 
-PROBE_SECONDS = 0.05  # for a template to render a message
-
 # In patterns of a grammar.
 _ANY = r"(.|\n)*"
 _SPACE = r"[ \t\r\n]*"
@@ -44,7 +42,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any, tool_call_parser: str, reasoning_parser: str) -> None:
         """Both names may be `auto`, as the chat template has it, or `none`."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
         templates = getattr(tokenizer, "chat_template", None) or ""
         if isinstance(templates, dict):
             templates = "\n".join(templates.values())
@@ -58,6 +56,10 @@ class ChatFormat:
         ids = tokenizer.get_vocab() if markers else {}  # one that it does not know is no token
         special = special_token_ids(tokenizer) if markers else ()
         self._special = {marker: ids[marker] for marker in markers if ids.get(marker) in special}
+
+    async def close(self) -> None:
+        """End what renders templates, if anything had to."""
+        self._chat_template.close()
 
     @property
     def call_parser(self) -> type[CallParser]:
@@ -148,7 +150,7 @@ class ChatFormat:
             template_kwargs=conversation.template_kwargs,
         )
         try:
-            prompt = ChatTemplate(self._tokenizer).render(ask, PROBE_SECONDS)
+            prompt = self._chat_template.render(ask)
         except RequestError:  # it is said to whoever asks
             prompt = ""
         return ReasoningParser(self.marks, prompt).is_open

@@ -14,7 +14,7 @@ from aioserve.engine import Conversation
 from aioserve.errors import RequestError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
-from aioserve.server.chat.binding import bind, blame
+from aioserve.server.chat.binding import bind_off_loop, blame
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
@@ -82,7 +82,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             use.tools if use else (),
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         )
-        params = bind(params, use, chat_format, conversation)
+        params = await bind_off_loop(params, use, chat_format, conversation)
         answer = ResponseAnswer(request, body, use, params, items)
         del items, before  # images that they hold would stay as long as the stream
         prompt = request.app[IMAGES].shown(conversation, images)
