@@ -9,11 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
 from aioserve.errors import ConfigError
 from aioserve.model_source import Directory, GgufFile, ModelSource
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
-from aioserve.model_source.source import one_line
+from aioserve.model_source.source import check_file, one_line
 from aioserve.progress import download_bars
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
@@ -50,10 +52,8 @@ class ModelInfo:
         """Tokens that end a reply: those stated for generation, else the configuration's."""
         if self.source.stated_eos is not None:
             return self.source.stated_eos
-        eos: int | list[int] | None = self._read("eos_token_id")
-        if eos is None:
-            return ()
-        return (eos,) if isinstance(eos, int) else tuple(eos)
+        eos = self._convert("eos_token_id", int | list[int] | None)
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
     @cached_property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -78,7 +78,7 @@ class ModelInfo:
     @cached_property
     def matryoshka_dimensions(self) -> Sequence[int]:
         """To how many numbers its vectors may be cut, as it says of itself; none: to no fewer."""
-        if stated := self._read("matryoshka_dimensions"):
+        if stated := self._convert("matryoshka_dimensions", list[int] | None):
             return sorted(stated)
         if self._read("is_matryoshka"):
             return range(1, self.hidden_size + 1)
@@ -115,6 +115,13 @@ class ModelInfo:
         name = "max_position_embeddings"
         return None if self._read(name) is None else self._size(name)
 
+    def _convert(self, name: str, kind: Any) -> Any:
+        """Raises `ConfigError` if it is of another type."""
+        try:
+            return msgspec.convert(self._read(name), kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{name} of {self.config.model} cannot be: {error}") from error
+
     def _size(self, name: str) -> int:
         """Raises `ConfigError` if it is not stated, or is nothing to count with."""
         value = self._read(name)
@@ -149,6 +156,7 @@ def find_model(config: ModelConfig) -> ModelSource:
         path = _fetch_from_hub(config)
     else:
         raise ConfigError(f"no model directory or GGUF file at {config.model}")
+    check_file(path)
     if path.is_file():
         if config.quantization is not None:
             raise ConfigError(
@@ -156,6 +164,7 @@ def find_model(config: ModelConfig) -> ModelSource:
                 "weights are served in the types that it has"
             )
         return GgufFile(path, trust_remote_code=config.trust_remote_code)
+    check_file(path / "config.json")
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         meant = f"; a GGUF file is named itself: {files[0]}" if files else ""

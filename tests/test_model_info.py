@@ -1,8 +1,11 @@
 """Facts of a model directory are those that transformers would tell, read without it."""
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -51,6 +54,81 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     info = ModelInfo(ModelConfig(model=str(tmp_path)))
     with pytest.raises(ConfigError, match=f"cannot read .*{name}"):
         _ = (info.vocab_size, info.eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"eos_token_id": "three"}, "eos_token_id"),
+        ({"eos_token_id": [[3]]}, "eos_token_id"),
+        ({"matryoshka_dimensions": 5}, "matryoshka_dimensions"),
+        ({"matryoshka_dimensions": [64, "all"]}, "matryoshka_dimensions"),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path: Path, fields: Any, name: str) -> None:
+    info = model_info(tmp_path, model_type="llama", **fields)
+    with pytest.raises(ConfigError, match=f"{name} of .* cannot be: Expected"):
+        _ = (info.eos_token_ids, info.matryoshka_dimensions)
+
+
+@pytest.mark.parametrize("weight_map", [5, ["a.safetensors"], {"a": 5}, {"a": None}, None])
+def test_an_index_of_weights_of_another_type_is_named(tmp_path: Path, weight_map: Any) -> None:
+    info = model_info(tmp_path, model_type="llama")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=f"cannot read {index}: Expected") as caught:
+        info.source.num_bytes(4)
+    assert "\n" not in str(caught.value)
+
+
+def put_fifo(path: Path) -> str:
+    os.mkfifo(path)
+    return "a FIFO"
+
+
+def put_socket(path: Path) -> str:
+    with socket.socket(socket.AF_UNIX) as sock:
+        os.chdir(path.parent)  # its path may be longer than an address
+        sock.bind(path.name)
+    return "a socket"
+
+
+def put_device(path: Path) -> str:
+    path.symlink_to("/dev/zero")
+    return "a device"
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_socket, put_device])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "1_Pooling/config.json"]
+)
+def test_what_is_no_file_in_a_model_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Any, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EMBEDDED / "config.json", tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    kind = put(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{tmp_path / name} is {kind}, not a file"):
+        ModelInfo(ModelConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_socket, put_device])
+def test_what_is_no_file_is_no_model_and_no_part_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = put(tmp_path / "no_file")
+    with pytest.raises(ConfigError, match=f"no_file is {kind}, not a file"):
+        ModelInfo(ModelConfig(model=str(tmp_path / "no_file")))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    info = model_info(folder, model_type="llama")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../no_file"}}))
+    with pytest.raises(ConfigError, match=f"no_file is {kind}, not a file"):
+        info.source.num_bytes(4)
 
 
 def test_a_tokenizer_that_is_switched_off_is_refused() -> None:

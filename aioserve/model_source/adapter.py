@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.source import one_line
+from aioserve.model_source.source import check_file, one_line
 
 MAX_RANK = 256
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -100,6 +100,8 @@ def stored_parameters(path: Path) -> int:
     """
     from safetensors import SafetensorError, safe_open
 
+    if not (path / WEIGHTS_FILE).is_file():
+        return 0
     try:
         with safe_open(path / WEIGHTS_FILE, framework="pt") as weights:
             return sum(
@@ -120,6 +122,7 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
 
     config, config_bytes = _read_config(path / CONFIG_FILE)
     file = path / WEIGHTS_FILE
+    check_file(file)
     if not file.is_file():
         raise NoAdapterError(f"no {WEIGHTS_FILE} in adapter directory {path}")
     found: dict[str, dict[str, Any]] = {}
@@ -155,14 +158,15 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
 
 def _read_config(file: Path) -> tuple[_PeftConfig, bytes]:
     """What it says, and the bytes in which it does."""
+    check_file(file)
     try:
         content = file.read_bytes()
         config = msgspec.json.decode(content, type=_PeftConfig)
     except FileNotFoundError:
         where = f"directory {file.parent}" if file.parent.is_dir() else f"{file.parent}"
         raise NoAdapterError(f"no {CONFIG_FILE} in adapter {where}") from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
     with _named(file):
         if config.peft_type != "LORA":
             raise ConfigError(f"adapters of type {config.peft_type} are not served: only LORA")

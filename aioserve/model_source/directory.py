@@ -3,7 +3,6 @@
 Reads itself what is JSON and leaves the rest to `transformers`.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -12,18 +11,23 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.checkpoint import Stored, find_weights
-from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
+from aioserve.model_source.source import (
+    ModelSource,
+    Rounding,
+    check_file,
+    not_loaded,
+    one_line,
+    read_json,
+)
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Where config.json may describe the text model of a larger one, as `get_text_config` looks for it.
 TEXT_PARTS = ("decoder", "generator", "text_config")
@@ -41,11 +45,20 @@ class GenerationConfig(msgspec.Struct):
     max_new_tokens: Any = None
 
 
+class _Index(msgspec.Struct):
+    """What is read of model.safetensors.index.json."""
+
+    weight_map: dict[str, str]  # the file of each tensor
+
+
 class _Module(msgspec.Struct):
     """What is read of an entry of modules.json."""
 
     type: str
 
+
+# Inside, where files are read as well.
+_FOLDERS = ("1_Pooling", "additional_chat_templates")
 
 # How sentence-transformers calls what is served, and its modules that are.
 _POOLINGS = {"mean_tokens": "mean", "lasttoken": "last"}
@@ -57,9 +70,15 @@ class Directory(ModelSource):
 
     kind = "a local directory"
 
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+        super().__init__(path, trust_remote_code=trust_remote_code)
+        for folder in (path, *(path / name for name in _FOLDERS)):
+            for file in folder.iterdir() if folder.is_dir() else ():
+                check_file(file)  # `transformers` opens more of them than we do
+
     @cached_property
     def _config(self) -> dict[str, Any]:
-        return _read_json(self.path / "config.json", dict[str, Any])
+        return read_json(self.path / "config.json", dict[str, Any])
 
     @property
     def model_type(self) -> str:
@@ -90,7 +109,7 @@ class Directory(ModelSource):
     @cached_property
     def _generation_config(self) -> GenerationConfig:
         path = self.path / "generation_config.json"
-        return _read_json(path, GenerationConfig) if path.is_file() else GenerationConfig()
+        return read_json(path, GenerationConfig) if path.is_file() else GenerationConfig()
 
     @cached_property
     def stated_pooling(self) -> str | None:
@@ -98,7 +117,7 @@ class Directory(ModelSource):
         path = self.path / "1_Pooling" / "config.json"
         if not path.is_file():
             return None
-        config = _read_json(path, dict[str, Any])
+        config = read_json(path, dict[str, Any])
         modes = [
             name.removeprefix("pooling_mode_")
             for name, value in config.items()
@@ -107,7 +126,7 @@ class Directory(ModelSource):
         stated = config.get("pooling_mode") or " and ".join(modes)  # of newer versions, of older
         pooling = _POOLINGS.get(str(stated), str(stated))
         modules = self.path / "modules.json"
-        kinds = [m.type for m in _read_json(modules, list[_Module])] if modules.is_file() else []
+        kinds = [m.type for m in read_json(modules, list[_Module])] if modules.is_file() else []
         more = [kind for kind in (k.rpartition(".")[2] for k in kinds) if kind not in _MODULES]
         return ", then ".join([pooling, *more])
 
@@ -143,7 +162,7 @@ class Directory(ModelSource):
         path = self.path / "tokenizer_config.json"
         if self.known_config.get("model_type") != "llama" or not path.is_file():
             return False
-        config = _read_json(path, dict[str, Any])
+        config = read_json(path, dict[str, Any])
         is_plain = config.get("tokenizer_class") == "PreTrainedTokenizerFast"
         return is_plain and "auto_map" not in {*config, *self.known_config}
 
@@ -360,6 +379,7 @@ class Directory(ModelSource):
         from safetensors import SafetensorError, safe_open
 
         for path in self._weight_files():
+            check_file(path)
             try:  # it compares its header with its size
                 file = files.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -371,23 +391,13 @@ class Directory(ModelSource):
         """The files that `from_pretrained` will read."""
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"cannot read {index}: {one_line(error)}") from error
+            names = set(read_json(index, _Index).weight_map.values())
             files = [self.path / name for name in sorted(names)]
         else:
             files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"no *.safetensors weights in model directory {self.path}")
         return files
-
-
-def _read_json(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def _group(kind: str) -> int:

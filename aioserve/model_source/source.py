@@ -3,13 +3,26 @@
 Knows no format. What takes seconds to import is imported by the methods that need it.
 """
 
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import msgspec
 
 from aioserve.errors import ConfigError
 from aioserve.sampling_defaults import SamplingDefaults
+
+T = TypeVar("T")
+
+# What may stand where a file is read, and would be waited for or read without an end.
+_NO_FILES = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class Rounding(NamedTuple):
@@ -94,6 +107,27 @@ class ModelSource(ABC):
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
         """The whole of a model that sees, likewise; `attn_implementation` is for its text."""
         raise ConfigError(f"{self.path} holds no model that sees")
+
+
+def check_file(path: Path) -> None:
+    """Raises `ConfigError` for what is there and can be no file; whether one is there, and can be
+    read, is for whoever opens it.
+    """
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except (OSError, ValueError):
+        return
+    if kind in _NO_FILES:
+        raise ConfigError(f"{path} is {_NO_FILES[kind]}, not a file")
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """What the file says. Raises `ConfigError` in one line if that is not of the kind."""
+    check_file(path)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """PEFT directories that are not served are refused in one line that says why."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioserve.errors import ConfigError
-from aioserve.model_source.adapter import read_adapter
+from aioserve.model_source.adapter import read_adapter, stored_parameters
 
 KEY = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 
@@ -107,3 +108,13 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
         read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_fifo_is_no_file_of_an_adapter(tmp_path: Path, name: str) -> None:
+    write(tmp_path, factors())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{tmp_path / name} is a FIFO, not a file"):
+        read_adapter(tmp_path)
+    assert stored_parameters(tmp_path) == (0 if "model" in name else 22)
