@@ -222,7 +222,7 @@ def _parameters(route: Route) -> list[Schema]:
     if route.query is not None:
         properties = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
         parameters += ({"name": n, "in": "query", "schema": s} for n, s in properties.items())
-    if EngineOverloadedError in route.raises:
+    if route.body is not None and "timeout" in route.body.served.__struct_fields__:
         parameters.append(_TIMEOUT_PARAMETER)
     return parameters
 

@@ -39,6 +39,38 @@ async def test_every_route_is_in_the_document(start_server):
     schemathesis.openapi.from_dict(document).validate()
 
 
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+async def test_the_header_of_a_timeout_is_told_where_it_is_read(start_server):
+    async with start_server() as server:
+        document = await get_document(server)
+        told = {
+            path
+            for path, operations in document["paths"].items()
+            for operation in operations.values()
+            if any(p["name"] == "X-Request-Timeout" for p in operation.get("parameters", ()))
+        }
+        answers = {
+            path: await server.request(
+                "POST", path, json=body, headers={"X-Request-Timeout": "soon"}
+            )
+            for path, body in BODIES.items()
+        }
+    assert told <= BODIES.keys()
+    assert told == {path for path, answer in answers.items() if answer.status == 400}
+
+
 def takes(document, path, field, value):
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = schema["$ref"].rpartition("/")[2]

@@ -137,7 +137,7 @@ def _check_priority(key: Key, fields: dict[str, Any]) -> None:
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
+        seconds = math.nan if "_" in text or not text.isascii() else float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
