@@ -113,7 +113,9 @@ def bind_beside(sock: socket.socket) -> socket.socket:
     Nobody who did not ask for it can take the address. Raises `OSError`.
     """
     if sock.family == socket.AF_UNIX:
-        return sock.dup()
+        # `sock.dup` would set the mode of `sock`, which both share: whoever listens on it already
+        # would stand still in its next accept.
+        return socket.socket(fileno=os.dup(sock.fileno()))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     other = socket.socket(sock.family, socket.SOCK_STREAM)
     try:

@@ -21,7 +21,7 @@ from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server import loading
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
-from aioserve.server.sockets import bind
+from aioserve.server.sockets import bind, bind_beside, bind_unix
 from tests.processes import PATIENCE, read_lines, started, until
 from tests.server.serving import SIMULATED
 
@@ -150,6 +150,22 @@ async def test_too_many_clients_while_it_loads_are_let_in_later(monkeypatch):
                 assert (await own.sock_recv(client, 100)).startswith(b"HTTP/1.1 200 ")
     for sock in sockets:
         sock.close()
+
+
+async def test_a_client_that_comes_while_workers_start_does_not_stop_the_loop(tmp_path):
+    path = str(tmp_path / "a.sock")
+    shared = bind_unix(path)
+    async with answering_while_loading([shared], shares_port=True):
+        of_worker = bind_beside(shared)
+        # Else the loop would stand still after the first client, in an accept for the next one.
+        assert not os.get_blocking(shared.fileno())
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session,
+            session.get("http://localhost/ready") as response,
+        ):
+            assert (response.status, (await response.json())["status"]) == (503, "loading")
+    of_worker.close()
+    shared.close()
 
 
 async def test_nobody_is_turned_away_when_the_server_takes_over():
