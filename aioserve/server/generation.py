@@ -19,6 +19,7 @@ from aioserve.engine import Prompt, RequestStream
 from aioserve.errors import AioserveError, RequestError
 from aioserve.outputs import RequestOutput
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.access.accounts import Leave
 from aioserve.server.access.gate import allowed_fields, entered, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.collected import Collected, Tally, best_outputs, whole_outputs
@@ -213,7 +214,7 @@ async def respond(
         params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
     fields = allowed_fields(request, body.request_fields())
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(entered(request))
+        leave = await stack.enter_async_context(entered(request))
         is_aborted = stack.enter_context(
             request.app[RUNNING].enter(reply.id, ids, owner_of(request))
         )
@@ -232,17 +233,24 @@ async def respond(
         reply.prompts = [stream.prompt_token_ids for stream in streams]
         await reply.begin()
         if body.stream:
-            return await _stream(request, streams, params, reply)
+            return await _stream(request, streams, params, reply, leave)
         return await _collect(streams, params.n, reply, wanted)
 
 
 async def _stream(
-    request: web.Request, streams: Sequence[RequestStream], params: SamplingParams, reply: Answer
+    request: web.Request,
+    streams: Sequence[RequestStream],
+    params: SamplingParams,
+    reply: Answer,
+    leave: Leave,
 ) -> web.StreamResponse:
     events, n = EventStream(request), params.n
     tally = Tally(streams)
+    num_live = len(streams) * n
 
     async def pump(first_index: int, stream: RequestStream) -> None:
+        nonlocal num_live
+
         def write(output: RequestOutput) -> bool:
             if not events.has_room:
                 return False
@@ -257,6 +265,10 @@ async def _stream(
         async for output in stream:
             index = first_index + output.index
             tally.note(index, output)
+            if output.finish_reason is not None:
+                num_live -= 1
+                if not num_live:  # the client may ask again as soon as it has read this
+                    await leave()
             if chunk := await _told(reply.chunk, index, output, outputs=[output]):
                 await events.send(chunk)
 
@@ -269,6 +281,7 @@ async def _stream(
             raise
         if not isinstance(error, AioserveError):
             logger.exception("%s failed while streaming", reply.id)
+        await leave()
         return await events.end(reply.failure(error))
     ending = reply.ending(tally.usage())
     await reply.settle()

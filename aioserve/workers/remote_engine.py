@@ -6,7 +6,7 @@ Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Kn
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -37,6 +37,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
+from aioserve.server.access.accounts import Leave
 from aioserve.server.responses.store import Kept
 from aioserve.version import __version__
 from aioserve.workers.line import Attachments, Calls, Line
@@ -411,14 +412,30 @@ class RemoteAccounts:
         self._last_lease = 0
 
     @asynccontextmanager
-    async def entered(self, name: str) -> AsyncIterator[None]:
+    async def entered(self, name: str) -> AsyncIterator[Leave]:
         """See `Entrance`."""
         self._last_lease = lease = self._last_lease + 1
+        has_left = False
+
+        async def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                with suppress(EngineDeadError):  # it counts nothing any more
+                    await self._engine.ask(LeaveAccount(lease))
+
         try:
             await self._engine.ask(EnterAccount(lease, name))
-            yield
-        finally:
+            yield leave
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone: it hears of no end
             self._engine.tell(LeaveAccount(lease))
+            raise
+        except BaseException:
+            await leave()
+            raise
+        # Another worker may get the client's next request, and what that asks of the engine could
+        # overtake what is only told.
+        await leave()
 
 
 class RemoteResponses:

@@ -1,15 +1,21 @@
 """Keys before several workers: their limits are of all together, and a reload reaches all."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
 from aioserve.engine.questions import AbortElsewhere, ShowMetrics
 from aioserve.errors import KeyLimitError
 from aioserve.sampling_params import SamplingParams
+from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses
+from aioserve.server.sockets import bind
+from aioserve.workers.messages import LeaveAccount
+from aioserve.workers.remote_engine import RemoteResponses
 from tests.server.serving import SIMULATED
 from tests.workers.joined import joined, read
 
@@ -47,6 +53,49 @@ async def test_what_a_key_may_have_is_counted_for_all_workers_together(config):
         async with here.entered("ben"), asyncio.timeout(60):
             while accounts.num_running("ben") != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"prompt": "Hello", "stream": True}),
+        ("completions", {"prompt": ["Hello", "you"], "n": 2, "stream": True}),
+        ("completions", {"prompt": "Hello"}),
+        ("completions", {"prompt": "Hello", "logit_bias": {"999999": 1}}),
+        ("embeddings", {"input": "Hello"}),
+        ("responses", {"input": "Hello", "stream": True}),
+    ],
+    ids=["a stream", "streams", "whole", "refused", "embeddings", "a response"],
+)
+async def test_who_has_heard_the_end_may_ask_another_worker_at_once(config, route, fields):
+    write(Path(config.access.api_keys_file), f"{{name: ben, key: {BEN}, max_requests: 1}}")
+    headers = {"Authorization": f"Bearer {BEN}"}
+    async with joined(config, num_workers=2) as (_, host, remotes, _), AsyncExitStack() as stack:
+        answer = host.answer
+
+        async def answer_late(question, asking):
+            if isinstance(question, LeaveAccount):  # as if this worker's messages were slow
+                await asyncio.sleep(0.05)
+            return await answer(question, asking)
+
+        host.answer = answer_late
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        urls = []
+        for remote in remotes:
+            sockets = bind("127.0.0.1", 0)
+            serving = listening(
+                remote, sockets, RemoteResponses(remote), RunningResponses(remote), remote.access
+            )
+            urls.append(await stack.enter_async_context(serving))
+        num_prompts = len(fields["prompt"]) if isinstance(fields.get("prompt"), list) else 1
+        for url in urls * 2:
+            async with session.post(f"{url}/v1/{route}", json=fields) as response:
+                assert response.status == (400 if "logit_bias" in fields else 200)
+                num_ends = 0
+                async for line in response.content:
+                    num_ends += line.count(b'"finish_reason":"')
+                    if num_ends == fields.get("n", 1) * num_prompts:
+                        break  # some do not wait for what comes behind it
 
 
 async def test_tokens_that_a_worker_asked_for_are_charged_to_its_key(config):

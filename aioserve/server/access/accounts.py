@@ -6,7 +6,7 @@ Counted in one place for all workers, the engine's process. Knows keys by their 
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
@@ -18,10 +18,16 @@ from aioserve.server.access.keyring import Rights
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
+#: Gives the place of a request back before its block ends; the second time nothing happens. After
+#: it another request of the key is let in, wherever it comes: it is awaited before the client hears
+#: the end.
+Leave = Callable[[], Awaitable[None]]
+
+
 class Entrance(Protocol):
     """Where a request of a key is let in, wherever that is counted."""
 
-    def entered(self, name: str) -> AbstractAsyncContextManager[None]:
+    def entered(self, name: str) -> AbstractAsyncContextManager[Leave]:
         """Inside the block one more request of that key runs. Raises `KeyLimitError`."""
 
 
@@ -74,13 +80,21 @@ class Accounts:
         self.num_tokens: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def entered(self, name: str) -> AsyncIterator[None]:
+    async def entered(self, name: str) -> AsyncIterator[Leave]:
         """See `Entrance`."""
         self.enter(name)
+        has_left = False
+
+        async def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                self.leave(name)
+
         try:
-            yield
+            yield leave
         finally:
-            self.leave(name)
+            await leave()
 
     def enter(self, name: str) -> None:
         """One more request of that key begins. Raises `KeyLimitError` that says when to come

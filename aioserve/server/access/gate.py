@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
+from aioserve.server.access.accounts import Leave
 from aioserve.server.access.hosts import is_near
 from aioserve.server.access.keyring import Key
 from aioserve.server.access.origins import check_page
@@ -85,13 +86,13 @@ def allowed_fields(request: web.Request, given: Mapping[str, Any]) -> dict[str, 
     return fields
 
 
-def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[None]:
+def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[Leave]:
     """Inside the block what is asked for counts for its key, whatever it is. Raises
     `KeyLimitError`.
     """
     key = request.get(KEY)
     if key is None or not key.is_counted:
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(_leave_nothing)
     return request.app[ACCESS].entrance.entered(key.name)
 
 
@@ -107,6 +108,10 @@ def reach_of(request: web.Request) -> str:
     """
     key = request.get(KEY)
     return "" if key is None or key.admin else key.name
+
+
+async def _leave_nothing() -> None:
+    pass
 
 
 def _route(request: web.Request) -> str:
