@@ -41,7 +41,7 @@ from aioserve.server.keys import (
     RUNNING,
     TOKEN_TEXTS,
 )
-from aioserve.server.loading import answering_while_loading
+from aioserve.server.loading import Loading, answering_while_loading
 from aioserve.server.logprobs import TokenTexts
 from aioserve.server.middleware import (
     add_request_id,
@@ -202,19 +202,27 @@ async def listening(
         yield url_of(doors.public[0], is_encrypted=access.tls is not None)
 
 
-#: Serves an engine inside its block, for whom access lets in, and yields the URL; calls what it is
-#: given if that cannot go on, and raises why at the end of the block.
+#: Serves an engine inside its block, for whom access lets in, and yields the URL; stops what has
+#: answered so far as soon as it can listen; calls what it is given if that cannot go on, and raises
+#: why at the end of the block.
 MakeSite = Callable[
-    [AsyncEngine, Doors, MainAccess, Callable[[], None]],
+    [AsyncEngine, Doors, MainAccess, Callable[[], None], Loading],
     contextlib.AbstractAsyncContextManager[str],
 ]
 
 
-def site_here(
-    engine: AsyncEngine, doors: Doors, access: MainAccess, stop: Callable[[], None]
-) -> contextlib.AbstractAsyncContextManager[str]:
+@contextlib.asynccontextmanager
+async def site_here(
+    engine: AsyncEngine,
+    doors: Doors,
+    access: MainAccess,
+    stop: Callable[[], None],
+    loading: Loading,
+) -> AsyncIterator[str]:
     """In this process, on the engine's loop."""
-    return listening(engine, doors, access=access)
+    loading.stop()
+    async with listening(engine, doors, access=access) as url:
+        yield url
 
 
 async def serve(
@@ -241,9 +249,10 @@ async def serve(
     except BaseException:
         doors.close()
         raise
-    loading = contextlib.AsyncExitStack()
+    answering = contextlib.AsyncExitStack()
+    serving = contextlib.AsyncExitStack()
     try:
-        await loading.enter_async_context(
+        loading = await answering.enter_async_context(
             answering_while_loading(
                 doors.all,
                 shares_port=config.server.api_workers > 0,
@@ -262,8 +271,13 @@ async def serve(
         exempt_from_garbage_collection()
         sys.setswitchinterval(SWITCH_INTERVAL)
         access.count_for(engine)
-        async with site(engine, doors, access, signals.first.set) as url:
-            await loading.aclose()
+        async with serving:
+            starting = serving.enter_async_context(
+                site(engine, doors, access, signals.first.set, loading)
+            )
+            if not await _unless(signals.first, starting):
+                return
+            await answering.aclose()
             reloads = [access.reload]
             if read_again is not None:
                 reloads.append(lambda: follow_policy(engine, read_again()))
@@ -288,7 +302,7 @@ async def serve(
                 await engine.shutdown(drain_timeout=0)
             await engine.wait_ended()  # a signal does not make a death a success
     finally:
-        await loading.aclose()
+        await answering.aclose()
         doors.close()
         await engine.shutdown(drain_timeout=0)
         gc.unfreeze()  # else some extension modules complain at exit about what is left of them
@@ -323,7 +337,7 @@ def exempt_from_garbage_collection() -> None:
     gc.enable()  # a start may do without
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Run `work`, cancelled when `event` is set first. Whether it finished; raises what it does."""
     task = asyncio.create_task(work)
     waiter = asyncio.create_task(event.wait())

@@ -18,14 +18,17 @@ from aioserve.engine.questions import Health
 from aioserve.errors import EngineDeadError
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import check_caller
+from aioserve.server.access.site import BACKLOG
 from aioserve.server.admin import tell_alive, tell_ready
 from aioserve.server.keys import HOSTS
 from aioserve.server.middleware import Handler, answer_errors
-from aioserve.server.sockets import bind_beside
+from aioserve.server.sockets import bind_beside, share
 
 LOADING = Health("loading", "the model is being loaded")
 
 HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
+
+POLL_SECONDS = 0.01  # between looks whether all have been
 
 FULL_SECONDS = 1.0  # until somebody is let in again, after there were too many
 
@@ -39,28 +42,58 @@ async def answering_while_loading(
     shares_port: bool,
     tls: ssl.SSLContext | None = None,
     hosts: Hosts | None = None,
-) -> AsyncIterator[None]:
+) -> AsyncIterator["Loading"]:
     """Listen on the addresses of bound `sockets` inside the block, which stay their owner's;
     encrypted with `tls`, under the names of `hosts`, or any.
 
-    Whoever is to serve listens before the block ends, so that nobody is turned away between. It
-    takes over the queue of connections; with `shares_port` it has sockets of its own beside these,
-    and what is in the queue of ours at the end is lost.
+    The server stops it, and listens before the block ends, on the sockets that are yielded: so
+    every connection is answered, and none as if the model were still loading when another one has
+    heard that it is there. These are `sockets` themselves; with `shares_port` they are others
+    beside them.
     """
     runner = web.AppRunner(_make_app(hosts), access_log=None, shutdown_timeout=HANDLER_SECONDS)
     await runner.setup()
     assert runner.server is not None
-    doors = [_Door(sock, runner.server, tls, shares_port=shares_port) for sock in sockets]
+    server = runner.server
+    loading = Loading(
+        [_Door(sock, server, tls, shares_port=shares_port) for sock in sockets], server
+    )
     try:
-        yield
+        yield loading
     finally:
-        for door in doors:
-            await door.close()
+        await loading.close()
         await runner.cleanup()
 
 
+class Loading:
+    """What answers meanwhile, on its way out."""
+
+    def __init__(self, doors: "Sequence[_Door]", server: web.Server) -> None:
+        self._doors, self._server = doors, server
+
+    @property
+    def sockets(self) -> list[socket]:
+        """On which it listens, in the order of addresses."""
+        return [door.socket for door in self._doors]
+
+    def stop(self) -> None:
+        """Take no connection any more: they wait for the server that listens on `sockets` next."""
+        for door in self._doors:
+            door.stop()
+
+    async def close(self) -> None:
+        """Clients that are connected have a second to ask, and to read that they come too early."""
+        self.stop()
+        for door in self._doors:
+            await door.close()
+        for _ in range(round(HANDLER_SECONDS / POLL_SECONDS)):
+            if not self._server.connections:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+
+
 class _Door:
-    """Takes connections until it is closed. Not asyncio's own server: in Python 3.11 that forgets
+    """Takes connections until it is stopped. Not asyncio's own server: in Python 3.11 that forgets
     a connection which it accepts in the turn in which it is closed, and the client waits for ever.
     """
 
@@ -68,25 +101,32 @@ class _Door:
         self, sock: socket, server: web.Server, tls: ssl.SSLContext | None, *, shares_port: bool
     ) -> None:
         self._tls = tls
-        self._socket = bind_beside(sock) if shares_port else sock.dup()
+        self.socket = bind_beside(sock) if shares_port else share(sock)
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._entering: set[asyncio.Task[Any]] = set()
-        self._socket.setblocking(False)
-        self._socket.listen(128)
+        self._is_stopped = False
+        self.socket.setblocking(False)
+        self.socket.listen(BACKLOG)
         self._listen()
 
+    def stop(self) -> None:
+        """Leave those that come to the queue. Idempotent."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._loop.remove_reader(self.socket.fileno())
+
     def _listen(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._loop.add_reader(self._socket.fileno(), self._accept)
+        if not self._is_stopped:
+            self._loop.add_reader(self.socket.fileno(), self._accept)
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = self.socket.accept()
             except OSError as error:  # nobody is left, or has gone again
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptors: let some close
-                    self._loop.remove_reader(self._socket.fileno())
+                    self._loop.remove_reader(self.socket.fileno())
                     self._loop.call_later(FULL_SECONDS, self._listen)
                 return
             connection.setblocking(False)
@@ -102,8 +142,8 @@ class _Door:
 
     async def close(self) -> None:
         """Whoever has entered is answered; who takes his time to, with TLS, is not waited for."""
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
+        self.stop()
+        self.socket.close()
         if self._entering:
             _, late = await asyncio.wait(self._entering, timeout=HANDLER_SECONDS)
             for task in late:

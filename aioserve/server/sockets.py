@@ -113,9 +113,7 @@ def bind_beside(sock: socket.socket) -> socket.socket:
     Nobody who did not ask for it can take the address. Raises `OSError`.
     """
     if sock.family == socket.AF_UNIX:
-        # `sock.dup` would set the mode of `sock`, which both share: whoever listens on it already
-        # would stand still in its next accept.
-        return socket.socket(fileno=os.dup(sock.fileno()))
+        return share(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     other = socket.socket(sock.family, socket.SOCK_STREAM)
     try:
@@ -128,6 +126,13 @@ def bind_beside(sock: socket.socket) -> socket.socket:
         other.close()
         raise
     return other
+
+
+def share(sock: socket.socket) -> socket.socket:
+    """The same socket, and its queue of connections, once more. Raises `OSError`."""
+    # `sock.dup` would set the mode of `sock`, which both share: whoever listens on it already would
+    # stand still in its next accept.
+    return socket.socket(fileno=os.dup(sock.fileno()))
 
 
 def cannot_listen(where: str, error: OSError) -> ConfigError:

@@ -52,9 +52,12 @@ from aioserve.workers.messages import (
     KnowAdapters,
     KnowKeys,
     LeaveAccount,
+    Listen,
     Listening,
     MakeReport,
     MessageToEngine,
+    MessageToWorker,
+    Prepared,
     Quit,
     Reply,
     Stopped,
@@ -86,6 +89,8 @@ class Host:
         access.on_reload = self._tell_keys
         self.responses = ResponseStore()
         self.workers: list[WorkerClient] = []
+        #: Called with each that could take connections, and waits to be told.
+        self.on_prepared: Callable[[WorkerClient], None] = WorkerClient.listen
         self.log_level: SetLogLevel | None = None  # None: that of the settings
         self._refused_by_gone: Refusals = Counter()
         self._telling: asyncio.Future[list[Any]] | None = None  # held, or it may be collected
@@ -165,7 +170,7 @@ class _Outbox:
     """What a worker has not been sent yet."""
 
     def __init__(self) -> None:
-        self.messages: list[Reply | Ask | Quit] = []
+        self.messages: list[MessageToWorker] = []
         self.outputs: list[EngineCoreOutput] = []
         self.num_cached_tokens: dict[str, int] = {}
         self.vectors: dict[str, bytes] = {}
@@ -260,6 +265,7 @@ class WorkerClient:
         on_listening: Callable[[], None],
     ) -> None:
         self.name = name
+        self.is_prepared = False
         self.is_listening = False
         self.outbox = _Outbox()
         self.refusals: Refusals = Counter()  # as it told last
@@ -282,6 +288,10 @@ class WorkerClient:
         except OSError:
             self._engine.disconnect(self._client_index)
             raise
+
+    def listen(self) -> None:
+        """Have it take connections."""
+        self._say(Listen())
 
     def quit(self, exit_code: int) -> None:
         """Have it close what is open, and end."""
@@ -360,6 +370,9 @@ class WorkerClient:
             case Reply(call_id, answer, failure):
                 error = None if failure is None else failure.to_error()
                 self._calls.settle(call_id, bytes(answer), error)
+            case Prepared():
+                self.is_prepared = True
+                self._host.on_prepared(self)
             case Listening():
                 self.is_listening = True
                 if (log_level := self._host.log_level) is not None:
@@ -465,7 +478,7 @@ class WorkerClient:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    def _say(self, message: Reply | Ask | Quit) -> None:
+    def _say(self, message: MessageToWorker) -> None:
         self.outbox.messages.append(message)
         self._send_soon()
 

@@ -193,6 +193,10 @@ class Stopped(msgspec.Struct, array_like=True, frozen=True, tag=True):
     num_tokens: dict[str, int]
 
 
+class Prepared(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The worker could listen now, and waits to be told."""
+
+
 class Listening(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The worker takes connections from now on."""
 
@@ -264,13 +268,18 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     failure: Failure
 
 
+class Listen(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Take connections: all workers can, and nothing else takes any more."""
+
+
 class Quit(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Close what is open, and end."""
 
     exit_code: int
 
 
-MessageToEngine = Add | Drop | Abort | Stopped | Listening | Ask | Reply
+MessageToWorker = Reply | Ask | Listen | Quit
+MessageToEngine = Add | Drop | Abort | Stopped | Prepared | Listening | Ask | Reply
 
 
 class ToEngine(msgspec.Struct, array_like=True, frozen=True):
@@ -284,7 +293,7 @@ class ToWorker(msgspec.Struct, array_like=True, frozen=True):
     a request is accepted before it has outputs, and fails after them.
     """
 
-    messages: list[Reply | Ask | Quit]
+    messages: list[MessageToWorker]
     outputs: list[EngineCoreOutput]  # of a step
     num_cached_tokens: dict[str, int]  # by sample, with its first output, if there are any
     vectors: dict[str, bytes]  # of prompts that were pooled, float32, little endian

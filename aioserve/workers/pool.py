@@ -20,7 +20,8 @@ from aioserve.errors import ConfigError, EngineDeadError, WorkerError
 from aioserve.server.access.access import MainAccess
 from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.app import HANDLER_TIMEOUT
-from aioserve.server.sockets import Doors, bind_beside, url_of
+from aioserve.server.loading import Loading
+from aioserve.server.sockets import Doors, bind_beside, share, url_of
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.messages import MakeReport
 
@@ -39,6 +40,10 @@ ASKED_TIMES = 5
 QUIT_SECONDS = 3 * HANDLER_TIMEOUT
 
 
+NAME = "worker-{}"
+FIRST_NAME = NAME.format(0)
+
+
 def check_platform() -> None:
     """Raises `ConfigError` where the system does not spread connections over sockets."""
     if sys.platform != "linux":
@@ -54,14 +59,15 @@ async def workers_listening(
     doors: Doors,
     access: MainAccess,
     stop: Callable[[], None],
+    loading: Loading,
 ) -> AsyncIterator[str]:
     """Serve a started `engine` on the addresses of `doors` inside the block, by workers; yields
-    the URL. `stop` is called when they cannot go on.
+    the URL. `stop` is called when they cannot go on, `loading` stopped when they can take over.
 
     Raises `WorkerError` if that is so.
     """
     with tempfile.TemporaryDirectory(prefix="aioserve-") as folder:  # for this user alone
-        pool = WorkerPool(engine, doors, access, Path(folder), stop)
+        pool = WorkerPool(engine, doors, access, Path(folder), stop, loading)
         try:
             await pool.start()
             yield url_of(doors.public[0], is_encrypted=access.tls is not None)
@@ -69,6 +75,11 @@ async def workers_listening(
             await pool.close()
     if pool.failure is not None:
         raise pool.failure
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 def _environment() -> dict[str, str]:
@@ -86,6 +97,7 @@ class WorkerPool:
         access: MainAccess,
         folder: Path,
         stop: Callable[[], None],
+        loading: Loading | None = None,
     ) -> None:
         """`folder` is private: whoever can write there can speak to the engine."""
         self.failure: Exception | None = None
@@ -93,24 +105,37 @@ class WorkerPool:
         self._doors = doors
         self._folder = folder
         self._stop = stop
+        self._loading = loading  # None: it has gone, and its sockets with it
         self._host = Host(engine, access)
         self._lives = 0
         self._closing = asyncio.Event()
         self._lifeline = os.pipe()  # its other end closes with this process, however that ends
         self._keepers: list[asyncio.Task[None]] = []
-        self._processes: set[asyncio.subprocess.Process] = set()
+        self._processes: dict[asyncio.subprocess.Process, WorkerClient] = {}
 
     async def start(self) -> None:
         """Return when all are listening. Raises `WorkerError` if one cannot."""
-        names = [f"worker-{number}" for number in range(self._engine.config.server.api_workers)]
-        starting = set(names)
+        names = [NAME.format(number) for number in range(self._engine.config.server.api_workers)]
+        preparing, starting = set(names), set(names)
         is_up = asyncio.Event()
+
+        def on_prepared(worker: WorkerClient) -> None:
+            """From when the first of them answers, nothing else does: they begin together."""
+            had_to_wait = bool(preparing)
+            preparing.discard(worker.name)
+            if preparing:
+                return
+            if had_to_wait and self._loading is not None:
+                self._loading.stop()
+            for prepared in self._host.workers if had_to_wait else [worker]:
+                prepared.listen()
 
         def on_listening(name: str) -> None:  # for the first time, or anew
             starting.discard(name)
             if not starting:
                 is_up.set()
 
+        self._host.on_prepared = on_prepared
         for name in names:
             keeper = self._keep(name, functools.partial(on_listening, name))
             self._keepers.append(asyncio.create_task(keeper))
@@ -125,18 +150,22 @@ class WorkerPool:
             task.result()
         if (failure := self.failure) is not None:
             raise failure
+        self._loading = None
 
     async def close(self) -> None:
         """Have all workers end, and wait until they have. Idempotent."""
         self._closing.set()
         exit_code = EXIT_ENGINE_DEAD if self._engine.errored is not None else 0
-        for worker in self._host.workers:
-            worker.quit(exit_code)
+        for process, worker in self._processes.items():
+            if worker.is_prepared:
+                worker.quit(exit_code)
+            else:  # it has no clients, and does not listen to us yet
+                _kill(process)
         try:
             if self._keepers:
                 _, late = await asyncio.wait(self._keepers, timeout=QUIT_SECONDS)
                 for process in self._processes:  # of those that are late
-                    process.kill()
+                    _kill(process)
                 if late:
                     await asyncio.wait(late)
         finally:
@@ -178,13 +207,15 @@ class WorkerPool:
         worker = self._host.open(name, address, on_listening)
         try:
             process = await self._spawn(name, address)
-            self._processes.add(process)
+            self._processes[process] = worker
+            if self._closing.is_set():  # meanwhile
+                _kill(process)
             watch = asyncio.create_task(self._end_hung(worker, process))
             try:
                 exit_code = await process.wait()
             finally:
                 watch.cancel()
-            self._processes.discard(process)
+            del self._processes[process]
         finally:
             num_dropped = self._host.close(worker)
         if not self._closing.is_set():
@@ -210,13 +241,17 @@ class WorkerPool:
             "%s (process %d) has not answered for %g s (--worker-timeout): it is killed",
             *(worker.name, process.pid, self._engine.config.server.worker_timeout),
         )
-        process.kill()
+        _kill(process)
 
     async def _spawn(self, name: str, address: str) -> asyncio.subprocess.Process:
         """On sockets of its own for the addresses that we hold: the system spreads connections
-        over all that listen, and over the others when it dies.
+        over all that listen, and over the others when it dies. The first worker has those on which
+        was answered so far: else the connections that wait there would be lost.
         """
-        own = [bind_beside(sock) for sock in self._doors.all]
+        if self._loading is not None and name == FIRST_NAME:
+            own = [share(sock) for sock in self._loading.sockets]
+        else:
+            own = [bind_beside(sock) for sock in self._doors.all]
         try:
             lifeline, descriptors = self._lifeline[0], [sock.fileno() for sock in own]
             server, num_admin = self._engine.config.server, len(self._doors.admin)
@@ -238,4 +273,5 @@ class WorkerPool:
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
-        self._stop()
+        if self._loading is None:  # else `start` raises it
+            self._stop()

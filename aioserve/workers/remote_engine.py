@@ -58,9 +58,11 @@ from aioserve.workers.messages import (
     KnowAdapters,
     KnowKeys,
     LeaveAccount,
+    Listen,
     Listening,
     MakeReport,
     MessageToEngine,
+    Prepared,
     Quit,
     Reply,
     Report,
@@ -132,6 +134,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self.access: Access
         #: Set when we have to end: our exit code.
         self.is_over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._may_listen = asyncio.Event()
         self._adapters: KnownAdapters | None = None
         self._parts: RemoteParts | None = None
         self._error: EngineDeadError | None = None
@@ -202,6 +205,11 @@ class RemoteEngine(EngineFront[RemoteParts]):
         """As `ask`, of what needs no answer: nothing happens if the engine has died."""
         if self._error is None:
             self._say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(question))))
+
+    async def turn(self) -> None:
+        """Return when we may take connections: we could now."""
+        self._say(Prepared())
+        await self._may_listen.wait()
 
     def begin(self) -> None:
         """We take connections from now on."""
@@ -332,6 +340,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
                     self._calls.settle(call_id, bytes(answer), error)
                 case Ask(call_id, question):
                     self._answer(call_id, bytes(question))
+                case Listen():
+                    self._may_listen.set()
                 case Quit(exit_code):
                     self._end(exit_code)
         if said.outputs:

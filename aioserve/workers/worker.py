@@ -60,20 +60,25 @@ async def _serve(address: str, lifeline: int, doors: Doors) -> int:
     engine = RemoteEngine(address)
     try:
         has_died = _watch(lifeline)
-        starting = asyncio.create_task(engine.start())
-        await asyncio.wait({starting, has_died}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}
+
+        async def prepare() -> None:
+            await engine.start()
+            exempt_from_garbage_collection()
+            await engine.turn()
+
+        starting = asyncio.create_task(prepare())
+        await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            return EXIT_ENGINE_DEAD
+            return engine.is_over.result() if engine.is_over.done() else EXIT_ENGINE_DEAD
         starting.result()
         running = RunningResponses(engine)
         engine.abort_here = running.abort
         responses, counts = RemoteResponses(engine), HttpCounts()
         engine.tell_counted = counts.tell
         async with listening(engine, doors, responses, running, engine.access, counts):
-            exempt_from_garbage_collection()
             engine.begin()
-            ends: set[asyncio.Future[Any]] = {engine.is_over, has_died}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if engine.is_over.done():
                 return engine.is_over.result()

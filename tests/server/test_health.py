@@ -232,13 +232,11 @@ def test_the_port_answers_before_the_model_is_there(words, tmp_path):
         until(lambda: fetch(f"{url}/ready") == 200, "the server is ready")
 
 
-def fetch(url: str) -> int | None:
-    """The status; None if the connection was lost, as some are when workers take over."""
+def fetch(url: str) -> int:
+    """The status."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as response:
             return response.status
     except urllib.error.HTTPError as error:
         error.close()
         return error.code
-    except (ConnectionError, urllib.error.URLError):
-        return None

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import PATIENCE, run, serving, started, until
+from tests.processes import PATIENCE, read_lines, run, serving, started, until
 from tests.test_cli import MORTAL, fetch, start_stream
 
 SIMULATED = ["--runner", "simulated", "--step-base-ms", "5"]
@@ -48,6 +48,47 @@ def test_a_worker_serves_and_ends_with_the_server():
         assert process.returncode == 0
         assert "Traceback" not in stderr
         assert not worker.is_running()
+
+
+def test_no_connection_is_lost_or_refused_once_the_server_has_said_that_it_is_ready():
+    command = [sys.executable, "-m", "aioserve", "serve", "--port", "0", *TWO]
+    with started(*command, stderr=subprocess.PIPE) as process, ThreadPoolExecutor(4) as threads:
+        for line in process.stderr:
+            if "/ready says when the model is loaded" in line:
+                break
+        read_lines(process)
+        url = next(word for word in line.split() if word.endswith("/ready"))
+        is_ready = threading.Event()  # as somebody has heard
+
+        def ask() -> list[int | None]:
+            """The statuses of connections that began after that."""
+            statuses: list[int | None] = []
+            while len(statuses) < 50:
+                is_after = is_ready.is_set()
+                try:
+                    status = fetch(url)[0]
+                except (OSError, HTTPException):
+                    status = None
+                if status == 200:
+                    is_ready.set()
+                if is_after:
+                    statuses.append(status)
+            return statuses
+
+        for asking in [threads.submit(ask) for _ in range(4)]:
+            assert asking.result(timeout=PATIENCE) == [200] * 50
+
+
+def test_a_signal_while_workers_start_ends_the_server_at_once(tmp_path):
+    environment = workers_begin_with("import time; time.sleep(1000)", tmp_path)
+    command = [sys.executable, "-m", "aioserve", "serve", "--port", "0", *TWO]
+    with started(*command, stderr=subprocess.PIPE, env=environment) as process:
+        until(lambda: len(workers_of(process)) == 2, "the workers are started")
+        workers = workers_of(process)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
+        assert not any(worker.is_running() for worker in workers)
 
 
 BODIES = [
