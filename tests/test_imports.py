@@ -249,6 +249,7 @@ ALLOWED = {
         "aioserve.server.access.keyring",
         "aioserve.server.app",
         "aioserve.server.http_counts",
+        "aioserve.server.loading",
         "aioserve.server.responses.store",
         "aioserve.server.running",
         "aioserve.server.sockets",
