@@ -25,7 +25,7 @@ from aioserve.scheduler import (
     SchedulerOutput,
     make_successor,
 )
-from aioserve.scheduler.blame import blamed
+from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.decoding_on import DecodingOn
 from aioserve.testing.calls import Call, kept, make_calls
 from aioserve.testing.decoding_promise import check_keeps_decoding
@@ -33,9 +33,10 @@ from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
 from aioserve.testing.replies import Drafter, Masked, Reply
 from aioserve.testing.successors import FAILURES
+from aioserve.testing.time_limit import CALL_SECONDS, OutOfTime, begin_call, end_call
 from aioserve.testing.toy_connector import ToyStore, ToyWorker
 from aioserve.testing.toy_runner import ToyRunner
-from aioserve.testing.violation import ContractViolation, Starvation
+from aioserve.testing.violation import ContractViolation, NoReturn, Starvation
 
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
@@ -76,9 +77,13 @@ class SchedulerHarness:
         num_state_slots: int | None = None,
         window: int | None = None,
         num_spare_window_blocks: int = 0,
+        call_seconds: float = CALL_SECONDS,
         **settings: Any,
     ) -> None:
-        """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock.
+        """`settings` are those of `SchedulerConfig`; a step takes `step_seconds` of its clock. A
+        call of the policy that has not come back after `call_seconds` of real time is ended, and
+        breaks the contract; under a debugger none is.
+
         `kv_connector` is as in `CacheConfig`, with so many blocks in host memory. Given
         `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
         layers that see so many tokens, with blocks for one request and so many more.
@@ -99,6 +104,7 @@ class SchedulerHarness:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
         )
         self.max_model_len = max_model_len
+        self._call_seconds = call_seconds
         self.findable: set[bytes] = set()  # block hashes, as KV events tell
         worker = ToyWorker(num_host_slots)
         self.store = ToyStore(worker)
@@ -123,7 +129,8 @@ class SchedulerHarness:
             windows=windows,
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
-        with blamed(policy, "__init__()"):
+        self.steps: list[SchedulerOutput] = []
+        with self._timed(policy, "__init__"), blamed(policy, "__init__()"):
             self.scheduler = make_scheduler(
                 self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
             )
@@ -141,7 +148,6 @@ class SchedulerHarness:
         self.ledger = Ledger()
         budget = self.config.step_budget(max_model_len)
         self.planned = PlannedBatch(self.config, self.ledger, num_blocks, block_size, budget)
-        self.steps: list[SchedulerOutput] = []
         self.requests: dict[str, Request] = {}  # the latest of each name
         self.num_tokens_planned = 0
         self._step_seconds = step_seconds
@@ -246,7 +252,8 @@ class SchedulerHarness:
         before = self._standing()
         config = msgspec.structs.replace(self.config, options=dict(options or {}))
         try:
-            self.scheduler = make_successor(self.scheduler, policy, config)
+            with self._timed(policy, "take_over"):
+                self.scheduler = make_successor(self.scheduler, policy, config)
         except AioserveError:
             self._check_standing(before)
             raise
@@ -679,7 +686,8 @@ class SchedulerHarness:
     def _blame(self, method: str) -> Iterator[None]:
         """An exception that is no message of ours is the scheduler's fault."""
         try:
-            yield
+            with self._timed(type(self.scheduler), method):
+                yield
         except (AioserveError, ContractViolation):
             raise
         except Exception as error:
@@ -687,6 +695,26 @@ class SchedulerHarness:
             raise ContractViolation(
                 f"{self._where}: {name} raised {error!r} in {method}()"
             ) from error
+
+    @contextmanager
+    def _timed(self, policy: type, method: str) -> Iterator[None]:
+        """What the policy is asked in the block has so long, and then breaks the contract."""
+        call = begin_call(self._call_seconds)
+        ended_by: BaseException | None = None
+        try:
+            yield
+        except (OutOfTime, KeyboardInterrupt) as error:
+            if not call.was_ended:
+                raise
+            ended_by = error
+        finally:
+            end_call(call)
+        if call.was_ended:  # also one that swallowed what ended it
+            where = "" if ended_by is None else place(ended_by, policy)
+            raise NoReturn(
+                f"{self._where}: {policy.__name__} did not come back from {method}() in "
+                f"{self._call_seconds:g} s{where}"
+            ) from ended_by
 
     def _rows_in_flight(self) -> set[Row]:
         return {row for step in self._in_flight for row in step.rows}

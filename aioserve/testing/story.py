@@ -15,7 +15,7 @@ from aioserve.scheduler.blame import find_line
 from aioserve.testing.calls import Call, write_program
 from aioserve.testing.harness import SchedulerHarness
 from aioserve.testing.shrink import BROKEN, Failure, shrink
-from aioserve.testing.violation import Starvation
+from aioserve.testing.violation import NoReturn, Starvation
 
 MAX_STORIES = 2  # requests whose story is told
 MAX_LINES = 8  # of a story
@@ -56,7 +56,7 @@ def told(harness: SchedulerHarness, *, simplest: bool = True) -> Iterator[Schedu
 
 def explained(failure: Failure, *, simplest: bool = True) -> Exception:
     """The error with the story in its notes."""
-    if simplest:
+    if simplest and not isinstance(failure.error, NoReturn):  # each try would take its time
         failure = shrink(failure)
     failure.error.add_note("\n".join(_tell(failure)))
     return failure.error

@@ -7,3 +7,7 @@ class ContractViolation(AssertionError):
 
 class Starvation(ContractViolation):
     """Somebody is never served, or never to the end."""
+
+
+class NoReturn(ContractViolation):
+    """A call of the policy did not come back in its time: it was ended from outside."""

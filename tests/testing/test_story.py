@@ -1,13 +1,17 @@
 """What is told about a broken rule: the line of the policy, who waits and why, what happened."""
 
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from aioserve.request import WaitReason
 from aioserve.scheduler import Request, SchedulerOutput
-from aioserve.testing import SchedulerHarness
+from aioserve.testing import ContractViolation, SchedulerHarness
 from aioserve.testing.shrink import BROKEN
 from aioserve.testing.story import IN_WORDS, told
 from tests.testing.broken import SoundScheduler
@@ -125,6 +129,82 @@ def test_a_long_program_is_cut_in_the_middle() -> None:
     assert len(story.splitlines()) < 30
     assert "lines more" in story
     assert story.endswith("harness.add_request('r1', [1])")
+
+
+class AdmitsForEver(SoundScheduler):
+    """The likeliest slip of all: a head that cannot be admitted is asked again and again."""
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        while self.waiting:
+            step.admit(next(iter(self.waiting)))
+        return step.output()
+
+
+class Sleeps(SoundScheduler):
+    """Waits for what never comes, in C."""
+
+    def order(self, request: Request) -> Any:
+        threading.Event().wait()
+
+
+class SwallowsAll(SoundScheduler):
+    """Whatever is raised, it tries again."""
+
+    def schedule(self) -> SchedulerOutput:
+        for _ in range(3):
+            with suppress(BaseException):
+                while True:
+                    pass
+        return super().schedule()
+
+
+def crowd(harness: SchedulerHarness) -> None:
+    for i in range(9):  # a seat fewer than that
+        harness.add_request(f"r{i}", [i])
+    harness.run_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "line"),
+    [
+        (AdmitsForEver, "schedule", r"while self.waiting:|step.admit\("),
+        (Sleeps, "order", r"threading.Event\(\).wait\(\)"),
+    ],
+)
+def test_a_call_that_does_not_come_back_breaks_the_contract_at_its_line(
+    policy: type[SoundScheduler], method: str, line: str
+) -> None:
+    harness = SchedulerHarness(policy, call_seconds=0.5)
+    asked = {"order": "add_request"}.get(method, method)
+    what = rf"did not come back from {asked}\(\)"
+    with pytest.raises(ContractViolation, match=what) as caught, told(harness):
+        crowd(harness)
+    (story,) = caught.value.__notes__
+    assert re.search(rf"test_story.py:\d+, {method}\(\): ({line})", story), story
+    assert "test_story.py:" in str(caught.value)
+
+
+def test_a_call_that_swallows_what_ends_it_breaks_the_contract_too() -> None:
+    harness = SchedulerHarness(SwallowsAll, call_seconds=0.3)
+    with pytest.raises(ContractViolation, match=r"did not come back from schedule\(\)"):
+        crowd(harness)
+
+
+def test_in_another_thread_it_is_ended_as_well() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        harness = SchedulerHarness(AdmitsForEver, call_seconds=0.5)
+        with pytest.raises(ContractViolation, match="did not come back"):
+            thread.submit(crowd, harness).result()
+
+
+def test_ctrl_c_in_a_test_is_still_ctrl_c() -> None:
+    class IsStopped(SoundScheduler):
+        def schedule(self) -> SchedulerOutput:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        crowd(SchedulerHarness(IsStopped))
 
 
 def test_there_are_words_for_every_reason_to_wait() -> None:
