@@ -3,9 +3,9 @@
 The hop by itself: outputs of a step encoded, sent, received and decoded, in one process, the least
 CPU of several runs. Then the same streams from the simulated runner with `--api-workers` 0, 1, 2,
 4: tokens a second, CPU per token of the engine's process and of the workers, and how late each
-event loop is. The client shares the machine: with few cores, what it and the workers take is
-missing elsewhere, and only the CPU times say what more cores would gain. The last line of output is
-JSON.
+event loop is at worst. The client shares the machine: with few cores, what it and the workers take
+is missing elsewhere, and only the CPU times say what more cores would gain. The last line of output
+is JSON.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -88,16 +87,9 @@ class Run(NamedTuple):
             "tokens_per_second": round(self.tokens / self.seconds),
             "engine_us_per_token": round(1e6 * self.engine_cpu / self.tokens, 2),
             "workers_us_per_token": round(1e6 * self.workers_cpu / self.tokens, 2),
-            "engine_lag_median_ms": median_ms(self.lags.get("engine", [])),
             "engine_lag_worst_ms": worst_ms(self.lags.get("engine", [])),
-            "workers_lag_median_ms": median_ms(workers),
             "workers_lag_worst_ms": worst_ms(workers),
         }
-
-
-def median_ms(lags: list[float]) -> float | None:
-    """None of none."""
-    return round(1e3 * statistics.median(lags), 2) if lags else None
 
 
 def worst_ms(lags: list[float]) -> float | None:

@@ -20,7 +20,7 @@ from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.client import Answer
-from aioserve.engine.clock import LoopLag, is_real
+from aioserve.engine.clock import is_real
 from aioserve.engine.control import Control
 from aioserve.engine.front import EngineFront
 from aioserve.engine.gallery import Gallery
@@ -121,7 +121,6 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._get_info,
             lambda: self.state,
         )
-        self._loop_lag = LoopLag()
         self._pulse = Pulse(
             lambda: self._parts is not None and len(self._parts.output_processor) > 0,
             self.metrics.loop_delays["engine"].observe,
@@ -267,7 +266,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             case HowAreYou():
                 answer = self._health()
             case ShowMetrics(counted):
-                self.metrics.loop_lags["engine"] = self._loop_lag()
+                self.metrics.loop_lags["engine"] = self._pulse.worst()
                 if counted:
                     self.metrics.counted["engine"] = counted
                 answer = self.metrics.render()

@@ -4,14 +4,20 @@ Knows how Prometheus wants them; knows nothing about what is counted.
 """
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from prometheus_client.core import HistogramMetricFamily
 
 # Long enough to see more than one long prompt, short enough to notice a change. A guess.
 RATE_SECONDS = 10.0
+
+# Longer than scrapes are apart, so that each of them sees what has happened since the last one.
+WORST_SECONDS = 60.0
+WORST_PARTS = 6  # what has passed is forgotten in so many
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -58,6 +64,29 @@ def family_by(
     for value, histogram in histograms:
         family.add_metric([value], histogram.cumulative(), histogram.total)
     return family
+
+
+class RecentWorst:
+    """The largest value of the last `WORST_SECONDS` at least, whoever asks, and however often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of_parts: deque[tuple[int, float]] = deque(maxlen=WORST_PARTS + 1)
+
+    def observe(self, value: float) -> None:
+        """One value more, of now."""
+        part = self._part()
+        if self._of_parts and self._of_parts[-1][0] == part:
+            value = max(value, self._of_parts.pop()[1])
+        self._of_parts.append((part, value))
+
+    def __call__(self) -> float:
+        """0 if nothing came."""
+        first = self._part() - WORST_PARTS
+        return max((value for part, value in self._of_parts if part >= first), default=0.0)
+
+    def _part(self) -> int:
+        return int(self._clock() / WORST_SECONDS * WORST_PARTS)
 
 
 class RecentRate:

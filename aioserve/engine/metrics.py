@@ -254,7 +254,7 @@ class EngineMetrics(Collector):
         if self.loop_lags:
             lags = GaugeMetricFamily(
                 "aioserve_event_loop_lag_seconds",
-                "By how much a timer was late since the last scrape",
+                "By how much a timer was late at worst in the last minute",
                 labels=["process"],
             )
             for process, seconds in self.loop_lags.items():

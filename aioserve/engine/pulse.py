@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from aioserve.engine.histogram import RecentWorst
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.outputs import SchedulerStats
 
@@ -32,6 +33,8 @@ class Pulse:
         """
         self._is_busy = is_busy
         self._on_delay = on_delay
+        #: The worst delay of the last minute, in seconds.
+        self.worst = RecentWorst()
         self._on_state = on_state
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -55,7 +58,9 @@ class Pulse:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        self._on_delay(max(now - self._due, 0.0))
+        delay = max(now - self._due, 0.0)
+        self.worst.observe(delay)
+        self._on_delay(delay)
         if now - self._since >= STATE_SECONDS:
             self._on_state(now - self._since)
             self._since = now

@@ -5,9 +5,10 @@ nothing about models, and nothing about scheduling beyond `SchedulerOutput`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -327,20 +328,29 @@ class InputBatch:
                     drafter.length.verified(row, len(inputs.drafts[row]), len(own) - 1)
 
     def _drop(self, request_ids: Iterable[str], *, are_finished: bool = False) -> None:
+        """It never raises: who left is told once, and the rows of all of them must come back."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
-            if row is not None:
-                self._sampling.drop(row)
-                self.grammar_rows.drop(row)
-                self.prompt_rows.drop(row)
-                self.pooled_rows.drop(row)
-                self.adapter_rows.drop(row)
-                if self._image_rows is not None:
-                    self._image_rows.drop(request_id)
-                if self._drafter is not None:
-                    self._drafter.drop(row, is_finished=are_finished)
-                    self._guessed.discard(row)
-                self._free_rows.append(row)
+            if row is None:
+                continue
+            self._guessed.discard(row)
+            drops: list[Callable[[], None]] = [
+                partial(self._sampling.drop, row),
+                partial(self.grammar_rows.drop, row),
+                partial(self.prompt_rows.drop, row),
+                partial(self.pooled_rows.drop, row),
+                partial(self.adapter_rows.drop, row),
+            ]
+            if self._image_rows is not None:
+                drops.append(partial(self._image_rows.drop, request_id))
+            if self._drafter is not None:
+                drops.append(partial(self._drafter.drop, row, is_finished=are_finished))
+            for drop in drops:
+                try:
+                    drop()
+                except Exception:
+                    logger.exception("a part of request %s is not dropped", request_id)
+            self._free_rows.append(row)
 
     def _add(self, request: NewRequestData) -> None:
         self._drop([request.request_id])

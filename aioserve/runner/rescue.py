@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
+import torch
 
 from aioserve.errors import RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput
@@ -28,6 +29,9 @@ T = TypeVar("T")
 # Parts of one step that may raise; what is left then fails, as where everything raises. One request
 # is found among 256 in 8, two in 15 at most.
 MAX_FAILURES = 32
+# Steps that are run in parts of half its tokens, after one that did not fit into memory: one that
+# fails first takes as long as two. Then a whole one is tried again. A guess.
+NUM_SMALL_STEPS = 64
 LOG_EVERY = 1.0  # seconds between two tracebacks in the log
 _TOLD = CachedRequestData([], [], {})  # the batch has heard of them
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -36,7 +40,7 @@ NO_MEMORY = "out of memory: the step that served this request does not fit, even
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was lacking, by the words of torch's allocators where they have no type."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
@@ -61,6 +65,8 @@ class StepRescue(Generic[T]):
         self._is_end = is_end
         self._error: Exception | None = None  # the last
         self._num_failures = 0  # of the parts of this step
+        self._most_tokens: int | None = None  # of a part, while memory is short
+        self._num_small_steps = 0  # until a whole step is tried again
         self._logged_at = -LOG_EVERY
 
     def run(self, step: SchedulerOutput) -> list[T]:
@@ -73,12 +79,18 @@ class StepRescue(Generic[T]):
             step = self._part(step, rows)
             if not rows:
                 return []
+        if self._most_tokens is not None:
+            self._num_small_steps -= 1
+            if not self._num_small_steps:
+                self._most_tokens = None
+            elif self._is_large(step):
+                return self._run_parts(step, sorted(rows, key=self._batch.num_computed))
         try:
             parts = [self._run(step)]
         except Exception as error:
             if isinstance(error, RunnerDeadError) or not self._is_possible or self._is_end(error):
                 raise
-            self._error = error
+            self._note(error, step)
         else:
             if self._batch.lost:
                 self._batch.lost.note_written(self._written(step))
@@ -100,7 +112,9 @@ class StepRescue(Generic[T]):
             part = self._part(step, rows)
             if not rows:
                 continue
-            if (done := self._try(part)) is not None:
+            if self._is_large(part):
+                waiting += _halves(rows)
+            elif (done := self._try(part)) is not None:
                 parts.append(done)
             elif len(rows) > 1:
                 waiting += _halves(rows)
@@ -143,14 +157,27 @@ class StepRescue(Generic[T]):
         except Exception as error:
             if isinstance(error, RunnerDeadError) or self._is_end(error):
                 raise
-            self._error = error
+            self._note(error, part)
         else:
             self._batch.lost.note_written(self._written(part))
             return done
         self._num_failures += 1
         # Its frames hold what the part has computed, which takes memory.
-        traceback.clear_frames(self._error.__traceback__)
+        if self._error is not None:
+            traceback.clear_frames(self._error.__traceback__)
         return None
+
+    def _note(self, error: Exception, part: SchedulerOutput) -> None:
+        """A part has raised: for lack of memory, the next ones are smaller at once."""
+        self._error = error
+        if is_out_of_memory(error) and len(part.num_scheduled_tokens) > 1:
+            self._most_tokens = max(part.total_num_scheduled_tokens // 2, 1)
+            self._num_small_steps = NUM_SMALL_STEPS
+
+    def _is_large(self, part: SchedulerOutput) -> bool:
+        """Whether it would not fit, by what did not fit of late, and can be halved."""
+        most, num_rows = self._most_tokens, len(part.num_scheduled_tokens)
+        return most is not None and num_rows > 1 and part.total_num_scheduled_tokens > most
 
     def _present(self, rows: Sequence[str]) -> list[str]:
         """Those that are not given up; one that reads what was not written is from here on."""

@@ -127,7 +127,7 @@ class AbortHere(Question[bool], frozen=True):
 class Report(msgspec.Struct, array_like=True, frozen=True):
     """How a worker is."""
 
-    loop_lag: float  # seconds, the worst of late
+    loop_lag: float  # seconds, the worst of the last minute
     refusals: list[tuple[str, str, int]]  # by reason and key, since it lives
     loop_delay: Histogram  # seconds, while it was busy
     counted: list[Counted]

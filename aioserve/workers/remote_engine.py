@@ -15,7 +15,7 @@ import zmq
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import RequestStream
 from aioserve.engine.client import Answer, KnownAdapters
-from aioserve.engine.clock import Clock, LoopLag, clock_of
+from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.front import EngineFront
 from aioserve.engine.histogram import Histogram
 from aioserve.engine.input_processor import InputProcessor
@@ -141,7 +141,6 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._counts = _StopCounts()
         #: What was counted by whoever serves in this process.
         self.tell_counted: Callable[[], list[Counted]] = list
-        self._loop_lag = LoopLag()
         self._loop_delay = Histogram()
         self._pulse = Pulse(
             lambda: self._parts is not None and len(self._parts.output_processor) > 0,
@@ -376,7 +375,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case MakeReport():
                     refused = [(*by, count) for by, count in self.access.refusals.items()]
                     answer = Report(
-                        self._loop_lag(), refused, self._loop_delay, self.tell_counted()
+                        self._pulse.worst(), refused, self._loop_delay, self.tell_counted()
                     )
                 case KnowAdapters(adapters):
                     self.adapters.paths = adapters.paths

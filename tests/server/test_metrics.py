@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import aioserve
 from aioserve.engine import AsyncEngine
 from aioserve.engine import pulse as pulses
-from aioserve.engine.histogram import Histogram
+from aioserve.engine.histogram import Histogram, RecentWorst
 from aioserve.engine.vllm_names import VLLM_NAMES
 from aioserve.sampling_params import SamplingParams
 from tests.processes import PATIENCE
@@ -157,6 +157,26 @@ async def test_the_delays_of_the_loop_are_counted_while_there_is_work(server, mo
     async with asyncio.timeout(PATIENCE):
         while pulse._timer is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+async def test_the_worst_delay_of_late_is_told_to_every_scraper_alike(server):
+    server.engine._pulse.worst.observe(0.75)
+    name = "aioserve_event_loop_lag_seconds"
+    assert [value(await scrape(server), name) for _ in range(3)] == [0.75] * 3
+
+
+def test_the_worst_of_late_is_forgotten_after_its_time():
+    now = 1000.0
+    worst = RecentWorst(lambda: now)
+    assert worst() == 0.0
+    for second, delay in ((1000.0, 0.2), (1005.0, 0.5), (1030.0, 0.1), (1031.0, 0.3)):
+        now = second
+        worst.observe(delay)
+    found = []
+    for second in (1031.0, 1055.0, 1080.0, 1085.0, 1110.0):
+        now = second
+        found.append(worst())
+    assert found == [0.5, 0.5, 0.3, 0.3, 0.0]
 
 
 async def test_while_it_is_busy_the_log_says_how_it_stands(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """A step that raises fails only the request that makes it raise; the others have their tokens."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -230,6 +231,76 @@ def test_what_lacks_memory_even_for_one_token_ends(
     assert driver.step().failed == {"large": NO_MEMORY}
     driver.finish("large")
     assert finish_all(driver, [name]) == {name: expected[name]}
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_step_that_raises_at_once_still_gives_the_rows_of_those_who_left_back(
+    kind: str, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is raised where: who left is told once."""
+    driver = make_driver(kind)
+    for index in range(8):  # as many as there are rows
+        driver.add(f"old{index}", [1, 2, index], SamplingParams(temperature=0, logit_bias={3: 1.0}))
+    driver.step()
+    batch = driver.runner._batch
+    for part in (batch.grammar_rows, batch.prompt_rows, batch.adapter_rows):
+        monkeypatch.setattr(part, "drop", lambda row: 1 / 0)
+    for index in range(8):
+        driver.finish(f"old{index}")
+    driver.add("lost", [1, 2, 3])
+    with monkeypatch.context() as broken:
+        broken.setattr(driver.runner._model, "forward", lambda *inputs: 1 / 0)
+        with suppress(ZeroDivisionError):
+            assert list(driver.step().failed) == ["lost"]
+    driver.finish("lost")
+    for index in range(8):
+        driver.add(f"new{index}", [1, 2, index])
+    assert driver.step().failed == {}
+    assert len(batch) == 8
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
+def test_lack_of_memory_is_known_without_words(
+    error: Exception,
+    expected: dict[str, list[int]],
+    make_driver: MakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver()
+
+    def watch(inputs: ModelInputs) -> None:
+        if len(inputs.input_ids) > 9:
+            raise error
+
+    watched(driver, monkeypatch, watch)
+    for name, prompt in prompts():
+        driver.add(name, prompt)
+    assert driver.step().failed == {}
+    assert finish_all(driver, list(expected)) == expected
+
+
+def test_steps_stay_smaller_for_a_while_once_memory_was_short(
+    expected: dict[str, list[int]], make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later step fails first; then a whole one is tried again."""
+    monkeypatch.setattr(rescue, "NUM_SMALL_STEPS", 6)
+    driver, num_failed = make_driver(), [0]
+
+    def watch(inputs: ModelInputs) -> None:
+        if len(inputs.input_ids) > 3:
+            num_failed[0] += 1
+            raise MemoryError
+
+    for name, prompt in prompts():
+        driver.add(name, prompt)
+    driver.step()  # all are decoded from here on
+    watched(driver, monkeypatch, watch)
+    found = []
+    for _ in range(7):
+        assert driver.step({name: 1 for name, _ in prompts()}).failed == {}
+        found.append(num_failed[0])
+    assert found == [1, 1, 1, 1, 1, 1, 2]
+    assert finish_all(driver, list(expected)) == expected
 
 
 def test_prompts_that_are_looked_at_are_looked_at_once(
