@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/testing": 5_080,
     "aioserve/watch": 2_500,
     "aioserve/workers": 2_200,
-    "benchmarks": 6_080,
+    "benchmarks": 6_600,
     "policies": 670,
     "tests": 52_900,
 }
