@@ -48,6 +48,7 @@ from aioserve.server.middleware import (
     answer_errors,
     count_answers,
     log_requests,
+    say_when_to_come_again,
 )
 from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.responses.store import Responses, ResponseStore
@@ -107,7 +108,7 @@ def build_app(
         engine.model_info.tokenizer, server.tool_call_parser, server.reasoning_parser
     )
     app.on_cleanup.append(lambda _: app[CHAT_FORMAT].close())
-    app.on_response_prepare.extend((add_request_id, tell_origin))
+    app.on_response_prepare.extend((add_request_id, tell_origin, say_when_to_come_again))
     is_one_for_all = engine.config.access.admin_port is None
     has_admin = server.enable_admin and is_one_for_all
     routes: tuple[Route, ...] = (*ROUTES, *(ADMIN_ROUTES if has_admin else ()))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from socket import socket
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from aioserve.engine.questions import Health
 from aioserve.errors import EngineDeadError
@@ -21,7 +21,7 @@ from aioserve.server.access.origins import check_caller
 from aioserve.server.access.site import BACKLOG
 from aioserve.server.admin import tell_alive, tell_ready
 from aioserve.server.keys import HOSTS
-from aioserve.server.middleware import Handler, answer_errors
+from aioserve.server.middleware import Handler, answer_errors, say_when_to_come_again
 from aioserve.server.sockets import bind_beside, share
 
 LOADING = Health("loading", "the model is being loaded")
@@ -31,8 +31,6 @@ HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
 POLL_SECONDS = 0.01  # between looks whether all have been
 
 FULL_SECONDS = 1.0  # until somebody is let in again, after there were too many
-
-RETRY_SECONDS = "5"  # A guess: loading takes seconds or minutes, and /ready says when it is over.
 
 
 @contextlib.asynccontextmanager
@@ -152,6 +150,7 @@ class _Door:
 
 def _make_app(hosts: Hosts | None) -> web.Application:
     app = web.Application(middlewares=[_close_connections, answer_errors])
+    app.on_response_prepare.append(say_when_to_come_again)
     if hosts is not None:
         app[HOSTS] = hosts
         app.middlewares.append(check_caller)
@@ -165,8 +164,6 @@ def _make_app(hosts: Hosts | None) -> web.Application:
 async def _close_connections(request: web.Request, handler: Handler) -> web.StreamResponse:
     response = await handler(request)
     response.force_close()
-    if response.status == 503:
-        response.headers[hdrs.RETRY_AFTER] = RETRY_SECONDS
     return response
 
 

@@ -30,6 +30,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
+# What a 503 says if it knows no better. A guess: a server loads or drains for seconds or minutes, and
+# a balancer has another one at once; /ready says when it is over.
+RETRY_SECONDS = 5
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -100,6 +104,12 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers[REQUEST_ID_HEADER] = request_id
         if is_for_anthropic(request.path):
             response.headers["Request-Id"] = request_id
+
+
+async def say_when_to_come_again(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler, before headers leave: no 503 is without `Retry-After`."""
+    if response.status == 503:
+        response.headers.setdefault(hdrs.RETRY_AFTER, str(RETRY_SECONDS))
 
 
 def _given_request_id(request: web.Request) -> str | None:

@@ -187,9 +187,10 @@ def _operation(route: Route, schema_of: Mapping[Any, Schema]) -> Schema:
     for status in _error_statuses(route):
         content = {"application/json": {"schema": schema_of[error]}}
         responses.setdefault(str(status), _response(status, content))
-        if status in {status_of(e, route.path) for e in (EngineOverloadedError, KeyLimitError)}:
-            seconds = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
-            responses[str(status)]["headers"] = {"Retry-After": seconds}
+    tell_when = {503, *(status_of(e, route.path) for e in (EngineOverloadedError, KeyLimitError))}
+    for status in tell_when & {int(s) for s in responses}:
+        seconds = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+        responses[str(status)]["headers"] = {"Retry-After": seconds}
     operation: Schema = {
         "operationId": route.handler.__name__,
         "summary": route.summary,

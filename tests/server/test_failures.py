@@ -141,6 +141,7 @@ async def test_while_draining_ready_is_503_and_running_streams_finish(server):
     assert (ready.status, ready.json()["status"]) == (503, "draining")
     assert (await server.get("/health")).status == 200
     assert refused.status == 503
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in (ready, refused))
     assert "shutting down" in refused.json()["error"]["message"]
     *_, last, done, _end = (await response.read()).split(b"\n\n")
     assert done == b"data: [DONE]"
