@@ -30,8 +30,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
-# What a 503 says if it knows no better. A guess: a server loads or drains for seconds or minutes, and
-# a balancer has another one at once; /ready says when it is over.
+# What a 503 says if it knows no better. A guess: a server loads or drains for seconds or minutes,
+# and a balancer has another one at once; /ready says when it is over.
 RETRY_SECONDS = 5
 
 _encoder = msgspec.json.Encoder()

@@ -11,7 +11,10 @@ import operator
 import socket
 
 import pytest
+from aiohttp import ClientConnectionResetError
 
+from aioserve.server.sse import EventStream
+from tests.processes import PATIENCE
 from tests.server.raw_client import IDLE, POST_HEAD, RawClient, until, until_idle
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
@@ -73,6 +76,26 @@ async def test_leaving_ends_all_samples_of_all_prompts(server):
     await until(server, lambda gauges: gauges["num_requests_running"] == 12)
     await client.leave()
     await until_idle(server, num_aborted=12)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_leaving_between_two_choices_is_no_news(server, n, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    send = EventStream.send
+
+    async def send_some(stream, events):
+        if stream.started:  # what aiohttp says between the reset and its own news of it
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        await send(stream, events)
+
+    monkeypatch.setattr(EventStream, "send", send_some)
+    monkeypatch.setattr(EventStream, "has_room", False)
+    client = await RawClient.post(server, prompt="Hello", n=n, stream=True, **ENDLESS)
+    async with asyncio.timeout(PATIENCE):
+        await client.reader.read()
+    await client.leave()
+    await until_idle(server, num_aborted=n)
+    assert "Traceback" not in caplog.text
 
 
 async def test_leaving_in_the_middle_of_a_body_is_survived(server):

@@ -7,11 +7,11 @@ Knows bytes and clocks; knows nothing about what is asked. Bodies are waited for
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import StreamReader, web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from aioserve.config import AccessConfig
@@ -171,13 +171,9 @@ class Connection(RequestHandler):
             super().connection_made(transport)
             return
         self._close = True
-        answer = _answer(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "this server has as many connections as it takes, all of them busy",
-            "too_many_connections",
-            f"Retry-After: {RETRY_SECONDS}\r\n",
-        )
-        self._link.write(answer)
+        why = "this server has as many connections as it takes, all of them busy"
+        refusal = _Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why, "too_many_connections")
+        self._link.write(refusal.whole(f"Retry-After: {RETRY_SECONDS}\r\n"))
         self._loop.call_later(LINGER_SECONDS, self._link.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -191,6 +187,8 @@ class Connection(RequestHandler):
         # Behind a request that is answered, what is left of its body may still be coming.
         was_waiting = self._waiter is not None and not self._waiter.done() and not self._messages
         count = self._request_count
+        if count == 0:  # the first bytes may be there before the handler's task has begun to wait
+            was_waiting = not self._messages
         super().data_received(data)
         if self._request_count == count:
             if was_waiting:
@@ -206,9 +204,9 @@ class Connection(RequestHandler):
             return
         message = self._messages[0][0]
         if isinstance(message, _ErrInfo):
-            self._refuse_message(message)
+            self._refuse(self._refusal_of(message.exc, message.message))
         elif size > self._max_head and _head_size(message) > self._max_head:
-            self._refuse_head()
+            self._refuse(self._head_too_large())
 
     async def finish_response(self, *args: Any, **options: Any) -> tuple[web.StreamResponse, bool]:
         """As aiohttp's: the last that is done for a request."""
@@ -216,6 +214,26 @@ class Connection(RequestHandler):
             return await super().finish_response(*args, **options)
         finally:
             self._take_next()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """As aiohttp's, which logs a traceback and answers in plain text, where it is our fault."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has gone: nobody is left to be told
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        refusal = self._refusal_of(exc, message or "")
+        self._note(refusal)
+        answer = web.Response(
+            body=refusal.body, status=refusal.status, content_type="application/json"
+        )
+        answer.force_close()
+        return answer
 
     def _take_next(self) -> None:
         """Of the requests that have come, the first is the one to answer."""
@@ -244,11 +262,8 @@ class Connection(RequestHandler):
         settings = self._connections.settings
         if self._head_since is not None and now - self._head_since > settings.header_timeout:
             if not self._has_request:
-                self._refuse(
-                    HTTPStatus.REQUEST_TIMEOUT,
-                    f"the head of the request took more than {settings.header_timeout:g} s",
-                    "slow_head",
-                )
+                why = f"the head of the request took more than {settings.header_timeout:g} s"
+                self._refuse(_Refusal(HTTPStatus.REQUEST_TIMEOUT, why, "slow_head"))
             self._head_since = None
         left = 0 if self._link is None else self._link.get_write_buffer_size()
         if not left:
@@ -283,33 +298,35 @@ class Connection(RequestHandler):
             self._head_since = self._loop.time()
         self._head_bytes += len(data)
         if self._head_bytes > self._max_head:
-            self._refuse_head()
+            self._refuse(self._head_too_large())
 
-    def _refuse_message(self, message: _ErrInfo) -> None:
-        if isinstance(message.exc, LineTooLong) or message.message.startswith("Too many headers"):
-            self._refuse_head()
-            return
-        why = message.message.strip().partition("\n")[0].rstrip(":")[:100]
-        self._refuse(HTTPStatus.BAD_REQUEST, f"this is not HTTP/1.1: {why}", "bad_http")
+    def _refusal_of(self, error: BaseException, message: str) -> "_Refusal":
+        if isinstance(error, LineTooLong) or message.startswith("Too many headers"):
+            return self._head_too_large()
+        why = message.strip().partition("\n")[0].rstrip(":")[:100]
+        return _Refusal(HTTPStatus.BAD_REQUEST, f"this is not HTTP/1.1: {why}", "bad_http")
 
-    def _refuse_head(self) -> None:
-        self._refuse(
+    def _head_too_large(self) -> "_Refusal":
+        return _Refusal(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
             f"the request line and the headers are more than {self._max_head} bytes together, "
             "or too many",
             "head_too_large",
         )
 
-    def _refuse(self, status: HTTPStatus, message: str, reason: str) -> None:
+    def _note(self, refusal: "_Refusal") -> None:
+        self._connections.count(refusal.code)
+        logger.info("%s refused: %s", self.peername or "a client", refusal.message)
+
+    def _refuse(self, refusal: "_Refusal") -> None:
         """Answer without a handler, and close."""
-        self._connections.count(reason)
-        logger.info("%s refused: %s", self.peername or "a client", message)
+        self._note(refusal)
         self._messages.clear()
         self._close = True
         if self._task_handler is not None:
             self._task_handler.cancel()
         if self.transport is not None:
-            self.transport.write(_answer(status, message, reason))
+            self.transport.write(refusal.whole())
         self._loop.call_later(LINGER_SECONDS, self.force_close)
 
 
@@ -318,11 +335,25 @@ def _head_size(message: Any) -> int:
     return fields + len(message.method) + len(message.path) + 14  # of the request line
 
 
-def _answer(status: HTTPStatus, message: str, code: str, headers: str = "") -> bytes:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = _encoder.encode(ErrorResponse(error=ErrorInfo(message=message, type=kind, code=code)))
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n{headers}Connection: close\r\n\r\n"
-    )
-    return head.encode() + body
+class _Refusal(NamedTuple):
+    """What a client is told that no handler hears of."""
+
+    status: HTTPStatus
+    message: str
+    code: str
+
+    @property
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        info = ErrorInfo(message=self.message, type=kind, code=self.code)
+        return _encoder.encode(ErrorResponse(error=info))
+
+    def whole(self, headers: str = "") -> bytes:
+        """With its head."""
+        body = self.body
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}"
+            "Connection: close\r\n\r\n"
+        )
+        return head.encode() + body

@@ -141,6 +141,46 @@ async def test_what_is_no_http_is_a_400_in_words_and_not_a_traceback(server, sen
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (b"nonsense\r\n\r\n", (400, "bad_http")),
+        (b"\x16\x03\x01\x02\x00\x01", (400, "bad_http")),
+        (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 70_000, (431, "head_too_large")),
+        (b"GET / HTTP/1.1\r\n" + b"X-A: aaaa\r\n" * 6000 + b"\r\n", (431, "head_too_large")),
+    ],
+    ids=["nonsense", "a handshake", "a long line", "many headers"],
+)
+async def test_what_is_there_when_the_connection_is_accepted_is_held_to_the_limits_as_well(
+    server, sent, expected, caplog
+):
+    caplog.set_level("INFO")
+    sock = socket.create_connection((server.host, server.port))
+    sock.sendall(sent)  # the server is this thread: it accepts afterwards
+    raw = Raw(*await asyncio.open_connection(sock=sock))
+    status, body = await raw.answer()
+    raw.writer.close()
+    assert (status, body["error"]["code"]) == expected
+    assert (await refusals(server))[expected[1]] == 1
+    assert "Traceback" not in caplog.text
+
+
+async def test_what_is_no_http_behind_a_request_is_a_400_and_counted(server, caplog):
+    caplog.set_level("INFO")
+    client = await RawClient.post(server, prompt="Hello", stream=True, max_tokens=100)
+    received = await client.read_events(1)  # it is being answered
+    client.writer.write(b"nonsense\r\n\r\n")
+    async with asyncio.timeout(PATIENCE):
+        received += await client.reader.read()
+    await client.leave()
+    stream, answer = received.split(b"HTTP/1.", 2)[1:]
+    assert b"[DONE]" in stream
+    assert answer[1:].startswith(b" 400 ")
+    assert b'"code":"bad_http"' in answer
+    assert (await refusals(server))["bad_http"] == 1
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_comes(server):
     async with Raw.to(server) as greedy:
         head = POST_HEAD + b"Content-Length: %d\r\n\r\n" % 2**26
