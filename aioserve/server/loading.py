@@ -6,16 +6,15 @@ Knows no engine. Every answer closes its connection: the next one is for the ser
 
 import asyncio
 import contextlib
-import errno
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from socket import socket
-from typing import Any
 
 from aiohttp import web
 
 from aioserve.engine.questions import Health
 from aioserve.errors import EngineDeadError
+from aioserve.server.access.acceptor import Acceptor
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import check_caller
 from aioserve.server.access.site import BACKLOG
@@ -29,8 +28,6 @@ LOADING = Health("loading", "the model is being loaded")
 HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
 
 POLL_SECONDS = 0.01  # between looks whether all have been
-
-FULL_SECONDS = 1.0  # until somebody is let in again, after there were too many
 
 
 @contextlib.asynccontextmanager
@@ -52,9 +49,17 @@ async def answering_while_loading(
     runner = web.AppRunner(_make_app(hosts), access_log=None, shutdown_timeout=HANDLER_SECONDS)
     await runner.setup()
     assert runner.server is not None
-    server = runner.server
+    loop, server = asyncio.get_running_loop(), runner.server
     loading = Loading(
-        [_Door(sock, server, tls, shares_port=shares_port) for sock in sockets], server
+        [
+            Acceptor(
+                bind_beside(sock) if shares_port else share(sock),
+                lambda connection: loop.connect_accepted_socket(server, connection, ssl=tls),
+                BACKLOG,
+            )
+            for sock in sockets
+        ],
+        server,
     )
     try:
         yield loading
@@ -66,86 +71,30 @@ async def answering_while_loading(
 class Loading:
     """What answers meanwhile, on its way out."""
 
-    def __init__(self, doors: "Sequence[_Door]", server: web.Server) -> None:
-        self._doors, self._server = doors, server
+    def __init__(self, acceptors: Sequence[Acceptor], server: web.Server) -> None:
+        self._acceptors, self._server = acceptors, server
 
     @property
     def sockets(self) -> list[socket]:
         """On which it listens, in the order of addresses."""
-        return [door.socket for door in self._doors]
+        return [acceptor.socket for acceptor in self._acceptors]
 
     def stop(self) -> None:
         """Take no connection any more: they wait for the server that listens on `sockets` next."""
-        for door in self._doors:
-            door.stop()
+        for acceptor in self._acceptors:
+            acceptor.stop()
 
     async def close(self) -> None:
-        """Clients that are connected have a second to ask, and to read that they come too early."""
+        """Clients that are connected have a second to ask, and to read that they come too early;
+        with TLS, a second before that to say hello.
+        """
         self.stop()
-        for door in self._doors:
-            await door.close()
+        for acceptor in self._acceptors:
+            await acceptor.close(HANDLER_SECONDS)
         for _ in range(round(HANDLER_SECONDS / POLL_SECONDS)):
             if not self._server.connections:
                 break
             await asyncio.sleep(POLL_SECONDS)
-
-
-class _Door:
-    """Takes connections until it is stopped. Not asyncio's own server: in Python 3.11 that forgets
-    a connection which it accepts in the turn in which it is closed, and the client waits for ever.
-    """
-
-    def __init__(
-        self, sock: socket, server: web.Server, tls: ssl.SSLContext | None, *, shares_port: bool
-    ) -> None:
-        self._tls = tls
-        self.socket = bind_beside(sock) if shares_port else share(sock)
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self._entering: set[asyncio.Task[Any]] = set()
-        self._is_stopped = False
-        self.socket.setblocking(False)
-        self.socket.listen(BACKLOG)
-        self._listen()
-
-    def stop(self) -> None:
-        """Leave those that come to the queue. Idempotent."""
-        if not self._is_stopped:
-            self._is_stopped = True
-            self._loop.remove_reader(self.socket.fileno())
-
-    def _listen(self) -> None:
-        if not self._is_stopped:
-            self._loop.add_reader(self.socket.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError as error:  # nobody is left, or has gone again
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptors: let some close
-                    self._loop.remove_reader(self.socket.fileno())
-                    self._loop.call_later(FULL_SECONDS, self._listen)
-                return
-            connection.setblocking(False)
-            enters = self._loop.connect_accepted_socket(self._server, connection, ssl=self._tls)
-            task = self._loop.create_task(enters)
-            self._entering.add(task)
-            task.add_done_callback(self._entered)
-
-    def _entered(self, task: asyncio.Task[Any]) -> None:
-        self._entering.discard(task)
-        if not task.cancelled():
-            task.exception()  # a handshake that failed is nobody's news
-
-    async def close(self) -> None:
-        """Whoever has entered is answered; who takes his time to, with TLS, is not waited for."""
-        self.stop()
-        self.socket.close()
-        if self._entering:
-            _, late = await asyncio.wait(self._entering, timeout=HANDLER_SECONDS)
-            for task in late:
-                task.cancel()
 
 
 def _make_app(hosts: Hosts | None) -> web.Application:

@@ -5,7 +5,10 @@ Knows bytes and clocks; knows nothing about what is asked. Bodies are waited for
 """
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import socket
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
@@ -47,7 +50,7 @@ class Connections:
         self.settings = settings
         self.refusals = refusals
         self._most = most
-        self._open: dict[Connection, None] = {}  # that of which nothing was heard longest is first
+        self._open: dict[Connection | Handshake, None] = {}  # the longest silent first
         self._loop = asyncio.get_running_loop()
         self._sweeping = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
@@ -58,7 +61,7 @@ class Connections:
         """Nobody is looked after any more."""
         self._sweeping.cancel()
 
-    def add(self, connection: "Connection") -> bool:
+    def add(self, connection: "Connection | Handshake") -> bool:
         """It is open. If there are too many, the one that is idle longest makes room; False if none
         is: then it is not to stay. Asked here and not when it is accepted: of those some never
         come, and many may be accepted in one turn of the loop.
@@ -69,13 +72,13 @@ class Connections:
         self._open[connection] = None
         return True
 
-    def note(self, connection: "Connection") -> None:
+    def note(self, connection: "Connection | Handshake") -> None:
         """It has just been heard of."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
-    def discard(self, connection: "Connection") -> None:
+    def discard(self, connection: "Connection | Handshake") -> None:
         """It is closed, or will be."""
         self._open.pop(connection, None)
 
@@ -84,7 +87,7 @@ class Connections:
         self.refusals[reason, ""] += 1
 
     def _make_room(self) -> bool:
-        for connection in list(_first(self._open, MAX_LOOKS)):
+        for connection in list(itertools.islice(self._open, MAX_LOOKS)):
             if connection.is_idle:
                 self.count("idle_connection_closed")
                 self.discard(connection)
@@ -121,8 +124,26 @@ def allow_connections(most: int) -> None:
             )
 
 
-def _first(connections: dict["Connection", None], count: int) -> "list[Connection]":
-    return [connection for connection, _ in zip(connections, range(count), strict=False)]
+class Handshake:
+    """A connection that is not encrypted yet. It counts, and is idle: else the silent ones, however
+    many, would keep descriptors from others.
+    """
+
+    is_idle = True
+
+    def __init__(self, sock: socket.socket) -> None:
+        """On an accepted socket, which stays its owner's."""
+        self._socket = sock
+        self.is_dropped = False
+
+    def drop(self) -> None:
+        """Have it fail at once."""
+        self.is_dropped = True
+        with contextlib.suppress(OSError):  # it has gone by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def check(self, now: float) -> None:
+        """Its time is the loop's to look at."""
 
 
 class Connection(RequestHandler):
@@ -131,6 +152,7 @@ class Connection(RequestHandler):
     __slots__ = (
         "_body",
         "_connections",
+        "_handshake",
         "_has_request",
         "_head_bytes",
         "_head_since",
@@ -139,7 +161,10 @@ class Connection(RequestHandler):
         "_unread",
     )
 
-    def __init__(self, connections: Connections, server: web.Server) -> None:
+    def __init__(
+        self, connections: Connections, server: web.Server, handshake: Handshake | None = None
+    ) -> None:
+        """It takes the place of its handshake, if there was one."""
         settings = connections.settings
         super().__init__(
             server,
@@ -150,6 +175,7 @@ class Connection(RequestHandler):
             **server._kwargs,
         )
         self._connections = connections
+        self._handshake = handshake
         self._link: asyncio.Transport | None = None
         self._has_request = False  # whose head has come and that is not answered
         self._body: StreamReader | None = None  # of that
@@ -167,6 +193,8 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        if self._handshake is not None:
+            self._connections.discard(self._handshake)
         if self._connections.add(self):
             super().connection_made(transport)
             return

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import subprocess
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from aioserve.config import AccessConfig, EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.errors import ConfigError
+from aioserve.server.access import site
 from aioserve.server.access.access import Access, MainAccess
 from aioserve.server.access.accounts import Accounts
 from aioserve.server.access.keyring import Key, Rights
@@ -23,6 +25,7 @@ from aioserve.server.access.tls import PASSWORD, make_context
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind_unix, open_doors
+from tests.processes import PATIENCE
 from tests.server.access.conftest import ADMIN, ANN
 from tests.server.serving import SIMULATED
 
@@ -86,6 +89,42 @@ async def test_with_a_certificate_connections_are_encrypted_and_a_new_one_is_tak
         with pytest.raises(ConfigError, match=r"no certificate can be had from .*server\.pem"):
             access.reload()
         assert await status(f"{url}/health", connector=aiohttp.TCPConnector(ssl=trusting)) == 200
+
+
+async def test_who_shakes_no_hands_is_one_of_the_connections_and_makes_room(tmp_path):
+    cert, key = certify(tmp_path)
+    tls = ssl.create_default_context(cafile=cert)
+    settings = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": 3}
+    async with serving(**settings) as (url, doors, access), AsyncExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(*doors.public[0].getsockname())
+            stack.callback(writer.close)
+            silent.append(reader)
+        async with asyncio.timeout(PATIENCE):
+            assert await status(f"{url}/health", connector=aiohttp.TCPConnector(ssl=tls)) == 200
+            assert await silent[0].read() == b""
+        assert access.refusals["idle_connection_closed", ""] >= 18
+
+
+async def test_handshakes_that_fail_are_counted_and_told(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(site, "HANDSHAKE_SECONDS", 0.1)
+    cert, key = certify(tmp_path)
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as (_, doors, access):
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(*doors.public[0].getsockname())
+            writer.write(sent)
+            async with asyncio.timeout(PATIENCE):
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+            writer.close()
+        async with asyncio.timeout(PATIENCE):
+            while access.refusals["tls_handshake", ""] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert "its TLS handshake has failed: it took more than 0.1 s" in caplog.text
+    assert "its TLS handshake has failed: HTTP_REQUEST" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_clients_must_show_a_certificate_where_their_roots_are_named(tmp_path):
