@@ -28,6 +28,7 @@ from aioserve.arguments import (
 from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.log_format import set_up_logging
+from aioserve.missing import way_out
 from aioserve.nearest import did_you_mean
 from aioserve.version import __version__
 
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError):
             return EXIT_USAGE
         return EXIT_ENGINE_DEAD if isinstance(error, EngineDeadError) else EXIT_FAILED
+    except ModuleNotFoundError as error:
+        print(f"aioserve: error: {way_out(error)}", file=sys.stderr)  # noqa: T201
+        return EXIT_FAILED
     except KeyboardInterrupt:
         if not words or words[0] not in TOOLS:  # before the server took charge of signals
             return 0

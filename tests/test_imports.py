@@ -314,10 +314,11 @@ ALLOWED = {
         "aioserve.config",
         "aioserve.errors",
         "aioserve.log_format",
+        "aioserve.missing",
         "aioserve.nearest",
         "aioserve.version",
     },
-    "aioserve.__main__": {"aioserve.cli"},
+    "aioserve.__main__": {"aioserve.missing"},
     "aioserve": {"aioserve.version"},
     "aioserve.policies": {"aioserve.scheduler"},
 }

@@ -37,7 +37,23 @@ main(["--policy", "fcfs"])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     first = result.stderr.splitlines()[0]
     assert first.endswith("starts: model embedded, policy fcfs")
-    assert "import of aiohttp halted" in result.stderr
+    assert result.stderr.splitlines()[1:] == [
+        f"aioserve: error: {sys.executable} lacks the package 'aiohttp': make install, in {ROOT}, "
+        "brings it"
+    ]
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"], ["chat"], ["--policy", "fcfs"]])
+def test_a_python_without_the_packages_says_in_a_line_what_to_type(words: list[str]) -> None:
+    """As plain `python` in a clone: -S leaves out all that is installed."""
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "aioserve", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    python = ROOT / ".venv" / "bin" / "python"
+    make = "" if python.exists() else f"make install, in {ROOT}, then "
+    lacks = f"aioserve: error: {sys.executable} lacks the package 'msgspec'"
+    assert result.stderr == f"{lacks}: {make}{python} -m aioserve has all that it needs\n"
+    assert (result.returncode, result.stdout) == (1, "")
 
 
 def test_a_simulated_server_answers_without_torch() -> None:
