@@ -697,6 +697,14 @@ class AccessConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)],
         Meta(description="seconds in which the body must have come then"),
     ] = 60.0
+    max_bodies_mib: Annotated[
+        PositiveInt,
+        Meta(
+            description="most MiB of bodies that are still coming, of all workers together, and "
+            "at least one of --max-body-mib in each; others are refused with 503, but not small "
+            "ones"
+        ),
+    ] = 512
     keep_alive_timeout: Annotated[
         Annotated[float, Meta(gt=0)],
         Meta(description="seconds that a connection may be idle; proxies in front: less"),

@@ -8,17 +8,24 @@ from typing import TypeVar
 
 from aiohttp import hdrs, web
 
-from aioserve.server.errors import BodyTimeoutError
-from aioserve.server.keys import ENGINE
+from aioserve.server.errors import BodiesFullError, BodyTimeoutError
+from aioserve.server.keys import ACCESS, ENGINE
 from aioserve.server.protocol import ModelRequest, RequestPart
 from aioserve.server.validation import BodyDecoder
 
 T = TypeVar("T", bound=RequestPart)
 
 
-async def _read(request: web.Request) -> bytes:
+# Bytes of a body that may come whatever others keep: about as many wait in the buffer of its
+# connection anyway, and most conversations are shorter.
+SMALL_BODY = 2**16
+
+RETRY_SECONDS = 1.0  # A guess: bodies come within a second, or hardly at all.
+
+
+async def _read(request: web.Request) -> bytes | bytearray:
     """All of it, in time. Raises `HTTPRequestEntityTooLarge`, before it has come if its length is
-    told, and `BodyTimeoutError`.
+    told, `BodyTimeoutError` and `BodiesFullError`.
     """
     length, limit = request.content_length, request.client_max_size
     if length is not None and length > limit:
@@ -28,9 +35,30 @@ async def _read(request: web.Request) -> bytes:
     seconds = request.app[ENGINE].config.access.body_timeout
     try:
         async with asyncio.timeout(seconds):
-            return await request.read()
+            return await _gather(request)
     except TimeoutError:
         raise BodyTimeoutError(f"the body took more than {seconds:g} s to come") from None
+
+
+async def _gather(request: web.Request) -> bytearray:
+    access, config = request.app[ACCESS], request.app[ENGINE].config
+    limit, body = request.client_max_size, bytearray()
+    of_all = config.access.max_bodies_mib * 2**20 // (config.server.api_workers or 1)
+    try:
+        while chunk := await request.content.readany():
+            body += chunk
+            access.body_bytes += len(chunk)
+            if len(body) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, len(body))
+            if len(body) > SMALL_BODY and access.body_bytes > max(of_all, limit):
+                raise BodiesFullError(
+                    f"{access.body_bytes / 2**20:.0f} MiB of bodies are still coming, more than "
+                    "this server keeps: try again",
+                    RETRY_SECONDS,
+                )
+    finally:
+        access.body_bytes -= len(body)
+    return body
 
 
 def _check_type(request: web.Request) -> None:

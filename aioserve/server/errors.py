@@ -59,6 +59,10 @@ class BodyTimeoutError(RequestError):
     """The body does not come."""
 
 
+class BodiesFullError(EngineOverloadedError):
+    """Too much of other bodies is there, and not all of them."""
+
+
 class UnknownFieldError(RequestError):
     """The body has a field of a name that nobody here knows."""
 
@@ -87,6 +91,7 @@ _KINDS = (
     _Kind(ForbiddenError, 403, "permission_error", "not_allowed"),
     _Kind(RequestAbortedError, 400, "invalid_request_error", "request_aborted"),
     _Kind(RequestError, 400, "invalid_request_error", None),
+    _Kind(BodiesFullError, 503, "server_error", "too_many_bodies"),
     _Kind(EnginePausedError, 503, "server_error", "engine_paused"),
     _Kind(KeyLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     _Kind(EngineOverloadedError, 429, "rate_limit_error", "engine_overloaded"),

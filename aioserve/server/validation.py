@@ -58,7 +58,7 @@ class BodyDecoder(Generic[T]):
         self._get_unserved = _values_of(*self.unserved)
         self._nothing = (None,) * len(self.unserved)
 
-    def decode(self, body: bytes, *, ignore_unknown: bool = False) -> T:
+    def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
         """The request in `body`. Raises `RequestError` that names the path of what is wrong.
 
         With `ignore_unknown`, names that neither OpenAI nor vLLM nor SGLang has are ignored.

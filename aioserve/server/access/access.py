@@ -31,6 +31,7 @@ class Access:
         self.keyring = Keyring(keys)
         self.entrance = entrance
         self.refusals: Refusals = Counter()
+        self.body_bytes = 0  # of bodies of which some is still to come
         self._roots = read_roots(settings)
         self.tls = make_context(settings)
 

@@ -190,6 +190,27 @@ async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_comes(s
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
+async def test_bodies_that_are_coming_are_bounded_together_and_short_ones_pass(start_server):
+    limits = {"access": {"max_bodies_mib": 1}, "server": {"max_body_mib": 1}}
+    body = b'{"prompt": "Hello", "max_tokens": 1}'
+    long = body + b" " * 500_000
+    async with start_server(**limits) as server, Raw.to(server) as slow:
+        length = b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (len(body) + 900_000)
+        await slow.send(POST_HEAD + length + body + b" " * 800_000)
+        async with asyncio.timeout(PATIENCE):
+            while True:  # until all of that has come
+                answer = await server.request("POST", "/v1/completions", data=long)
+                if answer.status != 200:
+                    break
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "too_many_bodies")
+        assert int(answer.headers["Retry-After"]) > 0
+        assert (await server.request("POST", "/v1/completions", data=body)).status == 200
+        assert (await refusals(server))["too_many_bodies"] >= 1
+        await slow.send(b" " * 100_000)
+        assert (await slow.answer())[0] == 200
+        assert (await server.request("POST", "/v1/completions", data=long)).status == 200
+
+
 async def test_64_mib_of_body_are_a_413_that_the_client_can_read(server):
     answer = await server.request("POST", "/v1/completions", data=io.BytesIO(bytes(2**26)))
     assert answer.status == 413
