@@ -96,6 +96,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             "in its files; none: temperature 1 and all tokens"
         ),
     ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        Meta(description="file with the chat template (default: the model's own)"),
+    ] = None
     skip_tokenizer_init: Annotated[
         bool,
         Meta(description="no tokenizer: Python callers send and get token ids (not for a server)"),

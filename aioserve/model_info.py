@@ -134,7 +134,27 @@ class ModelInfo:
         """The `transformers` tokenizer. Raises `ConfigError`, also if it was not wanted."""
         if self.config.skip_tokenizer_init:
             raise ConfigError("text needs the tokenizer, but skip_tokenizer_init is set")
-        return self.source.read_tokenizer()
+        tokenizer = self.source.read_tokenizer()
+        if self.chat_template is not None:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The chat template that the settings name, in the place of the model's own; None: they
+        name none. Raises `ConfigError` if the file cannot be read.
+        """
+        if self.config.chat_template is None:
+            return None
+        path = Path(self.config.chat_template)
+        if not path.is_file():
+            raise ConfigError(f"model.chat_template: there is no file {path}")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"model.chat_template: cannot read {path}: {one_line(error)}"
+            ) from error
 
 
 def find_model(config: ModelConfig) -> ModelSource:

@@ -108,6 +108,7 @@ class EngineBuilder:
         check_writable(config.scheduler.decision_log, "decision log")
         check_writable(config.scheduler.request_log, "request log")
         check_connector(config, self._policy)
+        _check_chat_template(model_info)
         if config.server.otlp_traces_endpoint is not None:
             check_installed()
         if runner is None:
@@ -362,6 +363,18 @@ def _check_policy(
     """Raises `ConfigError` for options or limits that the policy cannot work with."""
     policy.parse_options(settings.options)
     policy.check_limits(settings, model_info.max_model_len)
+
+
+def _check_chat_template(model_info: ModelInfo) -> None:
+    """Raises `ConfigError` if the settings name a chat template that is none."""
+    if (source := model_info.chat_template) is None:
+        return
+    if model_info.config.skip_tokenizer_init:
+        raise ConfigError("chat_template has no effect: skip_tokenizer_init is set")
+    from aioserve.engine.template_process import syntax_error
+
+    if (what := syntax_error(source)) is not None:
+        raise ConfigError(f"model.chat_template: {model_info.config.chat_template}, {what}")
 
 
 def _shadow_settings(config: EngineConfig) -> SchedulerConfig:

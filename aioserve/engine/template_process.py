@@ -96,6 +96,19 @@ def _names_read(source: str) -> list[str]:
         return []
 
 
+def syntax_error(source: str) -> str | None:
+    """What Jinja says of a text that is no template, with its line; None if it is one. Runs
+    nothing of it.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _make_environment().parse(source)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None
+
+
 @lru_cache
 def _make_environment() -> Any:
     """Jinja's sandbox as `transformers` sets it up."""
