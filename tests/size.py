@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 3_630,
     "aioserve/console": 1_600,
-    "aioserve/engine": 7_020,
+    "aioserve/engine": 7_120,
     "aioserve/grammars": 650,
     "aioserve/images": 1_000,
     "aioserve/kernels": 3_740,
