@@ -226,6 +226,16 @@ async def site_here(
         yield url
 
 
+def say_chat_limit(engine: AsyncEngine) -> None:
+    """A line of the log if chats that state no limit end before the model's length."""
+    limit = engine.config.server.default_chat_tokens
+    if limit and limit < engine.max_model_len and engine.sampling_defaults.max_tokens is None:
+        logger.info(
+            "replies of chats that state no limit end after %d tokens (server.default_chat_tokens)",
+            limit,
+        )
+
+
 async def serve(
     config: EngineConfig,
     site: MakeSite = site_here,
@@ -289,6 +299,7 @@ async def serve(
                 config.model.served_name,
                 config.scheduler.policy,
             )
+            say_chat_limit(engine)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
                 logger.info("operators' routes are on %s", told)

@@ -13,6 +13,7 @@ from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.downloads import DOWNLOADS
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from aioserve.server.app import say_chat_limit
 from tests.server.serving import running
 
 EMBEDDED = Path(__file__).parents[2] / "aioserve/embedded"
@@ -136,3 +137,16 @@ async def test_an_engine_without_parameters_samples_as_the_model_recommends(
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         outputs = [output async for output in engine.generate("Hello", params)]
         assert outputs[-1].num_output_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("chat_tokens", "is_said"), [(64, True), (None, False), (1_000_000, False)]
+)
+async def test_a_limit_that_cuts_replies_is_said_at_the_start(
+    chat_tokens: int | None, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with AsyncEngine(config_of(EMBEDDED, chat_tokens=chat_tokens)) as engine:
+        say_chat_limit(engine)
+    said = "replies of chats that state no limit end after 64 tokens" in caplog.text
+    assert said is is_said
