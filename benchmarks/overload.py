@@ -233,11 +233,11 @@ def judge(found: Measured, server: Server, slo: float) -> dict[str, tuple[bool, 
             len(told) == len(refused) > 0 and min(told) >= 1,
             f"{len(told)} of {len(refused)} have Retry-After",
         ),
-        "that is about the wait of those who are let in": (
+        "that is about the wait of requests that are let in": (
             wait - 1 <= retry <= 2 * wait + 1,
-            f"median {retry:.0f} s, they waited {wait:.2f} s",
+            f"median {retry:.0f} s, these waited {wait:.2f} s",
         ),
-        "who comes back after the flood as told is served": (
+        "a client that comes back after the flood as told is served": (
             served == len(back) > 0,
             f"{served} of {len(back)}",
         ),

@@ -80,7 +80,7 @@ def answer_looks() -> None:
 
 
 class Look(NamedTuple):
-    """What the server holds while nobody asks for anything."""
+    """What the server holds while there is no request."""
 
     at: float
     resident_mib: float
@@ -140,11 +140,11 @@ class Server:
             print(f"WRONG  {what}", flush=True)
 
 
-# Those who ask.
+# The clients.
 
 
 class Client:
-    """One of several, who does one thing after the other, at random."""
+    """One of several: it does one thing after the other, at random."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server = server
