@@ -262,7 +262,7 @@ class AsyncClient:
                     return
                 try:
                     if data.startswith(b'{"error"'):
-                        raise from_wire(500, _error_decoder.decode(data).error)
+                        raise _named(from_wire(500, _error_decoder.decode(data).error), response)
                     chunk = decoder.decode(data)
                 except msgspec.DecodeError as error:
                     message = f"an event of {self.base_url} cannot be read: {error}"
@@ -274,7 +274,8 @@ class AsyncClient:
                     if chunk.usage:  # of this sample so far
                         output.num_output_tokens = chunk.usage.completion_tokens
                     yield output
-        raise RequestFailedError(f"{self.base_url} ended the stream before the last output")
+        broken = RequestFailedError(f"{self.base_url} ended the stream before the last output")
+        raise _named(broken, response)
 
     async def _whole(
         self,
@@ -372,4 +373,12 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
         retry_after = float(response.headers.get("Retry-After", "1"))
     except ValueError:  # a date: nothing of ours sends one
         retry_after = 1.0
-    return from_wire(response.status, info, retry_after)
+    return _named(from_wire(response.status, info, retry_after), response)
+
+
+def _named(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
+    """With the id under which the server has logged it, which tracebacks show as well."""
+    if (request_id := response.headers.get("X-Request-Id")) is not None:
+        error.request_id = request_id
+        error.add_note(f"request id: {request_id}")
+    return error

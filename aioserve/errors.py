@@ -36,6 +36,9 @@ FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit)
 class AioserveError(Exception):
     """Base of all errors raised on purpose."""
 
+    #: Of one that a server has answered with: what finds the line in its log.
+    request_id: str | None = None
+
 
 class RequestError(AioserveError):
     """A request that cannot be served as it is. `param` names the offending field, if one is."""

@@ -136,6 +136,15 @@ async def test_an_id_that_the_caller_chose_is_the_engines(engine, client, output
     assert reasons[-1] is FinishReason.ABORT
 
 
+async def test_an_error_names_the_line_in_the_servers_log(engine, client, caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(RequestError) as caught:
+        await anext(client.generate([10**6], SamplingParams()))
+    [line] = [line for line in caplog.messages if str(caught.value.request_id) in line]
+    assert "HTTP 400" in line
+    assert caught.value.__notes__ == [f"request id: {caught.value.request_id}"]
+
+
 async def test_headers_and_a_key_go_with_every_request():
     heads = []
 

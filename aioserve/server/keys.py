@@ -2,6 +2,8 @@
 client chose may look like.
 """
 
+import uuid
+
 from aiohttp import web
 
 from aioserve.engine import EngineClient
@@ -29,7 +31,14 @@ KEY = web.RequestKey("KEY", Key)  # on a request: whose it is, where keys are as
 HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 
+MADE_ID = web.RequestKey("MADE_ID", str)  # on one that has no such answer: made for it
+
 MAX_ID_LENGTH = 128
+
+
+def make_id() -> str:
+    """For what is refused before it has an id of its own."""
+    return f"req-{uuid.uuid4().hex}"
 
 
 def is_sane_id(given: str) -> bool:

@@ -21,7 +21,7 @@ from aioserve.errors import (
 from aioserve.server.access.connections import Connection
 from aioserve.server.errors import is_for_anthropic, to_messages_error, to_wire
 from aioserve.server.http_counts import LEFT
-from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, RESPONSE_ID, is_sane_id
+from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, MADE_ID, RESPONSE_ID, is_sane_id, make_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _log(level: int, request: web.Request, outcome: str, start: float) -> None:
         "%s %s (%s)%s: %s after %.0f ms",
         request.method,
         request.rel_url.raw_path,  # as it was sent: decoded, it could have lines of its own
-        " is ".join(filter(None, (_given_request_id(request), request.get(RESPONSE_ID)))),
+        " is ".join(filter(None, (_given_request_id(request), _own_id(request)))),
         f" of key {request[KEY].name}" if KEY in request else "",
         outcome,
         (time.perf_counter() - start) * 1e3,
@@ -94,16 +94,17 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except AioserveError as error:
         return _error(request, error)
     except Exception as error:
-        logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
+        path = request.rel_url.raw_path
+        logger.exception("%s %s (%s) failed", request.method, path, _own_id(request))
         return _error(request, error)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, before headers leave: name the request in the caller's terms or ours."""
-    if request_id := _given_request_id(request) or request.get(RESPONSE_ID):
-        response.headers[REQUEST_ID_HEADER] = request_id
-        if is_for_anthropic(request.path):
-            response.headers["Request-Id"] = request_id
+    request_id = _given_request_id(request) or _own_id(request)
+    response.headers[REQUEST_ID_HEADER] = request_id
+    if is_for_anthropic(request.path):
+        response.headers["Request-Id"] = request_id
 
 
 async def say_when_to_come_again(request: web.Request, response: web.StreamResponse) -> None:
@@ -115,6 +116,14 @@ async def say_when_to_come_again(request: web.Request, response: web.StreamRespo
 def _given_request_id(request: web.Request) -> str | None:
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return given if is_sane_id(given) else None
+
+
+def _own_id(request: web.Request) -> str:
+    """What finds its line in the log: the id of its answer, or, without one, made for it."""
+    own_id: str | None = request.get(RESPONSE_ID) or request.get(MADE_ID)
+    if own_id is None:
+        request[MADE_ID] = own_id = make_id()
+    return own_id
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:

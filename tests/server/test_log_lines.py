@@ -33,7 +33,7 @@ async def test_a_request_has_one_line_with_its_fields_in_order(server, caplog):
     values = [dict(word.split("=") for word in line[1:]) for line in words]
     assert (values[0]["cached"], values[1]["cached"]) == ("0", "48")
     for each in values:
-        assert 0 < float(each.pop("ttft")) <= float(each.pop("seconds"))
+        assert 0 <= float(each.pop("ttft")) <= float(each.pop("seconds"))
         del each["cached"]
         assert each == {
             "client": "127.0.0.1",
@@ -66,6 +66,42 @@ async def test_a_path_can_have_no_line_of_its_own(server, caplog):
             assert answer.status == 404
     [line] = [text for text in caplog.messages if "forged" in text]
     assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status"),
+    [
+        ("POST", "/v1/completions", {"data": b"{"}, 400),
+        ("POST", "/v1/completions", {"json": {"prompt": "O", "max_tokens": -1}}, 400),
+        ("POST", "/v1/completions", {"json": {"prompt": "O", "logit_bias": {"999999": 1}}}, 400),
+        ("POST", "/v1/messages", {"json": {"max_tokens": 1}}, 400),
+        ("POST", "/v1/completions", {"data": b"{}", "headers": {"Content-Type": "text/x"}}, 415),
+        ("POST", "/health", {}, 405),
+        ("GET", "/nowhere", {}, 404),
+        ("GET", "/nowhere", {"headers": {"X-Request-Id": "trace-17"}}, 404),
+        ("GET", "/nowhere", {"headers": {"Host": "evil.example"}}, 403),
+    ],
+)
+async def test_what_is_refused_has_an_id_that_finds_its_line(
+    server, method, path, options, status, caplog
+):
+    caplog.set_level(logging.INFO)
+    answer = await server.request(method, path, **options)
+    request_id = answer.headers["X-Request-Id"]
+    assert answer.status == status
+    [line] = [line for line in caplog.messages if request_id in line]
+    assert f": HTTP {status} after " in line
+
+
+async def test_a_failure_of_ours_has_an_id_that_finds_its_traceback(server, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(server.front.adapters, "check_name", fail)
+    answer = await server.get("/v1/models/x")
+    assert answer.status == 500
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert answer.headers["X-Request-Id"] in record.getMessage()
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])

@@ -19,6 +19,7 @@ from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from aioserve.config import AccessConfig
 from aioserve.server.access.access import Refusals
+from aioserve.server.keys import make_id
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,8 @@ class Connection(RequestHandler):
             return
         self._close = True
         why = "this server has as many connections as it takes, all of them busy"
-        refusal = _Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why, "too_many_connections")
+        code = "too_many_connections"
+        refusal = _Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why, code, make_id())
         self._link.write(refusal.whole(f"Retry-After: {RETRY_SECONDS}\r\n"))
         self._loop.call_later(LINGER_SECONDS, self._link.abort)
 
@@ -258,7 +260,10 @@ class Connection(RequestHandler):
         refusal = self._refusal_of(exc, message or "")
         self._note(refusal)
         answer = web.Response(
-            body=refusal.body, status=refusal.status, content_type="application/json"
+            body=refusal.body,
+            status=refusal.status,
+            headers={"X-Request-Id": refusal.request_id},
+            content_type="application/json",
         )
         answer.force_close()
         return answer
@@ -291,7 +296,7 @@ class Connection(RequestHandler):
         if self._head_since is not None and now - self._head_since > settings.header_timeout:
             if not self._has_request:
                 why = f"the head of the request took more than {settings.header_timeout:g} s"
-                self._refuse(_Refusal(HTTPStatus.REQUEST_TIMEOUT, why, "slow_head"))
+                self._refuse(_Refusal(HTTPStatus.REQUEST_TIMEOUT, why, "slow_head", make_id()))
             self._head_since = None
         left = 0 if self._link is None else self._link.get_write_buffer_size()
         if not left:
@@ -332,7 +337,8 @@ class Connection(RequestHandler):
         if isinstance(error, LineTooLong) or message.startswith("Too many headers"):
             return self._head_too_large()
         why = message.strip().partition("\n")[0].rstrip(":")[:100]
-        return _Refusal(HTTPStatus.BAD_REQUEST, f"this is not HTTP/1.1: {why}", "bad_http")
+        message = f"this is not HTTP/1.1: {why}"
+        return _Refusal(HTTPStatus.BAD_REQUEST, message, "bad_http", make_id())
 
     def _head_too_large(self) -> "_Refusal":
         return _Refusal(
@@ -340,11 +346,13 @@ class Connection(RequestHandler):
             f"the request line and the headers are more than {self._max_head} bytes together, "
             "or too many",
             "head_too_large",
+            make_id(),
         )
 
     def _note(self, refusal: "_Refusal") -> None:
         self._connections.count(refusal.code)
-        logger.info("%s refused: %s", self.peername or "a client", refusal.message)
+        who = self.peername or "a client"
+        logger.info("%s (%s) refused: %s", who, refusal.request_id, refusal.message)
 
     def _refuse(self, refusal: "_Refusal") -> None:
         """Answer without a handler, and close."""
@@ -369,6 +377,7 @@ class _Refusal(NamedTuple):
     status: HTTPStatus
     message: str
     code: str
+    request_id: str  # in the log, but for connections that are too many
 
     @property
     def body(self) -> bytes:
@@ -382,6 +391,6 @@ class _Refusal(NamedTuple):
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}"
-            "Connection: close\r\n\r\n"
+            f"X-Request-Id: {self.request_id}\r\nConnection: close\r\n\r\n"
         )
         return head.encode() + body

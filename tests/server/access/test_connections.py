@@ -141,6 +141,16 @@ async def test_what_is_no_http_is_a_400_in_words_and_not_a_traceback(server, sen
     assert "Traceback" not in caplog.text
 
 
+async def test_what_is_no_http_has_an_id_that_finds_its_line(server, caplog):
+    caplog.set_level("INFO")
+    async with Raw.to(server) as client:
+        await client.send(b"nonsense\r\n\r\n")
+        head = (await client.closed()).decode().partition("\r\n\r\n")[0]
+    [request_id] = [line[14:] for line in head.splitlines() if line.startswith("X-Request-Id: ")]
+    [line] = [line for line in caplog.messages if request_id in line]
+    assert "refused: this is not HTTP/1.1" in line
+
+
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
