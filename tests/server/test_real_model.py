@@ -17,6 +17,7 @@ import openai
 import pytest
 import torch
 
+from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
 from aioserve.engine.byte_level import ByteLevelDetokenizer
 from aioserve.engine.detokenizer import choose_detokenizer
@@ -28,6 +29,19 @@ from tests.variants import VARIANTS
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
+# Greedily, in bfloat16 as in float32, it knows these: rounded logits once made it answer in French.
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of England?": "London",
+    "What is the capital of Egypt?": "Cairo",
+    "What is the largest ocean on Earth?": "Pacific",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "What is the chemical symbol for water?": "H2O",
+    "What star is at the center of our solar system?": "Sun",
+    "What is the opposite of hot?": "cold",
+}
 PROMPTS = (
     "The three laws of motion are",
     "def fibonacci(n):\n    ",
@@ -126,6 +140,18 @@ def test_a_chat_ends_where_the_model_ends_its_turn(client: openai.OpenAI) -> Non
     chunks = list(chat(client, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_ten_questions_are_answered_in_bfloat16(file: Path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model="smollm2", dtype="bfloat16"), runner=RunnerConfig(threads=1)
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    async with AsyncEngine(config) as engine:
+        for question, answer in QUESTIONS.items():
+            asked = [{"role": "user", "content": question}]
+            text = "".join([output.text async for output in engine.generate(asked, greedy)])
+            assert answer in text, question
 
 
 def test_the_end_of_a_turn_can_be_shown_and_passed(client: openai.OpenAI) -> None:
