@@ -142,16 +142,20 @@ def test_a_chat_ends_where_the_model_ends_its_turn(client: openai.OpenAI) -> Non
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-async def test_ten_questions_are_answered_in_bfloat16(file: Path) -> None:
+def test_ten_questions_are_answered_in_bfloat16(file: Path) -> None:
     config = EngineConfig(
         model=ModelConfig(model="smollm2", dtype="bfloat16"), runner=RunnerConfig(threads=1)
     )
     greedy = SamplingParams(temperature=0, max_tokens=20)
-    async with AsyncEngine(config) as engine:
-        for question, answer in QUESTIONS.items():
-            asked = [{"role": "user", "content": question}]
-            text = "".join([output.text async for output in engine.generate(asked, greedy)])
-            assert answer in text, question
+
+    async def main() -> None:
+        async with AsyncEngine(config) as engine:
+            for question, answer in QUESTIONS.items():
+                asked = [{"role": "user", "content": question}]
+                text = "".join([output.text async for output in engine.generate(asked, greedy)])
+                assert answer in text, question
+
+    asyncio.run(main())
 
 
 def test_the_end_of_a_turn_can_be_shown_and_passed(client: openai.OpenAI) -> None:
