@@ -454,7 +454,10 @@ def judge(looks: list[Look], server: Server, seconds: float) -> dict[str, tuple[
             not server.wrong,
             f"{len(server.wrong)} of {requests:,} were wrong",
         ),
-        "its log has no error": (not server.errors, f"{len(server.errors)}{server.errors[:1]}"),
+        "its log has no error": (
+            not server.errors,
+            " ".join([f"{len(server.errors)}", *server.errors[:1]]),
+        ),
         f"resident memory: less than {MOST_RESIDENT_MIB:g} MiB more": (
             resident < MOST_RESIDENT_MIB,
             f"{resident:+.1f} MiB of {warm[0].resident_mib:.0f}",
