@@ -63,7 +63,7 @@ def test_no_connection_is_lost_or_refused_once_the_server_has_said_that_it_is_re
         def ask() -> list[int | None]:
             """The statuses of connections that began after that."""
             statuses: list[int | None] = []
-            while len(statuses) < 50:
+            while len(statuses) < 50 and process.poll() is None:
                 is_after = is_ready.is_set()
                 try:
                     status = fetch(url)[0]
