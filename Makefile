@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,6 +49,9 @@ test-schemas: .venv/test  ## the JSON-Schema test-suite against structured outpu
 test-clients: .venv/clients/done model  ## LangChain, LiteLLM and instructor against a running server (ARGS="-k litellm")
 	.venv/clients/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients \
 		tests/clients $(ARGS)
+
+test-faults: .venv/test  ## every kind of fault at every point of a request's way, and 300 random days (DAYS=1000)
+	AIOSERVE_FAULT_DAYS=$(or $(DAYS),300) $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults $(ARGS)
 
 test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by linters too
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)

@@ -199,6 +199,13 @@ ALLOWED = {
         "aioserve.scheduler.output",
         "aioserve.structured_outputs",
     },
+    "aioserve.testing.faults": {
+        "aioserve",
+        "aioserve.outputs",
+        "aioserve.runner.interface",
+        "aioserve.runner.unsound",
+        "aioserve.scheduler.output",
+    },
     "aioserve.server": {
         "aioserve.arguments",
         "aioserve.config",

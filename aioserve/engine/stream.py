@@ -4,10 +4,13 @@ Bounded without waiting: a slow reader gets fewer, longer deltas. Knows nothing 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from aioserve.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
 
 
 class RequestStream:
@@ -43,8 +46,9 @@ class RequestStream:
             try:
                 if self._offer(output):
                     return
-            except Exception:
+            except (Exception, asyncio.CancelledError):  # it must not end who delivers
                 self._offer = None  # one reader's trouble, which it will meet again by itself
+                logger.warning("%s: a delta is queued instead", self.request_id, exc_info=True)
         pending = self._pending.get(output.index)
         if pending is None:
             self._pending[output.index] = output

@@ -274,6 +274,8 @@ async def _stream(
 
     try:
         await run_all([pump(i * n, stream) for i, stream in enumerate(streams)])
+        ending = reply.ending(tally.usage())
+        await reply.settle()
     except ConnectionError:
         raise  # the client has gone: nobody is left to be told
     except Exception as error:
@@ -283,8 +285,6 @@ async def _stream(
             logger.exception("%s failed while streaming", reply.id)
         await leave()
         return await events.end(reply.failure(error))
-    ending = reply.ending(tally.usage())
-    await reply.settle()
     return await events.end(ending)
 
 

@@ -34,6 +34,9 @@ REQUEST_ID_HEADER = "X-Request-Id"
 # and a balancer has another one at once; /ready says when it is over.
 RETRY_SECONDS = 5
 
+#: Of a request whose answer has begun: its headers have left, or are about to.
+HAS_BEGUN = web.RequestKey("has_begun", bool)
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -85,22 +88,42 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
             raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported")
         return await handler(request)
-    except web.HTTPException as error:
-        return _http_error(request, error)
-    except web.RequestPayloadError as error:
-        return _error(request, RequestError(f"the body cannot be read: {error}"))
     except ConnectionError:
         raise  # the client has gone: nobody is left to be told
-    except AioserveError as error:
-        return _error(request, error)
     except Exception as error:
+        if HAS_BEGUN in request:
+            raise _cut_off(request, error) from error
+        return _answer(request, error)
+
+
+def _answer(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, web.HTTPException):
+        return _http_error(request, error)
+    if isinstance(error, web.RequestPayloadError):
+        error = RequestError(f"the body cannot be read: {error}")
+    if not isinstance(error, AioserveError):
         path = request.rel_url.raw_path
-        logger.exception("%s %s (%s) failed", request.method, path, _own_id(request))
-        return _error(request, error)
+        logger.error("%s %s (%s) failed", request.method, path, _own_id(request), exc_info=error)
+    return _error(request, error)
+
+
+def _cut_off(request: web.Request, error: Exception) -> ConnectionError:
+    """The answer has begun: another one would be read as a part of it. The connection ends without
+    the answer's end, which clients notice.
+    """
+    logger.error(
+        "%s %s (%s) failed in its answer, which is cut off",
+        *(request.method, request.rel_url.raw_path, _own_id(request)),
+        exc_info=error,
+    )
+    if request.transport is not None:
+        request.transport.close()
+    return ConnectionResetError("an answer was cut off")
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, before headers leave: name the request in the caller's terms or ours."""
+    request[HAS_BEGUN] = True
     request_id = _given_request_id(request) or _own_id(request)
     response.headers[REQUEST_ID_HEADER] = request_id
     if is_for_anthropic(request.path):

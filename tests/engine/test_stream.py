@@ -120,12 +120,16 @@ async def test_a_reader_that_waits_sleeps_through_what_is_taken_and_hears_an_err
         await reader
 
 
-async def test_an_offer_that_raises_is_made_once_and_loses_nothing() -> None:
+@pytest.mark.parametrize("error", [ValueError("planted"), asyncio.CancelledError("planted")])
+async def test_an_offer_that_raises_is_made_once_and_loses_nothing(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises: who delivers goes on, and the log tells."""
     offers: list[str] = []
 
     def take(output: RequestOutput) -> bool:
         offers.append(output.text)
-        raise OSError
+        raise error
 
     stream = RequestStream("r", 1, abort=lambda: None)
     stream.offer_to(take)
@@ -134,3 +138,4 @@ async def test_an_offer_that_raises_is_made_once_and_loses_nothing() -> None:
     stream.put(delta("b"))
     assert (await anext(stream)).text == "b"
     assert offers == ["a"]
+    assert "planted" in caplog.text

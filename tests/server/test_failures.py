@@ -9,7 +9,9 @@ import pytest
 from aioserve.errors import RunnerDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
+from aioserve.server.sse import EventStream
 from tests.processes import PATIENCE
+from tests.server.raw_client import RawClient, until_idle
 from tests.server.serving import SIMULATED
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
@@ -130,6 +132,25 @@ async def test_an_unexpected_error_is_logged_and_not_described(server, monkeypat
     assert answer.json()["error"]["message"] == "internal server error"
     assert b"secret detail" not in answer.body
     assert "secret detail" in caplog.text
+
+
+async def test_what_fails_in_the_midst_of_an_answer_cuts_it_off(server, monkeypatch, caplog):
+    """A second head in the middle of a body would be read as a part of it."""
+
+    async def broken(*args):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(EventStream, "end", broken)
+    client = await RawClient.post(server, prompt="Hello", stream=True, max_tokens=5)
+    async with asyncio.timeout(PATIENCE):
+        received = await client.reader.read()
+    assert received.startswith(b"HTTP/1.1 200")
+    assert received.count(b"HTTP/1.1") == 1
+    assert not received.endswith(b"0\r\n\r\n")  # so the client knows
+    assert "failed in its answer, which is cut off" in caplog.text
+    assert "planted" in caplog.text
+    await client.leave()
+    await until_idle(server, num_aborted=0)
 
 
 async def test_while_draining_ready_is_503_and_running_streams_finish(server):

@@ -1,0 +1,333 @@
+"""A real server with faults around its parts, clients, and what must be true when all is over."""
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aioserve import AsyncEngine, EngineConfig
+from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
+from aioserve.errors import EngineDeadError
+from aioserve.server.app import listening
+from aioserve.server.sockets import bind
+from aioserve.testing.faults import (
+    Client,
+    Fault,
+    Faults,
+    FaultyLines,
+    FaultyRunner,
+    Point,
+    Told,
+    faulty,
+    few_descriptors,
+    open_descriptors,
+)
+from aioserve.testing.faults.clients import READERS
+from tests.processes import PATIENCE
+
+#: What clients ask for: prompts that share a beginning, one of several chunks, one of its own.
+PROMPTS = ("Once upon a time", "Once upon a time there was a king", "x" * 150, "Who's there?")
+LENGTHS = (1, 4, 12)
+MAX_TOKENS = max(LENGTHS)
+
+#: Parts around which faults are put, besides lines: how to find what is asked there.
+PARTS: dict[str, tuple[Callable[[AsyncEngine], Any], str]] = {
+    "tokenizer": (lambda engine: engine._parts.input_processor, "_encode"),
+    "lengths": (lambda engine: engine._parts.input_processor, "least_tokens"),
+    "sampling": (lambda engine: engine._parts.input_processor.sampling, "complete"),
+    "schedule": (lambda engine: engine._parts.core.scheduler, "schedule"),
+    "update": (lambda engine: engine._parts.core.scheduler, "update_from_output"),
+    "arrival": (lambda engine: engine._parts.core.scheduler, "add_request"),
+    "reader": (lambda engine: engine._parts.output_processor, "add_request"),
+    "request log": (lambda engine: engine._parts.request_log, "write"),
+}
+
+#: Likewise, of those that are there before the engine starts.
+EARLY_PARTS: dict[str, tuple[Callable[[AsyncEngine], Any], str]] = {
+    "metrics": (lambda engine: engine.metrics, "on_finished"),
+    "first metrics": (lambda engine: engine.metrics, "on_prompt_computed"),
+    "observer": (lambda engine: engine, "_on_kv_event"),
+}
+
+#: Whose faults nobody must notice but who reads the log.
+HARMLESS_PARTS = ("metrics", "first metrics", "request log", "observer")
+
+Reference = dict[str, str]
+
+#: In which every client has its end, and nothing is left: steps take a millisecond.
+END_SECONDS = PATIENCE / 3
+
+
+def config_of(pipeline_depth: int, request_log: str = os.devnull) -> EngineConfig:
+    """Of the simulated runner, whose tokens depend on the prompt alone."""
+    return EngineConfig(
+        cache=CacheConfig(num_kv_blocks=64, block_size=8),
+        scheduler=SchedulerConfig(
+            policy="chunked_prefill",
+            options={"chunk_size": 32},
+            max_num_seqs=6,
+            pipeline_depth=pipeline_depth,
+            request_log=request_log,
+        ),
+        runner=RunnerConfig(
+            runner="simulated", step_base_ms=0.2, step_prefill_token_us=1, step_decode_us=1
+        ),
+        server=ServerConfig(exit_on_dead_engine=False),
+    )
+
+
+def is_harmless(fault: Fault) -> bool:
+    """Whether everybody must be served all the same."""
+    is_error = fault.kind != "cancelled"  # which would mean the task that calls
+    return fault.kind == "slow" or (fault.part in HARMLESS_PARTS and is_error)
+
+
+def is_of_one(fault: Fault) -> bool:
+    """Whether it may end one request at most."""
+    at_doors = ("server/", "engine/front", "engine/input", "engine/stream", "engine/arrivals")
+    parts = ("tokenizer", "lengths", "sampling", "arrival", "reader", "grammar", "logits")
+    return fault.part in parts or fault.part.startswith(at_doors) or fault.kind == "nan"
+
+
+class Wrong(AssertionError):
+    """Something is not as it must be; says after which faults."""
+
+
+class _Lines(logging.Handler):
+    """What the log says, causes and all."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += self.format(record) + "\n"
+
+
+class Rig:
+    """One server in its own loop: `async with`."""
+
+    def __init__(
+        self, config: EngineConfig, faults: Faults, reference: Reference, lines: list[Point]
+    ) -> None:
+        self.config, self.faults, self._reference = config, faults, reference
+        self._stack = AsyncExitStack()
+        self.log = _Lines()
+        self.clients: list[tuple[Client, asyncio.Task[Told]]] = []
+        self._lines = lines
+
+    async def __aenter__(self) -> "Rig":
+        """With all its parts wrapped."""
+        logging.getLogger().addHandler(self.log)
+        self._stack.callback(logging.getLogger().removeHandler, self.log)
+        self._loop = asyncio.get_running_loop()
+        sockets = bind("127.0.0.1", 0)
+        self.engine = AsyncEngine(self.config, on_kv_event=lambda event: None)
+        self._wrap(EARLY_PARTS)
+        await self._stack.enter_async_context(self.engine)
+        FaultyRunner(self.engine._runner, self.faults)
+        self._wrap(PARTS)
+        url = await self._stack.enter_async_context(listening(self.engine, sockets))
+        self.host, port = url.removeprefix("http://").split(":")
+        self.port = int(port)
+        told = await self.ask("whole", 0, 1)
+        self._want(told.is_served, f"before any fault a client is told {told}")
+        self._tasks_before = self._tasks()
+        await self._until_no_connection()
+        self._descriptors_before = self._descriptors()
+        self.lines = FaultyLines(self.faults, self._lines)
+        if self._lines:
+            self._stack.enter_context(self.lines)
+        return self
+
+    def _wrap(self, parts: dict[str, tuple[Callable[[AsyncEngine], Any], str]]) -> None:
+        for part, (find, name) in parts.items():
+            faulty(self.faults, part, find(self.engine), name)
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.faults.disarm()
+        for _, task in self.clients:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in self.clients), return_exceptions=True)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._stack.aclose()
+        except EngineDeadError:
+            pass  # its clients know
+
+    @property
+    def is_dead(self) -> bool:
+        return self.engine.errored is not None
+
+    async def ask(self, kind: str, prompt: int, max_tokens: int, request_id: str = "") -> Told:
+        """One client to its end, within a bound."""
+        body = {"prompt": PROMPTS[prompt], "max_tokens": max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True} | ({"request_id": request_id} if request_id else {})
+        client = Client(self.host, self.port, kind, body)
+        async with asyncio.timeout(PATIENCE):
+            return await client.run()
+
+    def come(self, kind: str, prompt: int, max_tokens: int) -> None:
+        """A client comes, and is not waited for."""
+        name = f"r{len(self.clients)}"
+        body = {"prompt": PROMPTS[prompt], "max_tokens": max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "request_id": name}
+        client = Client(self.host, self.port, kind, body)
+        self.clients.append((client, self._loop.create_task(client.run(), name="client")))
+
+    async def turn(self, count: int) -> None:
+        """So many turns of the loop go by."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def lack_descriptors(self) -> None:
+        """For some turns of the loop nothing more can be opened, nor accepted."""
+        self.faults.injected["descriptors: gone"] += 1
+        with few_descriptors():
+            await self.turn(20)
+
+    async def settle(self) -> None:
+        """Everybody has an end, a new request is served, nothing is left. Raises `Wrong`."""
+        told = await self._ends()
+        self.passed = set(self.lines.passed)
+        self.faults.disarm()
+        for client, found in told:
+            self._check_told(client, found)
+        self._check_reach([found for client, found in told if client.kind in READERS])
+        self._check_log()
+        if self.is_dead:
+            self._check_death()
+            return
+        served = await self.ask("streams", 1, MAX_TOKENS)
+        self._want(
+            served.is_served and served.text == self._expected(1, MAX_TOKENS),
+            f"a new request is told {served}",
+        )
+        async with _bounded(lambda: f"something is left: {self._left()}", self):
+            while self._left():  # noqa: ASYNC110 - a server has no event for it
+                await asyncio.sleep(0.002)
+
+    async def _ends(self) -> list[tuple[Client, Told]]:
+        tasks = [task for _, task in self.clients]
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=END_SECONDS)
+            waiting = [client.body for client, task in self.clients if task in pending]
+            self._want(not waiting, f"{len(waiting)} clients wait for ever: {waiting}")
+        return [(client, task.result()) for client, task in self.clients]
+
+    def _check_told(self, client: Client, told: Told) -> None:
+        """Tokens are the reference's, as far as they came; whoever was not touched has them all."""
+        if client.kind not in READERS:
+            return
+        prompt, count = PROMPTS.index(client.body["prompt"]), client.body["max_tokens"]
+        expected, name = self._expected(prompt, count), client.body["request_id"]
+        lies = {"many", "foreign", "stranger", "short"} & {fault.kind for fault in self.faults.came}
+        if not (lies and name in self.faults.touched):
+            self._want(expected.startswith(told.text), f"{name} has the tokens {told}")
+        if told.is_served and not lies:
+            self._want(told.text == expected, f"{name} was ended as if it were whole: {told}")
+        if not self.faults.came:
+            self._want(told.is_served, f"no fault came, and {name} was told {told}")
+
+    def _check_reach(self, told: list[Told]) -> None:
+        """What harms nobody, or one request, harms no other."""
+        came = self.faults.came
+        if all(is_harmless(fault) or is_of_one(fault) for fault in came):
+            most = sum(not is_harmless(fault) for fault in came)
+            harmed = [found for found in told if not found.is_served]
+            self._want(len(harmed) <= most, f"{len(harmed)} clients were harmed: {harmed}")
+            self._want(not self.is_dead, "the engine has died")
+
+    def _check_log(self) -> None:
+        """Each fault that raises has a line."""
+        for fault in self.faults.came:
+            if fault.kind in (
+                "raises",
+                "no memory",
+                "disk full",
+                "no descriptors",
+                "raises unread",
+            ):
+                self._want(
+                    f"planted in {fault.part}" in self.log.text,
+                    f"no line of the log tells of {fault}",
+                )
+
+    def _check_death(self) -> None:
+        self._want("has died" in self.log.text, "it has died without a word")
+
+    def _left(self) -> dict[str, Any]:
+        """What should not be there when nobody asks anything."""
+        parts, stats = self.engine._parts, self.engine.get_stats()
+        found: dict[str, Any] = {
+            "running": stats.num_running_reqs,
+            "waiting": stats.num_waiting_reqs,
+            "blocks": stats.num_used_kv_blocks,
+            "readers": len(parts.output_processor),
+            "ids": len(parts.claims._claims),
+            "arriving": parts.arrivals._num_arriving,
+            "rows": sorted(rows_of(self.engine)),
+            "tasks": +(self._tasks() - self._tasks_before),
+            "descriptors": +(self._descriptors() - self._descriptors_before),
+        }
+        return {name: left for name, left in found.items() if left}
+
+    def _tasks(self) -> Counter[str]:
+        """Of the engine and the server, by what they run."""
+        return Counter(
+            task.get_coro().__qualname__
+            for task in asyncio.all_tasks()
+            if task is not asyncio.current_task() and task.get_name() != "client"
+        )
+
+    def _descriptors(self) -> Counter[str]:
+        """By what they are."""
+        return Counter(what.partition(":")[0] for what in open_descriptors().values())
+
+    async def _until_no_connection(self) -> None:
+        await self.turn(20)
+
+    def _expected(self, prompt: int, max_tokens: int) -> str:
+        return self._reference[f"{prompt} {max_tokens}"]
+
+    def _want(self, is_true: bool, what: str) -> None:
+        if not is_true:
+            came = ", ".join(map(str, self.faults.came)) or "none"
+            raise Wrong(f"{what}\nfaults: {came}\nlog:\n{self.log.text[-3000:]}")
+
+
+class _bounded:  # as an `asyncio.timeout` that says what was waited for
+    def __init__(self, what: Callable[[], str], rig: Rig) -> None:
+        self._what, self._rig = what, rig
+        self._timeout = asyncio.timeout(END_SECONDS)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*error)
+        except TimeoutError:
+            self._rig._want(False, self._what())
+
+
+async def reference_of(config: EngineConfig) -> Reference:
+    """What each prompt is answered by a server whose parts all work."""
+    found: Reference = {}
+    async with Rig(config, Faults(), found, []) as rig:
+        for prompt in range(len(PROMPTS)):
+            for count in LENGTHS:
+                told = await rig.ask("whole", prompt, count)
+                assert told.is_served, told
+                found[f"{prompt} {count}"] = told.text
+    return found
+
+
+def rows_of(engine: AsyncEngine) -> list[str]:
+    """The requests that its runner remembers."""
+    runner: Any = engine._runner
+    return list(runner._rows if hasattr(runner, "_rows") else runner._executor._batch._rows)

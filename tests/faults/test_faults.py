@@ -1,0 +1,233 @@
+"""Whatever goes wrong: every client has an end, nothing is left, the log says it, and the next
+request is served; tokens that come are the reference's.
+
+A short part of it, the same one each time. `make test-faults` takes all kinds at every point, and
+as many random days as `AIOSERVE_FAULT_DAYS` says.
+"""
+
+import asyncio
+import functools
+import gc
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from aioserve.testing.faults import CLIENTS, RUNNER_KINDS, Fault, Faults, JumpingLoop, Point, points
+from tests.faults.rig import (
+    EARLY_PARTS,
+    LENGTHS,
+    MAX_TOKENS,
+    PARTS,
+    PROMPTS,
+    Rig,
+    config_of,
+    reference_of,
+)
+
+NUM_DAYS = int(os.environ.get("AIOSERVE_FAULT_DAYS", "0"))
+IS_LONG = NUM_DAYS > 0
+DEPTHS = (1, 2)
+LINE_KINDS = ("raises", "cancelled", "no memory") if IS_LONG else ("raises",)
+PASSES = (0, 2) if IS_LONG else (0,)
+PART_KINDS = ("raises", "no memory", "cancelled", "slow")
+
+
+# A line at which something is raised may have been about to await what was made before it.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Coroutines that were never awaited are dropped here, and not in the midst of another test."""
+    yield
+    gc.collect()
+
+
+@functools.cache
+def reference() -> dict[str, str]:
+    return asyncio.run(reference_of(config_of(1)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> None:
+    """Before any loop runs."""
+    reference()
+    passed_points()
+
+
+def crowd(rig: Rig) -> None:
+    """Clients who read, on every prompt."""
+    for prompt in range(len(PROMPTS)):
+        rig.come(("streams", "whole")[prompt % 2], prompt, MAX_TOKENS)
+
+
+async def meet(fault: Fault, depth: int, injected: Counter[str], lines: list[Point]) -> bool:
+    """One fault among a crowd; whether it came."""
+    faults = Faults()
+    async with Rig(config_of(depth), faults, reference(), lines) as rig:
+        faults.arm(fault)
+        crowd(rig)
+        await rig.settle()
+    injected.update(faults.injected)
+    return bool(faults.came)
+
+
+@functools.cache
+def passed_points() -> list[Point]:
+    """Those that a crowd passes, without a fault."""
+
+    expected = reference()
+
+    async def pass_all() -> set[Point]:
+        async with Rig(config_of(1), Faults(), expected, list(points())) as rig:
+            crowd(rig)
+            await rig.settle()
+            return rig.passed
+
+    passed = asyncio.run(pass_all())
+    return [point for point in points() if point in passed]
+
+
+def all_faults() -> Iterator[Fault]:
+    """But for those of lines."""
+    for after in (0, 3) if IS_LONG else (0,):
+        for kind in RUNNER_KINDS:
+            yield Fault("runner", kind, after)
+        for part in (*PARTS, *EARLY_PARTS):
+            for kind in PART_KINDS:
+                yield Fault(part, kind, after)
+
+
+@pytest.mark.parametrize("depth", DEPTHS if IS_LONG else (2,))
+def test_what_is_raised_at_any_point_of_a_requests_way_leaves_nothing(
+    depth: int, injected: Counter[str]
+) -> None:
+    assert len(passed_points()) > 40  # of a list that is made from the code
+    for point in passed_points():
+        for kind in LINE_KINDS:
+            for after in PASSES:
+                came = asyncio.run(meet(Fault(point.part, kind, after), depth, injected, [point]))
+                assert came or after, point
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_part_that_fails_leaves_nothing(depth: int, injected: Counter[str]) -> None:
+    for number, fault in enumerate(all_faults()):
+        if IS_LONG or number % len(DEPTHS) == depth - 1:
+            asyncio.run(meet(fault, depth, injected, []))
+
+
+class Day(RuleBasedStateMachine):
+    """Clients of every kind, and up to `depth` faults that come upon one another."""
+
+    depth: int
+    injected: Counter[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.Runner()
+        self.num_armed = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.faults = Faults()
+        self.rig = Rig(config_of(self.depth), self.faults, reference(), passed_points())
+        self.loop.run(self.rig.__aenter__())
+
+    @precondition(lambda self: self.num_armed < self.depth)
+    @rule(
+        fault=st.one_of(
+            st.sampled_from(list(all_faults())),
+            st.builds(
+                lambda number, kind, after: (number, kind, after),
+                st.integers(0, 10**6),
+                st.sampled_from(("raises", "cancelled", "no memory")),
+                st.integers(0, 3),
+            ),
+        )
+    )
+    def a_fault_is_near(self, fault: Fault | tuple[int, str, int]) -> None:
+        if not isinstance(fault, Fault):
+            number, kind, after = fault
+            fault = Fault(passed_points()[number % len(passed_points())].part, kind, after)
+        self.num_armed += 1
+        self.faults.arm(fault)
+
+    @rule(
+        kinds=st.lists(st.sampled_from((*CLIENTS, "streams", "whole")), min_size=1, max_size=4),
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        length=st.sampled_from(LENGTHS),
+    )
+    def clients_come(self, kinds: list[str], prompt: int, length: int) -> None:
+        for number, kind in enumerate(kinds):
+            self.rig.come(kind, (prompt + number) % len(PROMPTS), length)
+
+    @rule(count=st.integers(1, 60))
+    def the_loop_turns(self, count: int) -> None:
+        self.loop.run(self.rig.turn(count))
+
+    @precondition(lambda self: self.num_armed < self.depth)
+    @rule(luck=st.integers(0, 7))
+    def descriptors_are_gone(self, luck: int) -> None:
+        if luck == 7:
+            self.num_armed += 1
+            self.loop.run(self.rig.lack_descriptors())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        crowd(self.rig)  # so that what is armed comes
+        try:
+            self.loop.run(self.rig.settle())
+        finally:
+            self.injected.update(self.faults.injected)
+            self.loop.run(self.rig.__aexit__())
+            self.loop.close()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_on_a_bad_day_every_client_has_an_end_and_nothing_is_left(
+    depth: int, injected: Counter[str]
+) -> None:
+    run_state_machine_as_test(
+        type("DayOfDepth", (Day,), {"depth": depth, "injected": injected}),
+        settings=settings(
+            max_examples=NUM_DAYS or 12,
+            stateful_step_count=8,
+            deadline=None,
+            database=None,
+            verbosity=Verbosity.quiet,
+            derandomize=not IS_LONG,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        ),
+    )
+
+
+@pytest.mark.parametrize("seconds", [7.0, 7200.0])
+def test_a_clock_that_jumps_ahead_leaves_nothing(seconds: float, injected: Counter[str]) -> None:
+    async def jump() -> None:
+        async with Rig(config_of(2), Faults(), reference(), []) as rig:
+            crowd(rig)
+            await rig.turn(30)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, JumpingLoop)
+            loop.jump(seconds)
+            injected["clock: jumps"] += 1
+            rig.faults.came.append(Fault("clock", "jumps"))
+            await rig.settle()
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(jump())
