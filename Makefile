@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -55,6 +55,9 @@ test-faults: .venv/test  ## every kind of fault at every point of a request's wa
 
 test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by linters too
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
+
+fuzz: .venv/test  ## input at random for all that reads what others wrote (SECONDS=600, ARGS="http gguf")
+	TQDM_DISABLE=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(ARGS)
 
 test-page: .venv/test  ## the page in a real browser (apt-get install chromium)
 	$(BIN)/python -m pytest -q -m "browser and not slow" tests/page $(ARGS)

@@ -111,5 +111,5 @@ def mapping(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"expected a JSON object: {error}") from error

@@ -6,6 +6,7 @@ Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine 
 import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,7 +14,14 @@ import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aioserve.errors import AioserveError, EngineDeadError, RequestError, RequestFailedError
+from aioserve.errors import (
+    UNREADABLE,
+    AioserveError,
+    EngineDeadError,
+    RequestError,
+    RequestFailedError,
+    one_line,
+)
 from aioserve.outputs import RequestOutput, TokenLogprobs
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
@@ -182,7 +190,8 @@ class AsyncClient:
     async def models(self) -> list[ModelCard]:
         """What the server serves: id and max_model_len."""
         async with self._request("GET", "/v1/models") as response:
-            return _models_decoder.decode(await response.read()).data
+            models: ModelList = self._decoded(_models_decoder, await response.read())
+            return models.data
 
     async def health(self) -> bool:
         """Whether a new request would be served now: False while the server loads, drains, is in
@@ -202,7 +211,7 @@ class AsyncClient:
         """
         body = _encoder.encode({"policy": policy, "options": dict(options or {})})
         async with self._request("POST", "/admin/policy", body) as response:
-            before = _policy_decoder.decode(await response.read()).before
+            before = self._decoded(_policy_decoder, await response.read()).before
         return before.policy, before.options
 
     def _session(self) -> aiohttp.ClientSession:
@@ -233,6 +242,13 @@ class AsyncClient:
             "return_token_ids": True,
         }
 
+    def _decoded(self, decoder: Any, data: bytes, what: str = "the answer") -> Any:
+        try:
+            return decoder.decode(data)
+        except UNREADABLE as error:
+            message = f"{what} of {self.base_url} cannot be read: {one_line(error)}"
+            raise RequestFailedError(message) from error
+
     @asynccontextmanager
     async def _request(
         self, method: str, path: str, body: bytes | None = None
@@ -247,7 +263,7 @@ class AsyncClient:
                     raise _error_of(response, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason = one_line(error)
             raise EngineDeadError(f"no answer from {self.base_url}: {reason}") from error
 
     async def _deltas(
@@ -260,13 +276,10 @@ class AsyncClient:
             async for data in _events(response.content):
                 if data == b"[DONE]":
                     return
-                try:
-                    if data.startswith(b'{"error"'):
-                        raise _named(from_wire(500, _error_decoder.decode(data).error), response)
-                    chunk = decoder.decode(data)
-                except msgspec.DecodeError as error:
-                    message = f"an event of {self.base_url} cannot be read: {error}"
-                    raise RequestFailedError(message) from error
+                if data.startswith(b'{"error"'):
+                    info = self._decoded(_error_decoder, data, "an event").error
+                    raise _from_wire(500, info, response)
+                chunk: Completion | ChatCompletionChunk = self._decoded(decoder, data, "an event")
                 for choice in chunk.choices:
                     if choice.token_ids is UNSET and choice.finish_reason is None:
                         continue  # it only says the role
@@ -285,11 +298,7 @@ class AsyncClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         async with self._request("POST", path, _encoder.encode(body)) as response:
             data = await response.read()
-        try:
-            reply = decoder.decode(data)
-        except msgspec.DecodeError as error:
-            message = f"the answer of {self.base_url} cannot be read: {error}"
-            raise RequestFailedError(message) from error
+        reply: Completion | ChatCompletion = self._decoded(decoder, data)
         for choice in reply.choices:
             output = _output(reply, choice, body.prompt_logprobs)
             output.num_output_tokens = len(output.token_ids)
@@ -365,7 +374,7 @@ def _text(choice: Choice) -> str:
 def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
     try:
         info = _error_decoder.decode(body).error
-    except msgspec.DecodeError:  # not aioserve: a proxy, or another server
+    except UNREADABLE:  # not aioserve: a proxy, or another server
         text = body[:200].decode("utf-8", "replace").strip()
         message = f"HTTP {response.status} from {response.url}: {text or response.reason}"
         info = ErrorInfo(message=message, type="http_error")
@@ -373,11 +382,18 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
         retry_after = float(response.headers.get("Retry-After", "1"))
     except ValueError:  # a date: nothing of ours sends one
         retry_after = 1.0
-    return _named(from_wire(response.status, info, retry_after), response)
+    retry_after = retry_after if 0 <= retry_after < inf else 1.0
+    return _from_wire(response.status, info, response, retry_after)
 
 
-def _named(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
-    """With the id under which the server has logged it, which tracebacks show as well."""
+def _from_wire(
+    status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
+) -> AioserveError:
+    """In a line, whoever has written it, with the id under which the server has logged it, which
+    tracebacks show as well.
+    """
+    lines = info.message.splitlines() or ["no message"]
+    error = from_wire(status, msgspec.structs.replace(info, message=" ".join(lines)), retry_after)
     if (request_id := response.headers.get("X-Request-Id")) is not None:
         error.request_id = request_id
         error.add_note(f"request id: {request_id}")

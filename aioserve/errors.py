@@ -27,6 +27,18 @@ A message says what is wrong, what would be right, and where.
 
 from collections.abc import Iterable
 
+import msgspec
+
+#: What msgspec raises for what it cannot read: bytes that are no UTF-8, and too many brackets, as
+#: Python itself tells of them.
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 #: What comes from outside while a policy runs. All else that it raises is its failure, `SystemExit`
 #: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
 #: a policy's to ask for.

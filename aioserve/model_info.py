@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from aioserve.config import EMBEDDED_MODEL, ModelConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 from aioserve.model_source import Directory, GgufFile, ModelSource
 from aioserve.model_source.downloads import DOWNLOADS, downloaded
-from aioserve.model_source.source import check_file, one_line
+from aioserve.model_source.source import check_file
 from aioserve.progress import download_bars
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 

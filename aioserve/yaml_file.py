@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 from aioserve.nearest import explain
 
 T = TypeVar("T")
@@ -30,7 +30,9 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ConfigError(f"{what} {where}: not valid YAML: {why}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:  # such as for a character
         why = str(getattr(error, "reason", error))
-        raise ConfigError(f"{what} {path}: not valid YAML: {why}") from error
+        raise ConfigError(f"{what} {path}: not valid YAML: {' '.join(why.split())}") from error
+    except Exception as error:  # whatever a date that is none, or too many brackets provoke
+        raise ConfigError(f"{what} {path}: not valid YAML: {one_line(error)}") from error
 
 
 def read_struct(path: Path, what: str, kind: type[T]) -> T:

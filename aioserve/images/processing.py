@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aioserve.errors import ConfigError, RequestError
+from aioserve.errors import ConfigError, RequestError, one_line
 from aioserve.images.families import Family
 from aioserve.model_info import ModelInfo
-from aioserve.model_source.source import one_line
 from aioserve.request import EncoderInput
 
 MISSING_PILLOW = "images need Pillow, which is not installed: pip install 'aioserve[images]'"

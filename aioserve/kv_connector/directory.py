@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import UNREADABLE, ConfigError
 from aioserve.kv_connector.interface import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class BlockDirectory(BlockStore):
         path = self._path(block_hash)
         memory, header = self._memory(slot), bytearray(_HEADER.size)
         try:
-            with path.open("rb", buffering=0) as file:
+            with FileIO(path, "rb", opener=_open_at_once) as file:
                 num_bytes = os.readv(file.fileno(), [header, memory])
                 rest = file.read(1)
             _check(block_hash, header, memory, num_bytes, rest)
@@ -347,11 +347,18 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, PRIVATE & 0o666)
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """An opener that does not wait for somebody to write to a FIFO, which is read as empty."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read_note(path: Path) -> object:
     """What it says; None if it is not there, or was cut off when the power went."""
-    with suppress(FileNotFoundError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes())
-    return None
+    try:
+        with FileIO(path, "rb", opener=_open_at_once) as file:
+            return msgspec.json.decode(file.read())
+    except (FileNotFoundError, *UNREADABLE):
+        return None
 
 
 def _checksum(block_hash: bytes, memory: memoryview) -> bytes:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioserve.errors import ConfigError
-from aioserve.model_source.source import check_file, one_line
+from aioserve.errors import UNREADABLE, ConfigError, one_line
+from aioserve.model_source.source import check_file
 
 MAX_RANK = 256
+PATTERN_SECONDS = 1.0  # for a pattern of the configuration to fit a name or not
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
@@ -165,7 +166,7 @@ def _read_config(file: Path) -> tuple[_PeftConfig, bytes]:
     except FileNotFoundError:
         where = f"directory {file.parent}" if file.parent.is_dir() else f"{file.parent}"
         raise NoAdapterError(f"no {CONFIG_FILE} in adapter {where}") from None
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
     with _named(file):
         if config.peft_type != "LORA":
@@ -203,12 +204,20 @@ def _low_rank(module: str, pair: Sequence[Any], config: _PeftConfig, max_rank: i
 
 def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
     """What the first key that fits the end of a module's name says, as in PEFT."""
+    import regex  # unlike `re`, it can be told to end
+
     for key, value in (pattern or {}).items():
         try:
-            if re.match(rf"(.*\.)?({key})$", module):
+            if regex.match(rf"(.*\.)?({key})$", module, timeout=PATTERN_SECONDS):
                 return value
-        except re.error as error:
-            raise ConfigError(f"the pattern {key!r} is no regular expression: {error}") from error
+        except (regex.error, RecursionError) as error:
+            raise ConfigError(
+                f"the pattern {key[:99]!r} is no regular expression: {one_line(error)}"
+            ) from error
+        except TimeoutError:
+            raise ConfigError(
+                f"the pattern {key[:99]!r} takes more than {PATTERN_SECONDS:g} s for {module}"
+            ) from None
     return default
 
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from aioserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +25,34 @@ _IGNORED = (
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word of 4 bits each column lies
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+
+
+class _Weights(msgspec.Struct):
+    """What is read of the weights of a group."""
+
+    block_structure: tuple[int, int] | None = None
+    group_size: int | None = None
+
+
+class _Group(msgspec.Struct):
+    """What is read of a group of compressed-tensors."""
+
+    format: str | None = None
+    weights: _Weights | None = None
+
+
+class _Stated(msgspec.Struct):
+    """The types of what is read of a `quantization_config`."""
+
+    bits: int | None = None
+    w_bit: int | None = None
+    checkpoint_format: str | None = None
+    version: str | None = None
+    format: str | None = None
+    config_groups: dict[str, _Group] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+    weight_block_size: tuple[int, int] | None = None
 
 
 class Stored(NamedTuple):
@@ -86,6 +116,10 @@ def find_weights(
         raise ConfigError(
             f"its quantization_config has quant_method {method!r}; read are {', '.join(_METHODS)}"
         )
+    try:
+        msgspec.convert(config, _Stated)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"its quantization_config cannot be read: {error}") from error
     reader = _Reader(config, tensors)
     weights = dict(_METHODS[method](reader))
     if not weights:

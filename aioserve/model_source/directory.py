@@ -15,14 +15,13 @@ from typing import Any
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.checkpoint import Stored, find_weights
 from aioserve.model_source.source import (
     ModelSource,
     Rounding,
     check_file,
     not_loaded,
-    one_line,
     read_json,
 )
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults

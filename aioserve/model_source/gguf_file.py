@@ -18,9 +18,9 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.gguf_header import MAGIC, Header, Tensor, read_header
-from aioserve.model_source.source import ModelSource, Rounding, not_loaded, one_line
+from aioserve.model_source.source import ModelSource, Rounding, not_loaded
 from aioserve.sampling_defaults import SamplingDefaults, read_defaults
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from aioserve.errors import ConfigError
+from aioserve.errors import UNREADABLE, ConfigError, one_line
 from aioserve.sampling_defaults import SamplingDefaults
 
 T = TypeVar("T")
@@ -126,13 +126,8 @@ def read_json(path: Path, kind: type[T]) -> T:
     check_file(path)
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class NoAttentionInterfaceError(ConfigError):

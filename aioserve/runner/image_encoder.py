@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aioserve.errors import one_line
 from aioserve.images.families import Family
-from aioserve.model_source.source import one_line
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, StepInputs
 from aioserve.runner.image_rows import ImageRows, Span

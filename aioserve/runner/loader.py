@@ -17,11 +17,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
 from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
-from aioserve.model_source.source import NoAttentionInterfaceError, Rounding, one_line
+from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
 from aioserve.progress import as_stage, counted
 from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from aioserve.model_source.source import one_line
+from aioserve.errors import one_line
 from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import (
     KVCacheSpec,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from aioserve.errors import ConfigError
-from aioserve.model_source.source import one_line
+from aioserve.errors import ConfigError, one_line
 from aioserve.runner.attention.bridge import AttentionProbe, serving
 
 _IN_TEXT = re.compile(r"(?!.*\bvis(?:ion|ual))(?:\w+\.)*?(layers\.\d+\..+|embed_tokens)")

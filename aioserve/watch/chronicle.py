@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from aioserve.errors import ConfigError, one_line
 from aioserve.outputs import FinishReason
 from aioserve.request import RequestStatus
 from aioserve.scheduler.features import StepFeatures
@@ -101,7 +102,18 @@ class Chronicle:
         self._last_back = 0.0
 
     def feed(self, record: Record) -> StepLife | None:
-        """Take in one record; the step, if it brought one back."""
+        """Take in one record; the step, if it brought one back. Raises `ConfigError` for a record
+        that cannot follow those before it: its checksum fits, and no server has written it.
+        """
+        try:
+            return self._feed(record)
+        except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+            raise self._contradiction(f"{type(record).__name__}: {one_line(error)}") from error
+
+    def _contradiction(self, what: str) -> ConfigError:
+        return ConfigError(f"the decision log contradicts itself at {self.now:.3f} s: {what}")
+
+    def _feed(self, record: Record) -> StepLife | None:
         self.now = record.time - self._header.time
         match record:
             case Added():
@@ -137,8 +149,12 @@ class Chronicle:
         return ", ".join(words)
 
     def name(self, name: Name) -> str:
-        """The request's id."""
-        return self.lives[name].request_id if isinstance(name, int) else name
+        """The request's id. Raises `ConfigError` as `feed` does."""
+        if isinstance(name, str):
+            return name
+        if not 0 <= name < len(self.lives):
+            raise self._contradiction(f"request {name} of {len(self.lives)}")
+        return self.lives[name].request_id
 
     def names(self, names: list[Name]) -> list[str]:
         """Their ids."""

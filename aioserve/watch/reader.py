@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aioserve.errors import ConfigError, RequestError
+from aioserve.errors import UNREADABLE, ConfigError, RequestError, one_line
 from aioserve.watch.records import FORMAT_VERSION, MAGIC, AnyRecord, Closed, Header
 from aioserve.watch.writer import FRAME_HEAD, RECORD_HEAD
 
@@ -30,7 +30,7 @@ class DecisionLog:
         except msgspec.ValidationError as error:
             raise ConfigError(
                 f"decision log {path} was written by aioserve {first.version}, whose settings "
-                f"this version does not know: {error}"
+                f"this version does not know: {one_line(error)}"
             ) from error
 
     def __iter__(self) -> Iterator[AnyRecord]:
@@ -47,12 +47,14 @@ class DecisionLog:
         for offset, frame in self._frames():
             view, start = memoryview(frame), 0
             while start < len(view):
+                if len(view) - start < RECORD_HEAD.size:
+                    raise self._damaged(offset, "a record ends before its length")
                 (length,) = RECORD_HEAD.unpack_from(view, start)
                 start += RECORD_HEAD.size
                 try:
                     record = decoder.decode(view[start : start + length])
-                except (msgspec.DecodeError, RequestError) as error:
-                    raise self._damaged(offset, str(error)) from error
+                except (RequestError, *UNREADABLE) as error:
+                    raise self._damaged(offset, one_line(error)) from error
                 start += length
                 self.is_complete = isinstance(record, Closed)
                 yield record
@@ -69,7 +71,10 @@ class DecisionLog:
                         return  # torn: the server died while it wrote
                     if zlib.crc32(body) != checksum:
                         raise self._damaged(offset, "wrong checksum")
-                    yield offset, zlib.decompress(body)
+                    try:
+                        yield offset, zlib.decompress(body)
+                    except zlib.error as error:
+                        raise self._damaged(offset, str(error)) from error
         except OSError as error:
             raise ConfigError(f"cannot read decision log {self.path}: {error.strerror}") from error
 

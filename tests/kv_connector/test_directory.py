@@ -334,3 +334,20 @@ async def test_the_loop_runs_on_while_a_close_waits_for_writes(
     await closing
     assert written == [0]
     assert used_bytes(tmp_path) == SIZE + 72
+
+
+async def test_a_fifo_is_no_block_and_no_note(tmp_path: Path, memory: Memory) -> None:
+    store = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    memory.fill(0, 5)
+    await write(store, (1, 0))
+    block = store._path(key(1))
+    for path in (block, store.folder / "namespace.json"):
+        path.unlink()
+        os.mkfifo(path)
+    assert await read(store, (1, 3)) == 0
+    assert not block.exists()
+    await store.close()
+    again = BlockDirectory(tmp_path, IDENTITY, SIZE, memory, max_bytes=1 << 20)
+    await write(again, (1, 0))
+    assert await read(again, (1, 3)) == 1
+    await again.close()

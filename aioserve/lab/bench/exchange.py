@@ -12,7 +12,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from aioserve.errors import AioserveError
+from aioserve.errors import UNREADABLE, AioserveError
 from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.outcome import RequestOutcome
 from aioserve.lab.workloads.workload import Workload, WorkloadRequest, build_prompt
@@ -160,7 +160,7 @@ class Load(Clients):
                 self.model = self.model or _decode_models(body).data[0].id
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NobodyThereError(f"{self.target.url}: {_kind(error)}") from error
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, IndexError):
+        except (aiohttp.ClientError, TimeoutError, IndexError, *UNREADABLE):
             pass  # it may serve all the same; if not, each request says why
         if self.sends_ids and self.target.prompts == "auto" and self.workload.requests:
             first = msgspec.structs.replace(self.workload.requests[0], pieces=(), max_tokens=1)
@@ -168,7 +168,7 @@ class Load(Clients):
                 await self._send(first, [16, 17, 18, 19], Exchange())
             except ServerError as error:
                 self.sends_ids = error.kind not in ("HTTP 400", "HTTP 422")
-            except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+            except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
                 pass
         prompts = [build_prompt(request, self.target.vocab_size, {}) for request in warmup]
         await asyncio.gather(
@@ -187,7 +187,7 @@ class Load(Clients):
             reply = await self._send(request, prompt, exchange, i in self.is_replied_to)
         except ServerError as error:
             exchange.error = error.kind, str(error)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
             exchange.error = _kind(error), str(error) or type(error).__name__
         exchange.end = self.clock() - self.start
         return reply
@@ -273,4 +273,4 @@ def _kind(error: BaseException) -> str:
         return "connection refused" if refused else "cannot connect"
     if isinstance(error, TimeoutError):
         return "timeout"
-    return "not JSON" if isinstance(error, msgspec.DecodeError) else "disconnected"
+    return "not JSON" if isinstance(error, UNREADABLE) else "disconnected"

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from aioserve.engine.request_log import Count, RequestLogLine
-from aioserve.errors import ConfigError
+from aioserve.errors import UNREADABLE, ConfigError, one_line
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
@@ -94,7 +94,7 @@ def _read_azure(path: Path, lines: list[str], seed: int) -> Iterator[WorkloadReq
             )
             arrival = datetime.fromisoformat(line.TIMESTAMP).timestamp()
         except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{where}: {one_line(error)}") from error
         text = text_name("azure", seed, rows.line_num)
         yield WorkloadRequest(arrival, (Piece(text, line.ContextTokens),), line.GeneratedTokens)
 
@@ -136,5 +136,5 @@ def _decode(path: Path, lines: list[str], kind: type[T]) -> Iterator[tuple[str, 
         if line.strip():
             try:
                 yield f"{path}:{number}", decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{path}:{number}: {error}") from error
+            except UNREADABLE as error:
+                raise ConfigError(f"{path}:{number}: {one_line(error)}") from error

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from aioserve.errors import UNREADABLE
 from aioserve.outputs import FinishReason, RequestOutput
 from aioserve.server.anthropic.protocol import (
     BlockDelta,
@@ -191,5 +192,5 @@ def _decoded(arguments: str) -> dict[str, object]:
     """The input of a call; of one that was cut off nothing, since it must be an object."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, object])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}

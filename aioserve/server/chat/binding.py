@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from aioserve.engine import Conversation
-from aioserve.errors import RequestError
+from aioserve.errors import UNREADABLE, RequestError
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.formats.call_parser import json_rule
@@ -102,7 +102,7 @@ def _schema(wanted: StructuredOutputs) -> dict[str, Any] | None:
         return wanted.json
     try:
         return msgspec.json.decode(wanted.json, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RequestError(
             f"structured_outputs.json is no JSON object: {error}", param="structured_outputs.json"
         ) from error

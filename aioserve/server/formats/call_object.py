@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from aioserve.errors import UNREADABLE
 from aioserve.server.formats.events import Arguments, Call, Event
 from aioserve.server.formats.json_value import JsonValue
 from aioserve.server.formats.text import skip_space
@@ -142,5 +143,5 @@ def _decode_text(raw: str) -> str | None:
     """The text of a JSON string; None if it is none."""
     try:
         return msgspec.json.decode(raw, type=str, strict=True)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except UNREADABLE:
         return None

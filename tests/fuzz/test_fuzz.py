@@ -1,0 +1,85 @@
+"""The corpus, and a few hundred cases made of it, always the same: `make fuzz` makes more.
+
+A case that broke the promise once lies in the corpus of its target.
+"""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.harness import CORPUS, HangError, Runner, Target, bounded
+from tests.fuzz.targets import TARGETS
+
+# Cases beside the corpus and the good ones: what some seconds in all are enough for.
+NUM_CASES = {
+    **{"http": 30, "client": 100, "configs": 100, "models": 15, "gguf": 60},
+    **{"adapters": 40, "grammars": 60, "templates": 40, "logs": 60, "blocks": 20},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries about what they are given
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_cannot_be_read_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name](tmp_path)
+    try:
+        runner = Runner(target, seed=0)
+        num_cases = runner.num_given + NUM_CASES[name]
+        findings = [runner.run(case) for case in islice(runner.cases(), num_cases)]
+    finally:
+        target.close()
+    assert [finding for finding in findings if finding is not None] == []
+    assert runner.num_cases == num_cases
+
+
+def test_every_case_of_the_corpus_is_one_of_a_target() -> None:
+    assert {path.name for path in CORPUS.iterdir()} <= TARGETS.keys()
+
+
+class Broken(Target):
+    """What breaks the promise in each of its ways."""
+
+    name = "broken"
+
+    def seeds(self) -> list[bytes]:
+        return [b"raises\n", b"hangs\n", b"unpickles\n", b"runs\n", b"lines\n", b"good\n"]
+
+    def read(self, kind: str, data: bytes) -> None:
+        import pickle
+        import runpy
+
+        from aioserve.errors import ConfigError
+
+        if kind == "raises":
+            raise KeyError("x")
+        if kind == "hangs":
+            raise HangError
+        if kind == "unpickles":
+            pickle.loads(pickle.dumps(Path()))
+        if kind == "runs":
+            file = self.folder / "code.py"
+            file.write_text("x = 1")
+            runpy.run_path(str(file))
+        if kind == "lines":
+            raise ConfigError("a\nb")
+
+
+def test_each_way_to_break_the_promise_is_found(tmp_path: Path) -> None:
+    runner = Runner(Broken(tmp_path), seed=0)
+    findings = {case: runner.run(case) for case in islice(runner.cases(), runner.num_given)}
+    found = {case: finding.what for case, finding in findings.items() if finding is not None}
+    assert found[b"raises\n"] == "raises KeyError: 'x'"
+    assert found[b"hangs\n"].startswith("does not end in")
+    assert found[b"unpickles\n"].startswith("unpickles pathlib.")
+    assert found[b"runs\n"].startswith("runs ")
+    assert found[b"lines\n"].startswith("is refused in more than a line")
+    assert b"good\n" not in found
+
+
+def test_a_case_is_ended_that_takes_too_long() -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    with pytest.raises(HangError), bounded(0.05):
+        spin()
