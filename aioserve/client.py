@@ -389,11 +389,14 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
 def _from_wire(
     status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
 ) -> AioserveError:
-    """In a line, whoever has written it, with the id under which the server has logged it, which
-    tracebacks show as well.
-    """
+    """In a line, whoever has written it."""
     lines = info.message.splitlines() or ["no message"]
-    error = from_wire(status, msgspec.structs.replace(info, message=" ".join(lines)), retry_after)
+    one = msgspec.structs.replace(info, message=" ".join(lines))
+    return _named(from_wire(status, one, retry_after), response)
+
+
+def _named(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
+    """With the id under which the server has logged it, which tracebacks show as well."""
     if (request_id := response.headers.get("X-Request-Id")) is not None:
         error.request_id = request_id
         error.add_note(f"request id: {request_id}")
