@@ -32,10 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import numpy as np
 import psutil
-from adapters import make_adapter
 from hostile import process
 from lines import Panel, draw
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 MODEL = Path(__file__).parents[1] / "aioserve" / "embedded"
 PATIENCE = 60.0  # seconds after which a request counts as unanswered
@@ -45,6 +47,7 @@ POLICIES = [
 ]
 TEXT = "what news my lord of the king and his brother who is there in this cold night"
 WORDS = TEXT.split()
+CACHED_GRAMMARS = 260  # the server keeps fewer: what is kept is there from the beginning
 # What counts as flat from the end of the warm-up to the end of the run.
 MOST_RESIDENT_MIB, MOST_TRACED_KIB = 16.0, 512.0
 IDLE = re.compile(r"^aioserve_(?:num_requests_\w+|kv_cache_used_blocks) (\S+)$", re.MULTILINE)
@@ -55,6 +58,7 @@ IDLE = re.compile(r"^aioserve_(?:num_requests_\w+|kv_cache_used_blocks) (\S+)$",
 
 def serve(words: list[str]) -> int:
     """The command line of aioserve; a line on stdin is answered by one of JSON on stdout."""
+    import aioserve.runner.cpu.load  # noqa: F401  # torch with it: traced, it would take a minute
     from aioserve.cli import main
 
     tracemalloc.start()
@@ -407,12 +411,35 @@ class Client:
 # The run.
 
 
+def make_adapter(path: Path, seed: int, rank: int = 8) -> Path:
+    """Of the attention's outputs, random and small; without torch, which takes long to import."""
+    chance, tensors = np.random.default_rng(seed), {}
+    with safe_open(MODEL / "model.safetensors", framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118
+            if not name.endswith("o_proj.weight"):
+                continue
+            outputs, inputs = file.get_slice(name).get_shape()
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                tensor = 0.01 * chance.standard_normal(shape)
+                tensors[f"{module}.lora_{side}.weight"] = tensor.astype(np.float32)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 async def run(server: Server, given: argparse.Namespace) -> tuple[list[Look], list[str]]:
     """Rounds with a look after each, and which lines hold more memory than after the warm-up."""
     clients = [Client(server, seed) for seed in range(given.clients)]
     async with aiohttp.ClientSession() as clients[0].session:
         for number in range(4):
             await clients[0].check_greedy(" ".join(WORDS[number:]), None)
+        for number in range(CACHED_GRAMMARS):
+            wanted = {"choice": [f"no {number}"]}
+            body = {"prompt": "what", "max_tokens": 1, "structured_outputs": wanted}
+            await clients[0].post("/v1/completions", body)
     since = time.perf_counter()
     looks = [await server.look(since)]
     is_warm = False
@@ -424,7 +451,7 @@ async def run(server: Server, given: argparse.Namespace) -> tuple[list[Look], li
         )
         looks.append(await server.look(since))
         print("  ".join(f"{n} {v:,.1f}" for n, v in looks[-1]._asdict().items()), flush=True)
-        if not is_warm and looks[-1].at >= given.seconds / 4:
+        if given.where and not is_warm and looks[-1].at >= given.seconds / 4:
             is_warm = True
             await server.tell("remember")
     return looks, (await server.tell("compare")).get("grown", [])
@@ -503,7 +530,7 @@ async def main(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         names = ("one", "two")
         for number, name in enumerate(names):
-            make_adapter(MODEL, Path(folder) / name, 8, number)
+            make_adapter(Path(folder) / name, number)
         words = ["--port", "0", "--dtype", "float32", "--enable-admin", "--threads", "1"]
         words += ["--num-kv-blocks", "240", "--max-num-seqs", "12", "--max-waiting-requests", "8"]
         words += ["--tool-call-parser", "hermes", "--max-loras", "4", "--max-cpu-loras", "8"]
@@ -524,8 +551,8 @@ def report(looks: list[Look], grown: list[str], server: Server, given: argparse.
     """Print it all."""
     print("asked:", ", ".join(f"{name} {n:,}" for name, n in server.asked.most_common()))
     print("answered:", ", ".join(f"{n:,} times {s}" for s, n in server.statuses.most_common()))
-    print("where tracemalloc counts more than after the warm-up:")
-    print("\n".join(f"  {line}" for line in grown))
+    for line in grown:
+        print("more than after the warm-up:", line)
     limits = judge(looks, server, given.seconds)
     for limit, (is_held, what) in limits.items():
         print(f"{'held  ' if is_held else 'MISSED'}  {limit}: {what}")
@@ -543,6 +570,9 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--plot", type=Path, help="an SVG file to write")
     parser.add_argument("--log", type=Path, help="a file for the log of the server")
+    parser.add_argument(
+        "--where", action="store_true", help="say which lines hold more; takes 30 MiB in the middle"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     told = parser.parse_args()
