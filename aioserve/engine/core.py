@@ -9,6 +9,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from aioserve.config import SchedulerConfig
 from aioserve.engine.failure_log import FailureLog
 from aioserve.errors import (
@@ -30,6 +32,8 @@ IDLE_POLL_SECONDS = 0.01
 
 # Loops round their timers to a millisecond: one that comes too early asks again so much later.
 TIMER_SECONDS = 0.001
+
+_NOBODY: tuple[list[str], list[str]] = ([], [])
 
 Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 Expire = Callable[[list[str]], None]
@@ -91,6 +95,8 @@ class EngineCore:
         self._is_quiet = asyncio.Event()  # of a pause: no step is in flight any more
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        # Who has finished and who was preempted: to be told again, and told with a step in flight.
+        self._untold = self._retold = _NOBODY
         # Not yet told: their tokens go first.
         self._failed: list[tuple[list[str] | None, Exception]] = []
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
@@ -225,7 +231,21 @@ class EngineCore:
     def _hand_over(self, output: SchedulerOutput) -> None:
         if not self._in_flight:
             self._step_since = self._clock()
-        self._in_flight.append((output, self._runner.execute_model(output)))
+        told = output
+        if self._untold != _NOBODY:  # with the first step after those that failed
+            finished, preempted = self._retold = self._untold
+            self._untold = _NOBODY
+            told = msgspec.structs.replace(
+                output,
+                finished_req_ids=[*finished, *output.finished_req_ids],
+                preempted_req_ids=[*preempted, *output.preempted_req_ids],
+            )
+        try:
+            future = self._runner.execute_model(told)
+        except Exception as error:  # as good as in its result
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(error)
+        self._in_flight.append((output, future))
 
     def _schedule(self) -> SchedulerOutput | None:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
@@ -341,6 +361,7 @@ class EngineCore:
             await self._fail_steps(error)
             return {}
         self._in_flight.popleft()
+        self._retold = _NOBODY
         if self._in_flight:
             self._step_since = self._clock()
         if (connector := self.scheduler.get_kv_connector()) is not None:
@@ -388,6 +409,12 @@ class EngineCore:
         for result in results:
             if isinstance(result, RunnerDeadError):
                 raise result
+        # Whoever left may not be known to the runner: the steps may have died before it read that.
+        finished, preempted = map(list, self._retold)
+        for output, _ in steps:
+            finished += output.finished_req_ids
+            preempted += output.preempted_req_ids
+        self._untold, self._retold = (finished, preempted), _NOBODY
         failed: list[str] = []
         for output, _ in steps:
             req_ids = list(output.num_scheduled_tokens)

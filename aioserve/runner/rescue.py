@@ -104,9 +104,7 @@ class StepRescue(Generic[T]):
         """
         parts: list[T] = []
         self._num_failures = 0
-        waiting = _halves(rows) if len(rows) > 1 else []
-        if not waiting:
-            parts += self._run_alone(step, rows[0])
+        waiting = _halves(rows) if len(rows) > 1 else [rows]  # it may have been for once
         while waiting:
             rows = self._present(waiting.pop())
             part = self._part(step, rows)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -30,11 +30,14 @@ from tests.processes import PATIENCE
 
 #: What clients ask for: prompts that share a beginning, one of several chunks, one of its own.
 PROMPTS = ("Once upon a time", "Once upon a time there was a king", "x" * 150, "Who's there?")
+ASKS: tuple[dict[str, Any], ...] = tuple(
+    {"prompt": prompt, "ignore_eos": True} for prompt in PROMPTS
+)
 LENGTHS = (1, 4, 12)
 MAX_TOKENS = max(LENGTHS)
 
 #: Parts around which faults are put, besides lines: how to find what is asked there.
-PARTS: dict[str, tuple[Callable[[AsyncEngine], Any], str]] = {
+PARTS: "Parts" = {
     "tokenizer": (lambda engine: engine._parts.input_processor, "_encode"),
     "lengths": (lambda engine: engine._parts.input_processor, "least_tokens"),
     "sampling": (lambda engine: engine._parts.input_processor.sampling, "complete"),
@@ -46,16 +49,17 @@ PARTS: dict[str, tuple[Callable[[AsyncEngine], Any], str]] = {
 }
 
 #: Likewise, of those that are there before the engine starts.
-EARLY_PARTS: dict[str, tuple[Callable[[AsyncEngine], Any], str]] = {
+EARLY_PARTS: "Parts" = {
     "metrics": (lambda engine: engine.metrics, "on_finished"),
     "first metrics": (lambda engine: engine.metrics, "on_prompt_computed"),
     "observer": (lambda engine: engine, "_on_kv_event"),
 }
 
-#: Whose faults nobody must notice but who reads the log.
-HARMLESS_PARTS = ("metrics", "first metrics", "request log", "observer")
+#: Whose faults nobody must notice but who reads the log. A forward pass is computed again.
+HARMLESS_PARTS = ("metrics", "first metrics", "request log", "observer", "forward", "sampler")
 
 Reference = dict[str, str]
+Parts = dict[str, tuple[Callable[[AsyncEngine], Any], str]]
 
 #: In which every client has its end, and nothing is left: steps take a millisecond.
 END_SECONDS = PATIENCE / 3
@@ -112,12 +116,20 @@ class Rig:
     """One server in its own loop: `async with`."""
 
     def __init__(
-        self, config: EngineConfig, faults: Faults, reference: Reference, lines: list[Point]
+        self,
+        config: EngineConfig,
+        faults: Faults,
+        reference: Reference,
+        lines: list[Point],
+        asks: Sequence[dict[str, Any]] = ASKS,
+        parts: Parts | None = None,
     ) -> None:
+        """`asks` are the bodies that clients send, `parts` others than those of any server."""
         self.config, self.faults, self._reference = config, faults, reference
+        self._asks, self._parts = asks, parts or {}
         self._stack = AsyncExitStack()
         self.log = _Lines()
-        self.clients: list[tuple[Client, asyncio.Task[Told]]] = []
+        self.clients: list[tuple[Client, int, asyncio.Task[Told]]] = []
         self._lines = lines
 
     async def __aenter__(self) -> "Rig":
@@ -130,7 +142,7 @@ class Rig:
         self._wrap(EARLY_PARTS)
         await self._stack.enter_async_context(self.engine)
         FaultyRunner(self.engine._runner, self.faults)
-        self._wrap(PARTS)
+        self._wrap(PARTS | self._parts)
         url = await self._stack.enter_async_context(listening(self.engine, sockets))
         self.host, port = url.removeprefix("http://").split(":")
         self.port = int(port)
@@ -144,15 +156,16 @@ class Rig:
             self._stack.enter_context(self.lines)
         return self
 
-    def _wrap(self, parts: dict[str, tuple[Callable[[AsyncEngine], Any], str]]) -> None:
+    def _wrap(self, parts: Parts) -> None:
         for part, (find, name) in parts.items():
-            faulty(self.faults, part, find(self.engine), name)
+            faulty(self.faults, part, find(self.engine), name, spoilt_logits)
 
     async def __aexit__(self, *error: Any) -> None:
         self.faults.disarm()
-        for _, task in self.clients:
+        tasks = [task for _, _, task in self.clients]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*(task for _, task in self.clients), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(PATIENCE):
                 await self._stack.aclose()
@@ -163,21 +176,19 @@ class Rig:
     def is_dead(self) -> bool:
         return self.engine.errored is not None
 
-    async def ask(self, kind: str, prompt: int, max_tokens: int, request_id: str = "") -> Told:
-        """One client to its end, within a bound."""
-        body = {"prompt": PROMPTS[prompt], "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True} | ({"request_id": request_id} if request_id else {})
-        client = Client(self.host, self.port, kind, body)
-        async with asyncio.timeout(PATIENCE):
-            return await client.run()
+    def _client(self, kind: str, ask: int, max_tokens: int, **more: Any) -> Client:
+        body = {"max_tokens": max_tokens, "temperature": 0} | self._asks[ask] | more
+        return Client(self.host, self.port, kind, body)
 
-    def come(self, kind: str, prompt: int, max_tokens: int) -> None:
+    async def ask(self, kind: str, ask: int, max_tokens: int) -> Told:
+        """One client to its end, within a bound."""
+        async with asyncio.timeout(PATIENCE):
+            return await self._client(kind, ask, max_tokens).run()
+
+    def come(self, kind: str, ask: int, max_tokens: int) -> None:
         """A client comes, and is not waited for."""
-        name = f"r{len(self.clients)}"
-        body = {"prompt": PROMPTS[prompt], "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "request_id": name}
-        client = Client(self.host, self.port, kind, body)
-        self.clients.append((client, self._loop.create_task(client.run(), name="client")))
+        client = self._client(kind, ask, max_tokens, request_id=f"r{len(self.clients)}")
+        self.clients.append((client, ask, self._loop.create_task(client.run(), name="client")))
 
     async def turn(self, count: int) -> None:
         """So many turns of the loop go by."""
@@ -195,9 +206,9 @@ class Rig:
         told = await self._ends()
         self.passed = set(self.lines.passed)
         self.faults.disarm()
-        for client, found in told:
-            self._check_told(client, found)
-        self._check_reach([found for client, found in told if client.kind in READERS])
+        for client, ask, found in told:
+            self._check_told(client, ask, found)
+        self._check_reach([found for client, _, found in told if client.kind in READERS])
         self._check_log()
         if self.is_dead:
             self._check_death()
@@ -211,20 +222,20 @@ class Rig:
             while self._left():  # noqa: ASYNC110 - a server has no event for it
                 await asyncio.sleep(0.002)
 
-    async def _ends(self) -> list[tuple[Client, Told]]:
-        tasks = [task for _, task in self.clients]
+    async def _ends(self) -> list[tuple[Client, int, Told]]:
+        tasks = [task for _, _, task in self.clients]
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=END_SECONDS)
-            waiting = [client.body for client, task in self.clients if task in pending]
+            waiting = [client.body for client, _, task in self.clients if task in pending]
             self._want(not waiting, f"{len(waiting)} clients wait for ever: {waiting}")
-        return [(client, task.result()) for client, task in self.clients]
+        return [(client, ask, task.result()) for client, ask, task in self.clients]
 
-    def _check_told(self, client: Client, told: Told) -> None:
+    def _check_told(self, client: Client, ask: int, told: Told) -> None:
         """Tokens are the reference's, as far as they came; whoever was not touched has them all."""
         if client.kind not in READERS:
             return
-        prompt, count = PROMPTS.index(client.body["prompt"]), client.body["max_tokens"]
-        expected, name = self._expected(prompt, count), client.body["request_id"]
+        expected = self._expected(ask, client.body["max_tokens"])
+        name = client.body["request_id"]
         lies = {"many", "foreign", "stranger", "short"} & {fault.kind for fault in self.faults.came}
         if not (lies and name in self.faults.touched):
             self._want(expected.startswith(told.text), f"{name} has the tokens {told}")
@@ -291,8 +302,8 @@ class Rig:
     async def _until_no_connection(self) -> None:
         await self.turn(20)
 
-    def _expected(self, prompt: int, max_tokens: int) -> str:
-        return self._reference[f"{prompt} {max_tokens}"]
+    def _expected(self, ask: int, max_tokens: int) -> str:
+        return self._reference[f"{ask} {max_tokens}"]
 
     def _want(self, is_true: bool, what: str) -> None:
         if not is_true:
@@ -315,15 +326,24 @@ class _bounded:  # as an `asyncio.timeout` that says what was waited for
             self._rig._want(False, self._what())
 
 
-async def reference_of(config: EngineConfig) -> Reference:
-    """What each prompt is answered by a server whose parts all work."""
+def spoilt_logits(result: Any) -> Any:
+    """Those of the first row are no numbers."""
+    result = result.clone()
+    result[0] = float("nan")
+    return result
+
+
+async def reference_of(
+    config: EngineConfig, asks: Sequence[dict[str, Any]] = ASKS
+) -> Reference:
+    """What each of them is answered alone, by a server whose parts all work."""
     found: Reference = {}
-    async with Rig(config, Faults(), found, []) as rig:
-        for prompt in range(len(PROMPTS)):
+    async with Rig(config, Faults(), found, [], asks) as rig:
+        for ask in range(len(asks)):
             for count in LENGTHS:
-                told = await rig.ask("whole", prompt, count)
+                told = await rig.ask("whole", ask, count)
                 assert told.is_served, told
-                found[f"{prompt} {count}"] = told.text
+                found[f"{ask} {count}"] = told.text
     return found
 
 

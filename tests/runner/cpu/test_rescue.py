@@ -139,6 +139,27 @@ def test_an_error_that_does_not_come_again_fails_nobody(
     assert finish_all(driver, list(expected)) == expected
 
 
+@pytest.mark.parametrize("error", [OSError("once"), MemoryError()])
+def test_an_error_that_does_not_come_again_does_not_fail_the_only_one(
+    error: Exception,
+    expected: dict[str, list[int]],
+    make_driver: MakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, errors = make_driver(), [error]
+
+    def watch(inputs: ModelInputs) -> None:
+        if errors:
+            raise errors.pop()
+
+    (name, prompt), *_ = prompts()
+    driver.add(name, prompt)
+    driver.step()
+    watched(driver, monkeypatch, watch)
+    assert driver.step().failed == {}
+    assert finish_all(driver, [name]) == {name: expected[name]}
+
+
 def test_where_everything_raises_there_is_an_end(
     make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
