@@ -333,9 +333,7 @@ def spoilt_logits(result: Any) -> Any:
     return result
 
 
-async def reference_of(
-    config: EngineConfig, asks: Sequence[dict[str, Any]] = ASKS
-) -> Reference:
+async def reference_of(config: EngineConfig, asks: Sequence[dict[str, Any]] = ASKS) -> Reference:
     """What each of them is answered alone, by a server whose parts all work."""
     found: Reference = {}
     async with Rig(config, Faults(), found, [], asks) as rig:
