@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.engine.failure_log import FailureLog
+from aioserve.engine.failure_log import FAULTS, FailureLog
 from aioserve.errors import (
     FROM_OUTSIDE,
     AioserveError,
@@ -37,7 +37,7 @@ _NOBODY: tuple[list[str], list[str]] = ([], [])
 
 Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 Expire = Callable[[list[str]], None]
-Fail = Callable[[list[str] | None, Exception], None]
+Fail = Callable[[list[str] | None, BaseException], None]
 
 
 class EngineCore:
@@ -98,7 +98,7 @@ class EngineCore:
         # Who has finished and who was preempted: to be told again, and told with a step in flight.
         self._untold = self._retold = _NOBODY
         # Not yet told: their tokens go first.
-        self._failed: list[tuple[list[str] | None, Exception]] = []
+        self._failed: list[tuple[list[str] | None, BaseException]] = []
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline, at `_timer_due`
         self._timer_due = math.inf
         self.failures = FailureLog(clock)
@@ -200,7 +200,7 @@ class EngineCore:
             self._fail(*self._failed.pop(0))
         try:
             self._after_step()
-        except Exception as error:  # an observer's: no request is lost over it
+        except FAULTS as error:  # an observer's: no request is lost over it
             self.failures.log("what is told after each step", error)
         if not self._in_flight:
             if self._is_paused:
@@ -356,10 +356,13 @@ class EngineCore:
             result = await future
         except RunnerDeadError:
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return await self._fail_steps(error)  # the runner's own doing
         except Exception as error:
-            self.failures.log("the runner's step", error)
-            await self._fail_steps(error)
-            return {}
+            return await self._fail_steps(error)
         self._in_flight.popleft()
         self._retold = _NOBODY
         if self._in_flight:
@@ -399,10 +402,11 @@ class EngineCore:
             self._num_failures_in_row = 0
         return outputs
 
-    async def _fail_steps(self, error: Exception) -> None:
+    async def _fail_steps(self, error: BaseException) -> dict[int, EngineCoreOutputs]:
         """Fail the requests of every step in flight: later steps may read what a failed one
-        should have written. The rest go on.
+        should have written. The rest go on. Returns no outputs.
         """
+        self.failures.log("the runner's step", error)
         steps = list(self._in_flight)
         self._in_flight.clear()
         results = await asyncio.gather(*(future for _, future in steps), return_exceptions=True)
@@ -424,6 +428,7 @@ class EngineCore:
                 req_ids = list(output.num_scheduled_tokens)
                 self._update(output, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
         self._failed.append((failed, error))
+        return {}
 
     def _set_timer(self) -> None:
         """Have deadlines looked at when the next one is due, whatever is in flight then."""

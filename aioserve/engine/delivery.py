@@ -5,7 +5,7 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 
 from collections.abc import Callable
 
-from aioserve.engine.failure_log import FailureLog
+from aioserve.engine.failure_log import FAULTS, FailureLog
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
@@ -36,12 +36,12 @@ class Delivery:
         if (send_off := self.send_off.get(client_index)) is not None:
             try:
                 send_off()
-            except Exception as error:  # of that client alone: its connection ends
+            except FAULTS as error:  # of that client alone: its connection ends
                 self._failures.log(f"sending outputs to client {client_index}", error)
         if self.shadow_turns is not None:
             try:
                 self.shadow_turns.take()
-            except Exception as error:
+            except FAULTS as error:
                 self._failures.log("the shadow's turn", error)
         return stopped
 
@@ -49,7 +49,7 @@ class Delivery:
         """Their deadline has passed."""
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
 
-    def fail(self, request_ids: list[str] | None, cause: Exception) -> None:
+    def fail(self, request_ids: list[str] | None, cause: BaseException) -> None:
         """These requests, of all if None, lost their step or their policy: those that have ended by
         that are told so. An id may be another request's by now.
         """

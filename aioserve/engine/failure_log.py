@@ -3,11 +3,15 @@
 Knows culprits by name, and nothing about what they did.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+#: What an observer, or what turns one request's tokens into text, may raise without harm to others.
+FAULTS = (Exception, asyncio.CancelledError, SystemExit)
 
 LOG_SECONDS = 1.0  # between two lines about the same culprit
 
@@ -19,7 +23,7 @@ class FailureLog:
         self._clock = clock
         self._throttles: dict[str, _Throttle] = {}
 
-    def log(self, culprit: str, error: Exception) -> None:
+    def log(self, culprit: str, error: BaseException) -> None:
         """A line with a traceback, unless there was one about the same culprit just now."""
         throttle = self._throttles.setdefault(culprit, _Throttle())
         num_held = throttle.let_through(self._clock())

@@ -13,7 +13,7 @@ from aioserve.engine.detokenizer import (
     StopStringMatcher,
     choose_detokenizer,
 )
-from aioserve.engine.failure_log import FailureLog
+from aioserve.engine.failure_log import FAULTS, FailureLog
 from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.request_lines import log_request
 from aioserve.engine.request_log import RequestLog
@@ -245,7 +245,7 @@ class OutputProcessor:
                 continue
             try:
                 reason = state.deliver(core_output)
-            except Exception as error:
+            except FAULTS as error:
                 reason = self._fail_alone(state, error)
             if reason is not None:
                 if core_output.finish_reason is None:
@@ -263,7 +263,7 @@ class OutputProcessor:
                 told = reason
                 try:
                     state.deliver(EngineCoreOutput(request_id, [], reason))
-                except Exception as error:
+                except FAULTS as error:
                     told = self._fail_alone(state, error)
                 self._finish(state, told, now)
 
@@ -297,7 +297,7 @@ class OutputProcessor:
         self.claims.release(samples)
         return dropped
 
-    def _fail_alone(self, state: SampleState, error: Exception) -> FinishReason:
+    def _fail_alone(self, state: SampleState, error: BaseException) -> FinishReason:
         """The tokens of this request could not be made into what its reader wants."""
         self._failures.log("delivering a request's tokens", error)
         failure = RequestFailedError(
@@ -310,13 +310,13 @@ class OutputProcessor:
     def _tell(self, state: SampleState, failure: BaseException) -> None:
         try:
             state.fail(failure)
-        except Exception as error:  # its reader is gone; the other readers are to be told
+        except FAULTS as error:  # its reader is gone; the other readers are to be told
             self._failures.log("telling a reader of a failure", error)
 
     def _observe_prompt(self, state: SampleState, now: float) -> None:
         try:
             self._metrics.on_prompt_computed(state, now)
-        except Exception as error:
+        except FAULTS as error:
             self._failures.log("metrics", error)
 
     def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
@@ -326,7 +326,7 @@ class OutputProcessor:
         if state.samples.num_live == 0:
             try:
                 self.claims.release(state.samples)
-            except Exception as error:
+            except FAULTS as error:
                 self._failures.log("letting go of an adapter", error)
         num_tokens = state.num_output_tokens
         if state.waits_for_end:  # it may end without an output
@@ -334,7 +334,7 @@ class OutputProcessor:
         for name, on_finished in self._observers:
             try:
                 on_finished(state, num_tokens, reason, now)
-            except Exception as error:
+            except FAULTS as error:
                 self._failures.log(name, error)
 
 

@@ -208,6 +208,42 @@ async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(depth: in
         assert engine.errored is None
 
 
+class OddRunner(SimulatedRunner):
+    """Fails the step of a prompt that begins with token 13 before there is anything to await, or by
+    a future that is cancelled.
+    """
+
+    is_cancelling = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        future = super().execute_model(scheduler_output)
+        if any(data.token_ids[0] == 13 for data in scheduler_output.scheduled_new_reqs):
+            if not self.is_cancelling:
+                raise ValueError("a kernel failed")
+            future.cancel()
+        return future
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("is_cancelling", "name"), [(False, "ValueError"), (True, "Cancelled")])
+async def test_a_step_that_fails_at_once_or_is_cancelled_is_lost_alone(
+    is_cancelling: bool, name: str, depth: int
+) -> None:
+    config = make_config(pipeline_depth=depth)
+    engine = AsyncEngine(config)
+    runner = OddRunner(config, engine.model_info)
+    runner.is_cancelling = is_cancelling
+    engine._runner = runner
+    async with engine:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        for _ in range(2):
+            with pytest.raises(RequestFailedError, match=name):
+                await collect(engine, [13, 1, 2], params)
+            await until_idle(engine)
+            assert await collect(engine, [12, 1, 2], params)
+        assert engine.errored is None
+
+
 async def test_a_dead_runner_tells_everybody_and_refuses_who_comes_later() -> None:
     config = make_config()
     engine = AsyncEngine(config)

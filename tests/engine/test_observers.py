@@ -82,9 +82,17 @@ def fails(*_: object, **__: object) -> None:
     raise RuntimeError("as asked")
 
 
+def cancels(*_: object, **__: object) -> None:
+    raise asyncio.CancelledError("as asked")
+
+
 def fails_in_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineMetrics, "on_finished", fails)
     monkeypatch.setattr(EngineMetrics, "on_prompt_computed", fails)
+
+
+def cancels_in_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineMetrics, "on_finished", cancels)
 
 
 def fails_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +111,7 @@ def fails_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ("breaks", "line"),
     [
         (fails_in_metrics, "metrics failed: as asked"),
+        (cancels_in_metrics, "metrics failed: as asked"),
         (fails_in_lines, "the line of a request failed: as asked"),
         (fails_in_shadow, "watching the scheduler ends here"),
         (fails_in_turns, "the shadow's turn failed: as asked"),

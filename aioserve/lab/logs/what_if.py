@@ -133,7 +133,7 @@ class _Rerun(RecordSink):
     def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
         self._traffic = traffic
         self._is_recorded = is_recorded
-        self._error: Exception | None = None  # the first of the policy
+        self._error: BaseException | None = None  # the first of the policy
         self._config, self._switches = plan
         self._chronicle: Chronicle | None = None
         self._num_left: dict[str, int] = {}  # tokens until the reply is complete
@@ -220,7 +220,7 @@ class _Rerun(RecordSink):
         with suppress(AioserveError):  # refused, as a client would be: the chronicle counts it
             self._core.add_request(request)
 
-    def _fail(self, request_ids: list[str] | None, error: Exception) -> None:
+    def _fail(self, request_ids: list[str] | None, error: BaseException) -> None:
         """What was recorded may have failed in reality, too; another policy has to work."""
         if not self._is_recorded and self._error is None:
             self._error = error
