@@ -5,18 +5,19 @@ larger model; `midlayer` sees it beside the next token; `lm_head` knows some of 
 which `d2t` translates. Knows weights and attention; knows nothing about requests.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from aioserve.errors import ConfigError
+from aioserve.errors import ConfigError, one_line
+from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (
     AttentionOptions,
     KVCacheSpec,
@@ -121,16 +122,36 @@ class EagleHead:
         return self._norms[name] * wide.to(x.dtype)
 
 
+class _Taps(msgspec.Struct):
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+class _Stated(_Taps):
+    """What is read of a config.json beside what `LlamaConfig` does."""
+
+    architectures: list[str] | None = None
+    eagle_config: _Taps | None = None
+    draft_vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "_Stated":
+        try:
+            return msgspec.convert(config, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"cannot read config.json: {error}") from error
+
+
 def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head."""
-    return any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
+    """Whether a config.json is that of an EAGLE-3 head. Raises `ConfigError` if it is none."""
+    return any("eagle3" in name.lower() for name in _Stated.of(config).architectures or ())
 
 
 def tapped_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The layers of the larger model, which has so many, whose input the head wants."""
-    stated = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    stated = stated or config.get("eagle_aux_hidden_state_layer_ids")
-    return tuple(stated or (2, num_layers // 2, num_layers - 3))
+    stated = _Stated.of(config)
+    inner = stated.eagle_config and stated.eagle_config.eagle_aux_hidden_state_layer_ids
+    layers = inner or stated.eagle_aux_hidden_state_layer_ids
+    return layers or (2, num_layers // 2, num_layers - 3)
 
 
 def read_eagle(
@@ -142,12 +163,17 @@ def read_eagle(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    stated = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config = LlamaConfig(**stated)
-
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"the EAGLE-3 head {path} cannot be served: {why}")
 
+    stated = read_json(path / "config.json", dict[str, Any])
+    try:
+        config = LlamaConfig(**stated)
+    except Exception as error:  # transformers raises whatever the values provoke
+        raise refuse(one_line(error)) from error
+    for name in _SIZES:
+        if type(size := getattr(config, name)) is not int or size < 1:
+            raise refuse(f"its {name} is {size!r}")
     if config.num_hidden_layers != 1:
         raise refuse(f"it has {config.num_hidden_layers} layers, only one is known")
     if config.vocab_size != vocab_size:
@@ -169,7 +195,7 @@ def read_eagle(
     weights.pop("t2d", None)
     hidden, inner, heads, kv_heads = (int(getattr(config, name)) for name in _SIZES)
     dim = config.head_dim or hidden // heads
-    known = int(stated.get("draft_vocab_size") or vocab_size)
+    known = _Stated.of(stated).draft_vocab_size or vocab_size
     if (table := weights.get("embed_tokens.weight")) is None and hidden != hidden_size:
         raise refuse(f"it has no embedding, and states of {hidden}, not {hidden_size}")
     shapes = {

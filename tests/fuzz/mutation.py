@@ -101,7 +101,7 @@ class Mutator:
         except (ValueError, RecursionError):
             return None
         places: list[tuple[Any, Any]] = []
-        to_visit = [tree]
+        to_visit = [tree] if isinstance(tree, dict | list) else []
         while to_visit:
             node = to_visit.pop()
             keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -109,7 +109,7 @@ class Mutator:
                 places.append((node, key))
                 if isinstance(node[key], dict | list):
                     to_visit.append(node[key])
-            if len(places) > 20_000 or not isinstance(tree, dict | list):
+            if len(places) > 20_000:
                 break
         if not places:
             tree = self._value(tree)

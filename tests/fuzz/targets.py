@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -18,7 +19,15 @@ from typing import Any
 import msgspec
 
 from aioserve.client import AsyncClient
-from aioserve.config import AccessConfig, EngineConfig, ModelConfig, ServerConfig
+from aioserve.config import (
+    AccessConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    ServerConfig,
+)
+from aioserve.engine import AsyncEngine
 from aioserve.engine.chat_template import ChatTemplate, Conversation
 from aioserve.errors import ConfigError, RequestError
 from aioserve.grammars import GrammarCompiler
@@ -455,6 +464,44 @@ class Model(Target):
             info.check_positions()
 
 
+class Starts(Target):
+    """The configuration of a model that is loaded and asked for tokens, which it may well give."""
+
+    name = "starts"
+    words = (b'"layer_types"', b'"sliding_window"', b'"rope_parameters"', b"qwen2", b"gemma2")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+        self._tiny = make_model("llama", folder / "tiny", vocab_size=64, **small)
+        self._case = folder / "case"
+        self._case.mkdir()
+        (self._case / "model.safetensors").symlink_to(self._tiny / "model.safetensors")
+
+    def seeds(self) -> list[bytes]:
+        return [b"config.json\n" + (self._tiny / "config.json").read_bytes()]
+
+    def read(self, kind: str, data: bytes) -> None:
+        (self._case / kind).write_bytes(data)
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, hard))  # some ask for terabytes
+        try:
+            asyncio.run(self._serve())
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    async def _serve(self) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(self._case), skip_tokenizer_init=True, max_model_len=32),
+            runner=RunnerConfig(threads=1),
+            cache=CacheConfig(num_kv_blocks=16),
+        )
+        params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        async with AsyncEngine(config) as engine:
+            [_ async for _ in engine.generate([1, 2, 3], params)]
+
+
 class Gguf(Target):
     """A model in one file."""
 
@@ -780,6 +827,18 @@ class Blocks(Target):
 TARGETS: dict[str, type[Target]] = {
     target.name: target
     for target in (
-        *(Bodies, Client, Settings, Model, Gguf, Adapter, Grammars, Templates, Logs, Blocks),
+        *(
+            Bodies,
+            Client,
+            Settings,
+            Model,
+            Starts,
+            Gguf,
+            Adapter,
+            Grammars,
+            Templates,
+            Logs,
+            Blocks,
+        ),
     )
 }
