@@ -4,6 +4,7 @@ The scheduler's side: which content is in which slot, what is copied in which st
 read. Knows hashes, slots and steps. Knows no tensors, files or threads.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from aioserve.kv_cache import (
 )
 from aioserve.kv_connector.interface import BlockStore, KVConnectorWorker
 from aioserve.request import Request
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["both", "producer", "consumer"]
 
@@ -72,6 +75,7 @@ class OffloadingConnector(KVConnectorBase):
         self._worth: dict[Request, bool] = {}  # whether loading is, as of the first admission
         self._num_passed = 0
         self._num_timeouts = 0
+        self._num_raised = 0
         self._num_writes = 0  # that the store was asked for, which does them in order
         self._num_written = 0  # that it has done
         self._last_step_id = 0  # planned
@@ -90,7 +94,8 @@ class OffloadingConnector(KVConnectorBase):
             return False
         call_off = store.call_later(READ_TIMEOUT, partial(self._give_up, request))
         self._waiting[request] = first, call_off
-        store.find(hashes[first : self._num_blocks(request)], partial(self._found, request))
+        wanted, found = hashes[first : self._num_blocks(request)], partial(self._found, request)
+        self._ask(partial(store.find, wanted, found), lambda: found(0))
         return True
 
     def begin_step(self) -> list[Request]:
@@ -192,7 +197,7 @@ class OffloadingConnector(KVConnectorBase):
                 store.num_bytes_written,
             )
             stats.read_seconds = store.read_seconds
-            stats.num_failures = self._num_timeouts + store.num_failures
+            stats.num_failures = self._num_timeouts + self._num_raised + store.num_failures
         return stats
 
     def reset(self) -> None:
@@ -229,7 +234,8 @@ class OffloadingConnector(KVConnectorBase):
             slots = list(kept.values())
             self.slots.touch(slots)
             self._num_writes += 1
-            self._store.write(list(kept), slots, partial(self._was_written, slots))
+            written = partial(self._was_written, slots)
+            self._ask(partial(self._store.write, list(kept), slots, written), written)
         self._release(step)
 
     def _was_written(self, slots: list[int]) -> None:
@@ -269,7 +275,17 @@ class OffloadingConnector(KVConnectorBase):
             return
         hashes = request.block_hashes[first : first + num_blocks]
         slots = self.slots.allocate(num_blocks)
-        store.read(hashes, slots, partial(self._was_read, request, hashes, slots))
+        was_read = partial(self._was_read, request, hashes, slots)
+        self._ask(partial(store.read, hashes, slots, was_read), lambda: was_read(0))
+
+    def _ask(self, ask: Callable[[], None], instead: Callable[[], None]) -> None:
+        """A store that raises has nothing, and has written nothing: requests go on without."""
+        try:
+            ask()
+        except Exception:
+            self._num_raised += 1
+            logger.warning("the store of KV blocks fails: it is done without", exc_info=True)
+            instead()
 
     def _was_read(
         self, request: Request, hashes: Sequence[bytes], slots: list[int], num_read: int

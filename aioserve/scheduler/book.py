@@ -79,10 +79,15 @@ class RequestBook:
     # Who comes, and in which order.
 
     def add(self, request: Request, order: Order) -> None:
-        """A new request, in line. After a `PolicyError` nothing remains of it."""
+        """A new request, in line. If this raises, nothing remains of it."""
         request.order_key = (order(request), self._num_added)
         self._line_up(request)
-        if self.loading.takes(request):
+        try:
+            is_loading = self.loading.takes(request)
+        except BaseException:  # a connector of somebody else's
+            self.waiting.remove(request)
+            raise
+        if is_loading:
             self.waiting.remove(request)
         self.requests[request.request_id] = request
         self.timers.add(request)

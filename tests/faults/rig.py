@@ -55,8 +55,22 @@ EARLY_PARTS: "Parts" = {
     "observer": (lambda engine: engine, "_on_kv_event"),
 }
 
+#: Of the store behind the prefix cache, where there is one: what a request asks of it.
+STORE: "Parts" = {
+    f"store {name}": (lambda engine: engine._parts.core.scheduler.get_kv_connector()._store, name)
+    for name in ("find", "read", "write")
+}
+
 #: Whose faults nobody must notice but who reads the log. A forward pass is computed again.
-HARMLESS_PARTS = ("metrics", "first metrics", "request log", "observer", "forward", "sampler")
+HARMLESS_PARTS = (
+    "metrics",
+    "first metrics",
+    "request log",
+    "observer",
+    "forward",
+    "sampler",
+    *STORE,
+)
 
 Reference = dict[str, str]
 Parts = dict[str, tuple[Callable[[AsyncEngine], Any], str]]
@@ -203,7 +217,7 @@ class Rig:
 
     async def settle(self) -> None:
         """Everybody has an end, a new request is served, nothing is left. Raises `Wrong`."""
-        told = await self._ends()
+        told = await self.ends()
         self.passed = set(self.lines.passed)
         self.faults.disarm()
         for client, ask, found in told:
@@ -222,7 +236,8 @@ class Rig:
             while self._left():  # noqa: ASYNC110 - a server has no event for it
                 await asyncio.sleep(0.002)
 
-    async def _ends(self) -> list[tuple[Client, int, Told]]:
+    async def ends(self) -> list[tuple[Client, int, Told]]:
+        """Of all clients so far: what each was told. Raises `Wrong` if one waits for ever."""
         tasks = [task for _, _, task in self.clients]
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=END_SECONDS)

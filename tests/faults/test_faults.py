@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from tests.faults.rig import (
     MAX_TOKENS,
     PARTS,
     PROMPTS,
+    STORE,
     Rig,
     config_of,
     reference_of,
@@ -231,3 +233,63 @@ def test_a_clock_that_jumps_ahead_leaves_nothing(seconds: float, injected: Count
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.run(jump())
+
+
+@pytest.mark.parametrize("log", ["request_log", "decision_log"])
+def test_a_disk_that_is_full_harms_no_client(log: str, injected: Counter[str]) -> None:
+    """The device that is always full, and what is said of it."""
+
+    async def fill() -> None:
+        config = config_of(2)
+        scheduler = msgspec.structs.replace(config.scheduler, **{log: "/dev/full"})
+        full = msgspec.structs.replace(config, scheduler=scheduler)
+        async with Rig(full, Faults(), reference(), []) as rig:
+            for _ in range(3):
+                crowd(rig)
+            await rig.settle()
+            injected["disk: full"] += 1
+            assert all(task.result().is_served for _, _, task in rig.clients)
+        assert "No space left on device" in rig.log.text
+
+    asyncio.run(fill())
+
+
+def test_a_step_that_never_comes_back_is_an_end_for_every_client(injected: Counter[str]) -> None:
+    async def hang() -> None:
+        config = config_of(2)
+        bounds = {"hung_step_seconds": 0.2, "dead_step_seconds": 0.4}
+        server = msgspec.structs.replace(config.server, **bounds)
+        faults = Faults()
+        hung = msgspec.structs.replace(config, server=server)
+        async with Rig(hung, faults, reference(), []) as rig:
+            faults.arm(Fault("runner", "hangs", 2))
+            crowd(rig)
+            await rig.settle()
+            assert rig.is_dead
+            assert "a step has not come back from the runner" in rig.log.text
+        injected.update(faults.injected)
+
+    asyncio.run(hang())
+
+
+@pytest.mark.parametrize("part", STORE)
+def test_a_store_of_blocks_that_fails_harms_no_client(part: str, injected: Counter[str]) -> None:
+    async def fail() -> None:
+        config = config_of(2)
+        cache = msgspec.structs.replace(config.cache, kv_connector="disk")
+        runner = msgspec.structs.replace(config.runner, step_kv_read_token_us=0)  # worth it
+        stored = msgspec.structs.replace(config, cache=cache, runner=runner)
+        for kind in ("raises", "slow", "disk full"):
+            for after in (0, 1):
+                faults = Faults()
+                async with Rig(stored, faults, reference(), [], parts=STORE) as rig:
+                    crowd(rig)
+                    await rig.ends()
+                    assert rig.engine.reset_prefix_cache()  # the store alone has blocks
+                    faults.arm(Fault(part, kind, after))
+                    crowd(rig)
+                    await rig.settle()
+                    assert faults.came or after, part
+                injected.update(faults.injected)
+
+    asyncio.run(fail())
