@@ -120,22 +120,26 @@ class Server:
         told: dict[str, Any] = json.loads(await asyncio.to_thread(stdout.readline))
         return told
 
-    async def look(self, since: float) -> Look:
-        """When all is quiet. Raises `AssertionError` if it does not become so."""
+    async def look(self, since: float, first: Look | None = None) -> Look:
+        """When all is quiet, and no more is held than at `first`, the look after a first round; or
+        after our patience.
+        """
         give_up = time.monotonic() + PATIENCE
+        seen = psutil.Process(self.started.pid)
         while True:
             async with aiohttp.request("GET", self.url + "/metrics") as answer:
                 counts = [float(count) for count in IDLE.findall(await answer.text())]
-            if not any(counts) or time.monotonic() > give_up:
+            await asyncio.sleep(0.5)  # connections that were closed are noticed
+            is_over = time.monotonic() > give_up
+            if any(counts) and not is_over:
+                continue
+            told, descriptors = await self.tell("look"), seen.num_fds()
+            is_more = first and (descriptors > first.descriptors or told["tasks"] > first.tasks)
+            if is_over or not is_more:
                 break
-            await asyncio.sleep(0.1)
         self.check(not any(counts), f"still held after {PATIENCE:.0f} s of quiet: {counts}")
-        await asyncio.sleep(1.0)  # connections that were closed are noticed
-        told = await self.tell("look")
-        seen = psutil.Process(self.started.pid)
-        resident = seen.memory_info().rss / 2**20
-        at = time.perf_counter() - since
-        return Look(at, resident, told["traced_kib"], seen.num_fds(), told["tasks"], counts[-1])
+        at, resident = time.perf_counter() - since, seen.memory_info().rss / 2**20
+        return Look(at, resident, told["traced_kib"], descriptors, told["tasks"], counts[-1])
 
     def check(self, is_right: bool, what: str) -> None:
         """Notes what is wrong, and goes on."""
@@ -443,13 +447,13 @@ async def run(server: Server, given: argparse.Namespace) -> tuple[list[Look], li
     since = time.perf_counter()
     looks = [await server.look(since)]
     is_warm = False
-    while looks[-1].at < given.seconds:
+    while looks[-1].at < given.seconds or len(looks) < 4:  # three rounds at least
         until = time.perf_counter() + given.round
         await asyncio.gather(
             *(client.run(until) for client in clients),
             Client(server, len(looks)).run_operator(until),
         )
-        looks.append(await server.look(since))
+        looks.append(await server.look(since, looks[1] if looks[1:] else None))
         print("  ".join(f"{n} {v:,.1f}" for n, v in looks[-1]._asdict().items()), flush=True)
         if given.where and not is_warm and looks[-1].at >= given.seconds / 4:
             is_warm = True
