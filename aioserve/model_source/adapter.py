@@ -137,7 +137,7 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     for key, tensor in weights.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise ConfigError(f"{file}: {key} is no weight of a LoRA adapter")
+            raise ConfigError(f"{file}: {key!r} is no weight of a LoRA adapter")
         kind = next(k for k in ("linear", "table", "base") if match[k])
         name = kind if kind == "base" else f"{kind} {match[kind]}"
         found.setdefault(match["module"], {})[name] = tensor

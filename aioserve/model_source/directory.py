@@ -371,7 +371,7 @@ class Directory(ModelSource):
         try:
             return find_weights(self.quantization_config, tensors)
         except ConfigError as error:
-            raise ConfigError(f"cannot load the model in {self.path}: {error}") from None
+            raise ConfigError(f"cannot load the model in {self.path}: {one_line(error)}") from None
 
     def _tensors(self, files: ExitStack) -> Iterator[tuple[str, Any]]:
         """What is in the files, not read yet. Raises `ConfigError` that names a damaged one."""
