@@ -389,7 +389,7 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
 def _from_wire(
     status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
 ) -> AioserveError:
-    """In a line, whoever has written it."""
+    """The answer in a line, of this server or of one in between."""
     lines = info.message.splitlines() or ["no message"]
     one = msgspec.structs.replace(info, message=" ".join(lines))
     return _named(from_wire(status, one, retry_after), response)

@@ -536,7 +536,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         return self._parts
 
     def _check_place(self) -> None:
-        """Events of one loop wake nothing in another: who waits there would wait for ever."""
+        """Events of one loop wake nothing in another: a call would wait there for ever."""
         if self._home is None or self._error is not None:
             return
         loop, thread = self._home

@@ -67,7 +67,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """The templates of one tokenizer. Blocks the caller, who is no event loop."""
+    """The templates of one tokenizer. Blocks the caller, which must be no event loop."""
 
     def __init__(
         self, tokenizer: Any, placeholder: str | None = None, *, seconds: float | None = None

@@ -95,7 +95,7 @@ class EngineCore:
         self._is_quiet = asyncio.Event()  # of a pause: no step is in flight any more
         self._wakeup = asyncio.Event()
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
-        # Who has finished and who was preempted: to be told again, and told with a step in flight.
+        # Ids that have finished or were preempted: to be told again, told with a step in flight.
         self._untold = self._retold = _NOBODY
         # Not yet told: their tokens go first.
         self._failed: list[tuple[list[str] | None, BaseException]] = []
@@ -413,7 +413,7 @@ class EngineCore:
         for result in results:
             if isinstance(result, RunnerDeadError):
                 raise result
-        # Whoever left may not be known to the runner: the steps may have died before it read that.
+        # The runner may not know which requests left: steps may have died before it read that.
         finished, preempted = map(list, self._retold)
         for output, _ in steps:
             finished += output.finished_req_ids

@@ -67,7 +67,7 @@ def family_by(
 
 
 class RecentWorst:
-    """The largest value of the last `WORST_SECONDS` at least, whoever asks, and however often."""
+    """The largest value of the last `WORST_SECONDS` at least, however often it is asked for."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -221,7 +221,7 @@ class InputProcessor:
         await self._grammars.check(wanted)
 
     def close(self) -> None:
-        """Let the threads end; who still waits for them is refused afterwards."""
+        """Let the threads end; requests that still wait for them are refused afterwards."""
         for executor in (self._executor, self._template_executor, self._image_executor):
             executor.shutdown(wait=False)
         if self._has_tokenizer:

@@ -46,7 +46,7 @@ class RequestStream:
             try:
                 if self._offer(output):
                     return
-            except (Exception, asyncio.CancelledError):  # it must not end who delivers
+            except (Exception, asyncio.CancelledError):  # it must not end the delivery to others
                 self._offer = None  # one reader's trouble, which it will meet again by itself
                 logger.warning("%s: a delta is queued instead", self.request_id, exc_info=True)
         pending = self._pending.get(output.index)

@@ -26,7 +26,7 @@ from aioserve.errors import RequestError
 TEMPLATE_SECONDS = 5.0
 MAX_TEXT = 2**26  # characters that a template may put together
 MAX_BYTES = 2**30  # of the process's address space; it begins with some 40 MB
-MAX_PROCESSES = 3  # at once; who comes then waits for one
+MAX_PROCESSES = 3  # at once; a further text waits for one
 # For an answer from a process that uses no CPU time and says nothing: none has been seen.
 PATIENCE_SECONDS = 60.0
 # What the process needs to find Python, Jinja and the time; what else there is may be secret.
@@ -39,7 +39,7 @@ class TemplateTooSlowError(RequestError):
 
 
 class TemplateRenderer:
-    """For any templates, from any thread. Blocks the caller, who is no event loop."""
+    """For any templates, from any thread but an event loop's: it blocks the caller."""
 
     def __init__(self, seconds: float | None = None) -> None:
         """`seconds` of CPU time are for one text; None: as many as there are by default."""
@@ -105,7 +105,7 @@ class TemplateRenderer:
 
 
 class _EndedError(Exception):
-    """The process has, by itself or by somebody else."""
+    """The process has ended, by itself or by another process."""
 
 
 class _Process:

@@ -108,7 +108,7 @@ class Watchdog:
         while not self._is_closed.wait(self._tick):
             try:
                 self._look()
-            except RuntimeError:  # the loop is closed: nobody is left to watch over
+            except RuntimeError:  # the loop is closed: nothing is left to watch over
                 return
             except Exception as error:  # a watchdog that has died would be silent
                 logger.exception("the watchdog failed to look", exc_info=error)
@@ -143,7 +143,7 @@ class Watchdog:
             self.on_dead_loop(what)
 
     def _look_at_step(self) -> None:
-        """Only while the loop turns: else nobody has taken its result."""
+        """Only while the loop turns: else its result has not been taken."""
         step = self._get_step()
         if step is None or step != self._step:
             self._step = step

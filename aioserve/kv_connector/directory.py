@@ -348,7 +348,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """An opener that does not wait for somebody to write to a FIFO, which is read as empty."""
+    """An opener that does not wait for a writer of a FIFO, which is read as empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

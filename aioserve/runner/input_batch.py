@@ -328,7 +328,7 @@ class InputBatch:
                     drafter.length.verified(row, len(inputs.drafts[row]), len(own) - 1)
 
     def _drop(self, request_ids: Iterable[str], *, are_finished: bool = False) -> None:
-        """It never raises: who left is told once, and the rows of all of them must come back."""
+        """It never raises: requests that left are told once, and all their rows must come back."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is None:

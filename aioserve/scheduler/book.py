@@ -84,7 +84,7 @@ class RequestBook:
         self._line_up(request)
         try:
             is_loading = self.loading.takes(request)
-        except BaseException:  # a connector of somebody else's
+        except BaseException:  # a connector may be another author's
             self.waiting.remove(request)
             raise
         if is_loading:

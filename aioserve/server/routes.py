@@ -250,7 +250,7 @@ PAGE_ROUTES = (
         events=(Snapshot, Frame, openai.ErrorResponse),
         raises=(RequestError, EngineDeadError),
         media_types=("text/event-stream",),
-        needs="looker",  # it tells of everybody's requests
+        needs="looker",  # it tells of all clients' requests
     ),
     Route(
         "GET",

@@ -26,7 +26,7 @@ from aioserve.runner.unsound import NOT_FINITE
 
 @dataclass(slots=True)
 class Looked:
-    """What a step has found of prompts, and nobody has kept yet."""
+    """What a step has found of prompts, and what has not been kept yet."""
 
     wanted: WantedLogprobs | None
     pooled: WantedStates | None

@@ -41,7 +41,7 @@ class StepMemory:
         self._host_blocks.transfer(transfers)
 
     def release(self) -> None:
-        """Give back the memory of the KV cache; nobody has blocks. It comes back as steps write."""
+        """Give back the memory of the KV cache while no request has blocks: steps take it again."""
         self._memory.release()
         if self._windows is not None:
             self._windows.release()

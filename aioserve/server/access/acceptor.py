@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from socket import socket
 from typing import Any
 
-FULL_SECONDS = 1.0  # until somebody is let in again, after there were too many
+FULL_SECONDS = 1.0  # until connections are taken again, after there were too many
 
 
 class Acceptor:
@@ -56,7 +56,7 @@ class Acceptor:
         while True:
             try:
                 connection, _ = self.socket.accept()
-            except OSError as error:  # nobody is left, or has gone again
+            except OSError as error:  # no connection is left, or it has gone again
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptors: let some close
                     self._loop.remove_reader(self.socket.fileno())
                     self._loop.call_later(FULL_SECONDS, self._listen)

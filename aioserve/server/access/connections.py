@@ -254,7 +254,7 @@ class Connection(RequestHandler):
     ) -> web.StreamResponse:
         """As aiohttp's, which logs a traceback and answers in plain text, where it is our fault."""
         if isinstance(exc, ConnectionError):
-            raise exc  # the client has gone: nobody is left to be told
+            raise exc  # the client has gone: there is none to be told
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         refusal = self._refusal_of(exc, message or "")

@@ -1,4 +1,4 @@
-"""Who could reach a server that is about to start, and what they could do without a key."""
+"""What other machines could reach of a server that is about to start, and do without a key."""
 
 import logging
 from collections.abc import Sequence

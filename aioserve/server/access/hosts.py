@@ -72,7 +72,7 @@ class Hosts:
             return True
         if self.settings.allowed_hosts:
             return any(_fits(name, allowed.lower()) for allowed in self.settings.allowed_hosts)
-        # Whoever listens beyond this machine is called by names of that network.
+        # A server that listens beyond this machine is called by names of that network.
         return not is_loopback(self._bound) and (
             "." not in name or any(name.endswith(f".{local}") for local in LOCAL_NAMES)
         )

@@ -23,7 +23,7 @@ RUNNER_KINDS = (
     "cancelled",
     "slow",
     "short",  # a row of tokens is missing
-    "many",  # a row has tokens that nobody asked for
+    "many",  # a row has tokens that were not asked for
     "foreign",  # tokens that the model does not have
     "stranger",  # tokens for a request that is not there
     "nan",
