@@ -7,6 +7,7 @@ blocks.
 import asyncio
 from collections.abc import Callable
 
+from aioserve.engine.failure_log import FAULTS
 from aioserve.kv_cache import KVCacheManager, KVEvent
 
 
@@ -17,7 +18,7 @@ class KVEventRelay:
         self,
         kv_cache: KVCacheManager,
         observer: Callable[[KVEvent], None],
-        on_error: Callable[[Exception], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         """`on_error` hears what the observer raised."""
         self._kv_cache = kv_cache
@@ -35,7 +36,7 @@ class KVEventRelay:
             for event in self._kv_cache.take_events():
                 try:
                     self._observer(event)
-                except Exception as error:
+                except FAULTS as error:
                     self._on_error(error)
         finally:
             self._is_delivering = False

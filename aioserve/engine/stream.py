@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from aioserve.engine.failure_log import FAULTS
 from aioserve.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class RequestStream:
             try:
                 if self._offer(output):
                     return
-            except (Exception, asyncio.CancelledError):  # it must not end the delivery to others
+            except FAULTS:  # it must not end the delivery to others
                 self._offer = None  # one reader's trouble, which it will meet again by itself
                 logger.warning("%s: a delta is queued instead", self.request_id, exc_info=True)
         pending = self._pending.get(output.index)

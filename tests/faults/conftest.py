@@ -5,6 +5,8 @@ from collections import Counter
 
 import pytest
 
+from aioserve.engine import failure_log
+
 NAME = "injected"
 
 
@@ -14,6 +16,12 @@ def injected(record_property) -> Counter[str]:
     counts: Counter[str] = Counter()
     yield counts
     record_property(NAME, json.dumps(counts))
+
+
+@pytest.fixture(autouse=True)
+def all_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults come faster here than a log should tell of them."""
+    monkeypatch.setattr(failure_log, "LOG_SECONDS", 0.0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

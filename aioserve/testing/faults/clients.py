@@ -25,22 +25,27 @@ class Told(msgspec.Struct):
     """What a client was told up to its end."""
 
     status: int = 0  # 0: the connection ended without an answer
-    text: str = ""
-    finish_reason: str | None = None
+    texts: dict[int, str] = {}  # by choice
+    finish_reasons: dict[int, str] = {}  # likewise, of those that have ended
     error: str = ""
     is_whole: bool = False  # the answer ended as answers do
 
     @property
     def is_served(self) -> bool:
         """Whether it got all that it asked for."""
-        return self.is_whole and self.finish_reason in ("length", "stop") and not self.error
+        ends = self.finish_reasons
+        is_good = bool(ends) and ends.keys() == self.texts.keys()
+        is_good = is_good and set(ends.values()) <= {"length", "stop"}
+        return self.is_whole and is_good and not self.error
 
 
 class Client:
     """One request on a connection of its own."""
 
     def __init__(self, host: str, port: int, kind: str, body: dict[str, Any]) -> None:
-        """`body` is that of a completion; the kind decides whether it is streamed."""
+        """`body` is that of a completion, or of a chat completion if it has messages; the kind
+        decides whether it is streamed.
+        """
         self.kind, self.body = kind, {**body, "stream": kind != "whole"}
         self._host, self._port = host, port
         self.told = Told()
@@ -48,8 +53,9 @@ class Client:
     async def run(self) -> Told:
         """To its end: what it was told."""
         data = json.dumps(self.body).encode()
+        path = "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         ).encode()
         sock = socket.socket()
@@ -117,5 +123,9 @@ class Client:
             self.told.error = error["message"]
             return
         for choice in found["choices"]:
-            self.told.text += choice["text"]
-            self.told.finish_reason = choice["finish_reason"] or self.told.finish_reason
+            said = choice.get("delta") or choice.get("message") or {}
+            text = choice["text"] if "text" in choice else said.get("content") or ""
+            index = choice["index"]
+            self.told.texts[index] = self.told.texts.get(index, "") + text
+            if reason := choice["finish_reason"]:
+                self.told.finish_reasons[index] = reason
