@@ -105,7 +105,9 @@ def syntax_error(source: str) -> str | None:
     try:
         _make_environment().parse(source)
     except TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
+        return f"line {error.lineno}: {' '.join(str(error.message).split())}"
+    except (ValueError, RecursionError) as error:  # for too long a number, for too many brackets
+        return str(error)
     return None
 
 

@@ -29,6 +29,7 @@ from aioserve.config import (
 )
 from aioserve.engine import AsyncEngine
 from aioserve.engine.chat_template import ChatTemplate, Conversation
+from aioserve.engine.template_process import syntax_error
 from aioserve.errors import ConfigError, RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kv_connector import BlockDirectory
@@ -691,6 +692,8 @@ class Templates(Target):
     def read(self, kind: str, data: bytes) -> None:
         text = data.decode(errors="replace")
         if kind == "source":
+            what = syntax_error(text)
+            assert what is None or what.splitlines() == [what]
             self._tokenizer.chat_template = text
             conversation = Conversation(MESSAGES, [TOOL])
         else:
