@@ -165,6 +165,7 @@ class Bodies(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        _ = ModelInfo(ModelConfig()).hf_config  # imports what takes a busy machine long, unbounded
         self._loop = Loop()
         self._port: Future[int] = Future()
         self._end = asyncio.Event()
