@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import AsyncEngine
 from aioserve.engine.questions import (
     AbortElsewhere,
@@ -345,7 +346,13 @@ class WorkerClient:
             self._greet(_hello.decode(message))
             return
         arrays = iter(attached)
-        for said in _to_engine.decode(message).messages:
+        try:
+            messages = _to_engine.decode(message).messages
+        except Exception:  # whoever waits for what it held would wait for ever
+            logger.critical("what %s says cannot be read: it is ended", self.name, exc_info=True)
+            self.quit(EXIT_FAILED)
+            return
+        for said in messages:
             own = list(islice(arrays, len(said.arrays))) if isinstance(said, Add) else ()
             try:
                 self._take(said, own)

@@ -324,9 +324,13 @@ class RemoteEngine(EngineFront[RemoteParts]):
         try:
             self._take(_to_worker.decode(message), parts)
         except Exception as error:  # as in one process: who goes on without it may tell nonsense
-            logger.critical("this worker has failed", exc_info=error)
-            self.die(f"this worker has failed ({type(error).__name__})")
-            self._end(EXIT_FAILED)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A message is lost: whoever waits for what it held would wait for ever."""
+        logger.critical("this worker has failed", exc_info=error)
+        self.die(f"this worker has failed ({type(error).__name__})")
+        self._end(EXIT_FAILED)
 
     def _take(self, said: ToWorker, parts: RemoteParts) -> None:
         for one in said.messages:
@@ -399,7 +403,12 @@ class RemoteEngine(EngineFront[RemoteParts]):
 
     def _send(self) -> None:
         self._is_sending_soon = False
-        message = encoder.encode(ToEngine(self._unsent)) if self._unsent else b""
+        try:
+            message = encoder.encode(ToEngine(self._unsent)) if self._unsent else b""
+        except Exception as error:  # it would be in the way of all that comes after it
+            self._unsent, self._unsent_arrays = [], []
+            self._fail(error)
+            return
         if message and self._line.send(message, self._unsent_arrays):
             self._unsent, self._unsent_arrays = [], []
 

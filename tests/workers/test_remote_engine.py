@@ -373,6 +373,25 @@ async def test_a_worker_that_fails_tells_its_clients_and_ends(monkeypatch):
         assert await remote.is_over == 1
 
 
+async def test_a_message_that_cannot_be_sent_ends_the_worker_and_its_clients_hear_it():
+    async with joined(SLOW) as (_, _, [remote], _):
+        async with await remote.add_request([1], ENDLESS) as stream:
+            await anext(stream)
+            remote._say(object())
+            with pytest.raises(EngineDeadError, match=r"this worker has failed \(TypeError\)"):
+                async for _ in stream:
+                    pass
+        assert await remote.is_over == 1
+
+
+async def test_a_worker_whose_message_cannot_be_read_is_ended(caplog):
+    async with joined(SLOW) as (_, _, [remote], _):
+        assert remote._line.send(b"\xc1")
+        async with asyncio.timeout(PATIENCE):
+            assert await remote.is_over == 1
+        assert "what worker-0 says cannot be read: it is ended" in caplog.text
+
+
 async def test_what_a_worker_has_counted_is_told_once():
     async with joined(SIMULATED, 2) as (_, _, [one, _], _):
         told = [Counted("answers", "Sent", ("status",), [(("200",), 3)])]
