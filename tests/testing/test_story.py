@@ -1,8 +1,9 @@
 """What is told about a broken rule: the line of the policy, who waits and why, what happened."""
 
 import re
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -159,6 +160,16 @@ class SwallowsAll(SoundScheduler):
         return super().schedule()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT is Python's own, which alone ends a wait for a lock: a server that ran in this process
+    before may have left its own.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def crowd(harness: SchedulerHarness) -> None:
     for i in range(9):  # a seat fewer than that
         harness.add_request(f"r{i}", [i])
@@ -172,6 +183,7 @@ def crowd(harness: SchedulerHarness) -> None:
         (Sleeps, "order", r"threading.Event\(\).wait\(\)"),
     ],
 )
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_call_that_does_not_come_back_breaks_the_contract_at_its_line(
     policy: type[SoundScheduler], method: str, line: str
 ) -> None:
