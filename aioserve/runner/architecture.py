@@ -3,6 +3,7 @@
 Reads `transformers` configurations, and of weights only how many there are.
 """
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,7 @@ def _why_unsupported(config: Any, text_config: Any, has_states: bool) -> str | N
     differing = set(getattr(text_config, "per_layer_attributes", None) or ()) & _MUST_NOT_DIFFER
     if differing:
         return f"layers that differ in {', '.join(sorted(differing))} are not served"
-    other = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    other = set(_layer_types(text_config) or ()) - _SERVED_LAYER_TYPES
     if has_states:
         other -= _STATE_LAYER_TYPES | _OTHER_LAYER_TYPES
     if other:
@@ -117,6 +118,10 @@ _RANGES = {
 }
 
 
+# Of a power of the first, below 0, attention would compute with complex numbers.
+_NOT_NEGATIVE = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
+
 def _what_is_wrong(config: Any) -> str | None:
     """Numbers that are absurd, or contradict each other."""
     for name, (least, most) in _RANGES.items():
@@ -128,7 +133,13 @@ def _what_is_wrong(config: Any) -> str | None:
     heads, kv_heads = _stated(config, "num_attention_heads"), _stated(config, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         return f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}"
-    layer_types = _stated(config, "layer_types") or []
+    for name in _NOT_NEGATIVE:
+        value = _stated(config, name)
+        if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+            return f"{name} is {value!r:.99}, not a number from 0 on"
+    layer_types = _layer_types(config)
+    if layer_types is None:
+        return f"layer_types is {_stated(config, 'layer_types')!r:.99}, not a list of names"
     num_layers = _stated(config, "num_hidden_layers")
     if layer_types and isinstance(num_layers, int) and len(layer_types) != num_layers:
         return f"num_hidden_layers is {num_layers}, but layer_types has {len(layer_types)}"
@@ -159,6 +170,15 @@ def _what_does_not_fit(info: ModelInfo) -> str | None:
     return None
 
 
+def _layer_types(config: Any) -> list[str] | None:
+    """None: what is stated are no names."""
+    stated = _stated(config, "layer_types")
+    if stated is None:
+        return []
+    is_good = isinstance(stated, list | tuple) and all(isinstance(kind, str) for kind in stated)
+    return list(stated) if is_good else None
+
+
 def _stated(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
@@ -173,13 +193,19 @@ def _check_rope(text_config: Any, max_model_len: int) -> None:
     once: a reply would depend on its neighbours.
     """
     parameters = getattr(text_config, "rope_parameters", None) or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rope_parameters must be an object, got {parameters!r:.99}")
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
-        if rope.get("rope_type") not in _BATCH_DEPENDENT_ROPE:
+        if str(rope.get("rope_type")) not in _BATCH_DEPENDENT_ROPE:
             continue
         limit = rope.get("original_max_position_embeddings") or getattr(
             text_config, "original_max_position_embeddings", text_config.max_position_embeddings
         )
+        if type(limit) is not int:
+            raise ConfigError(
+                f"original_max_position_embeddings must be a whole number, got {limit!r:.99}"
+            )
         if max_model_len > limit:
             raise ConfigError(
                 f"{rope['rope_type']} rotary embeddings are served up to {limit} positions only: "

@@ -475,16 +475,21 @@ class Starts(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-        self._tiny = make_model("llama", folder / "tiny", vocab_size=64, **small)
+        for kind in ("llama", "gemma2", "gpt_oss", "mixtral", "qwen3"):
+            own = small if kind in ("llama", "qwen3") else {}
+            make_model(kind, folder / kind, vocab_size=64, **own)
         self._case = folder / "case"
         self._case.mkdir()
-        (self._case / "model.safetensors").symlink_to(self._tiny / "model.safetensors")
+        self._weights = self._case / "model.safetensors"
 
     def seeds(self) -> list[bytes]:
-        return [b"config.json\n" + (self._tiny / "config.json").read_bytes()]
+        found = self.folder.glob("*/config.json")
+        return [path.parent.name.encode() + b"\n" + path.read_bytes() for path in sorted(found)]
 
     def read(self, kind: str, data: bytes) -> None:
-        (self._case / kind).write_bytes(data)
+        self._weights.unlink(missing_ok=True)
+        self._weights.symlink_to(self.folder / kind / "model.safetensors")
+        (self._case / "config.json").write_bytes(data)
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, hard))  # some ask for terabytes
