@@ -4,6 +4,7 @@ Knows its syntax; knows nothing about tokens, threads or caches.
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -16,8 +17,21 @@ from aioserve.structured_outputs import StructuredOutputs
 WHITESPACE = r" |\n[ \t]{0,20}"
 
 
+# Whole numbers that llguidance rounds to the least of 64 bits, whose amount it then looks for until
+# its stack is full: that ends the process.
+_LEAST = re.compile(r"-922337203685477\d{4}(?![\d.eE])")
+
+
 def grammar_of(wanted: StructuredOutputs) -> str:
     """All of a text that may be said. Raises `ValueError`, `TypeError` or `RecursionError`."""
+    grammar = _grammar_of(wanted)
+    for match in _LEAST.finditer(grammar):
+        if float(match[0]) == -(2.0**63):
+            raise ValueError(f"the number {match[0]} is too small for a grammar")
+    return grammar
+
+
+def _grammar_of(wanted: StructuredOutputs) -> str:
     from llguidance import LLMatcher, grammar_from
 
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}

@@ -108,6 +108,7 @@ _RANGES = {
     "num_attention_heads": (1, 1 << 16),
     "num_key_value_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
+    "num_experts_per_tok": (1, 1 << 12),
     "sliding_window": (1, 1 << 62),
     "attention_chunk_size": (1, 1 << 62),
     # Of layers that keep states, by all the names that they have.
