@@ -262,7 +262,7 @@ class EngineCore:
         except BaseException as error:
             self._discard(self._as_policy_error(error, "schedule()"), num_before)
             return None
-        if num_missing := num_before - self.scheduler.get_num_unfinished_requests():
+        if (num_missing := num_before - self.scheduler.get_num_unfinished_requests()) > 0:
             what = (
                 f"schedule() has ended {num_missing} requests: it plans, and the engine ends them"
             )
@@ -270,7 +270,7 @@ class EngineCore:
         return output
 
     def _discard(self, error: Exception, num_before: int) -> None:
-        """A step was not planned after all; there were so many requests before."""
+        """A step was not planned after all; `num_before` requests were there before it."""
         failed = self.scheduler.discard_step(self._last_step_id)
         # Requests that the policy itself has ended hear of it, too: their clients wait.
         are_all_told = num_before - len(failed) == self.scheduler.get_num_unfinished_requests()

@@ -239,7 +239,13 @@ class BaseScheduler(Switchable):
         return self.finish_requests(due, RequestStatus.FINISHED_TIMEOUT) if due else []
 
     def discard_step(self, last_step_id: int) -> list[str]:
-        return self.book.discard_step(last_step_id)
+        touched = self.book.discard_step(last_step_id)
+        if not touched:
+            return []
+        ids = [request.request_id for request in touched]
+        ended = self.finish_requests(ids, RequestStatus.FINISHED_ERROR)
+        self.book.forget(touched)
+        return ended
 
     def abandon_step(self, scheduler_output: SchedulerOutput) -> list[str]:
         return self.book.abandon(scheduler_output)

@@ -186,6 +186,7 @@ class RequestBook:
         step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
         for request in self.loading.begin_step():
             self._line_up(request)
+            self.loading.leave(request)
 
     def close_step(self, step: OpenStep) -> list[str]:
         """The step is planned; returns the ids of the ended that it has to tell the runner."""
@@ -223,9 +224,9 @@ class RequestBook:
         self.num_steps += num_steps
         self.num_decode_tokens += num_steps * num_rows
 
-    def discard_step(self, last_step_id: int) -> list[str]:
-        """Nothing after `last_step_id` goes to the runner: ends the requests that had a place in it
-        with FINISHED_ERROR, and returns their ids.
+    def discard_step(self, last_step_id: int) -> list[Request]:
+        """Nothing after `last_step_id` goes to the runner. Returns the live requests that had a
+        place in it: the caller ends them and has them forgotten.
         """
         step, output = self.open_step, self.last_output
         self.open_step = None
@@ -239,12 +240,7 @@ class RequestBook:
             self.finished_req_ids = output.finished_req_ids + self.finished_req_ids
             self.encoder_cache.return_evicted(output.free_encoder_hashes)
             touched += self.in_flight.withdraw(output)
-        touched = [request for request in touched if not request.status.is_finished]
-        for request in touched:
-            self.finish(request, RequestStatus.FINISHED_ERROR)
-            self._forget(request)
-        self.drop_finished()
-        return [request.request_id for request in touched]
+        return [request for request in touched if not request.status.is_finished]
 
     def land(self, output: SchedulerOutput) -> list[Request]:
         """A step is back: its rows. What ended meanwhile keeps its blocks until `settle`."""
@@ -295,14 +291,14 @@ class RequestBook:
         if finished:
             self.drop_finished()
         if finished_status is RequestStatus.FINISHED_ERROR:
-            for request in self.ended:
-                self._forget(request)  # they ended while a step computed, which may have failed
+            self.forget(self.ended)  # they ended while a step computed, which may have failed
         return finished
 
-    def _forget(self, request: Request) -> None:
-        """A step of the request may not have written what is listed as computed by it."""
-        self.kv_cache.forget(request)
-        self.encoder_cache.forget(request.encoder_inputs)
+    def forget(self, requests: Iterable[Request]) -> None:
+        """A step of these requests may not have written what is listed as computed by it."""
+        for request in requests:
+            self.kv_cache.forget(request)
+            self.encoder_cache.forget(request.encoder_inputs)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request; the caller has it dropped from `running`, by `drop_finished`."""

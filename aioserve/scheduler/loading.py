@@ -14,6 +14,7 @@ class Loading:
         self._kv_cache = kv_cache
         self._connector = kv_cache.connector
         self.requests: set[Request] = set()
+        self._ready: list[Request] = []  # those whose blocks came, until they are in line
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -36,12 +37,18 @@ class Loading:
         return True
 
     def begin_step(self) -> list[Request]:
-        """A step will be planned: who gets in line now."""
+        """A step will be planned: returns the requests whose blocks came. Each `leave`s once it is
+        in line, and is returned by the next step again if its order could not be told.
+        """
         if self._connector is None:
             return []
-        ready = self._connector.begin_step()
-        self.requests.difference_update(ready)
-        return ready
+        self._ready += self._connector.begin_step()
+        return self._ready.copy()
+
+    def leave(self, request: Request) -> None:
+        """The request is in line."""
+        self._ready.remove(request)
+        self.requests.discard(request)
 
     def build_meta(self, step_id: int) -> KVConnectorMetadata | None:
         """What the runner copies in the step that was planned."""
@@ -56,4 +63,6 @@ class Loading:
         """It has ended, wherever it was."""
         if self._connector is not None:
             self.requests.discard(request)
+            if request in self._ready:
+                self._ready.remove(request)
             self._connector.request_finished(request)
