@@ -177,6 +177,8 @@ class BlockPool:
             num_blocks -= 1
             if self._evicted is not None:
                 self._evicted[block_hash] = block_id
+            if self._stored is not None:  # it is overwritten before it could be saved
+                self._stored.pop(block_hash, None)
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash))
 

@@ -19,7 +19,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.request import WaitReason
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.simulated_kv import SimulatedBlocks
-from aioserve.scheduler import OnlineStepTime, SchedulerInterface
+from aioserve.scheduler import OnlineStepTime, SchedulerInterface, SchedulerOutput
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.toy_connector import ToyStore
 from tests.testing.broken import SoundScheduler
@@ -53,6 +53,40 @@ def test_nobody_waits_for_one_whose_blocks_are_being_read() -> None:
     assert harness.requests["reading"] not in harness.scheduler.waiting  # type: ignore[attr-defined]
     harness.run_until_idle()
     assert harness.requests["reading"].num_external_tokens == 28
+
+
+class HandsOnAFullBlock(SoundScheduler):
+    """In step 3 one runs, which lists the block that step 2 filled, and gives way to the other."""
+
+    def schedule(self) -> SchedulerOutput:
+        if self.num_steps != 2:
+            return super().schedule()
+        step = self.new_step()
+        (fills,), (takes,) = self.running, self.waiting
+        step.run(fills)
+        step.preempt(fills)
+        step.admit(takes)
+        return step.output()
+
+
+def test_a_block_that_goes_to_another_before_it_is_saved_is_not_stored() -> None:
+    """The store would keep what the other has written there."""
+    harness = SchedulerHarness(
+        HandsOnAFullBlock,
+        kv_connector="disk",
+        num_blocks=20,
+        block_size=2,
+        max_model_len=40,
+        num_host_slots=40,
+        pipeline_depth=1,
+    )
+    harness.add_request("fills", [1] * 5, max_tokens=8)
+    harness.step()
+    harness.step()
+    harness.add_request("takes", [2] * 38, max_tokens=1)
+    while harness.store:
+        harness.blocks_come()
+    harness.run_until_idle()
 
 
 def test_a_read_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
