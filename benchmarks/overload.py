@@ -87,7 +87,7 @@ async def ask(server: Server) -> Asked:
 
 
 async def closed_loop(server: Server, clients: int, seconds: float, into: list[Asked]) -> None:
-    """So many clients, each of which asks again when it was answered."""
+    """Clients, each of which asks again when it was answered."""
     until = time.perf_counter() + seconds
 
     async def client() -> None:
@@ -135,7 +135,7 @@ class Watched(NamedTuple):
 
 
 async def watch(server: Server, seen: list[Watched]) -> None:
-    """Twice a second, until cancelled."""
+    """Read memory and queues twice a second, until cancelled."""
     looked_at = psutil.Process(server.pid)
     while True:
         since = time.perf_counter()
@@ -165,7 +165,7 @@ class Phase(NamedTuple):
         return sum(begin <= it.end < self.until for it in good) / (self.until - begin)
 
     def row(self, slo: float, seen: list[Watched]) -> dict[str, float]:
-        """As it is told."""
+        """The phase as the table tells it."""
         seconds = self.until - self.since
         whole = [it for it in self.asked if it.is_whole]
         refused = [it for it in self.asked if it.status == 429]
@@ -184,7 +184,7 @@ class Phase(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """All that was seen."""
+    """Everything that was measured."""
 
     phases: list[Phase]
     seen: list[Watched]
@@ -192,7 +192,7 @@ class Measured(NamedTuple):
 
 
 def percentile(seconds: list[float], which: float) -> float:
-    """In milliseconds; 0 of none."""
+    """The percentile in milliseconds; 0 of an empty list."""
     return 1e3 * float(np.percentile(seconds, which)) if seconds else 0.0
 
 

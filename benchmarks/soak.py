@@ -67,7 +67,7 @@ def serve(words: list[str]) -> int:
 
 
 def answer_looks() -> None:
-    """Until stdin ends."""
+    """Answer each line with what memory holds, until stdin ends."""
     before: tracemalloc.Snapshot | None = None
     for line in sys.stdin:
         gc.collect()
@@ -166,7 +166,7 @@ class Client:
         return " ".join(self.random.choices(WORDS, k=self.random.choice((3, 20, 120))))
 
     def body(self, **fields: Any) -> dict[str, Any]:
-        """Of a completion."""
+        """The body of a completion request."""
         body = {"prompt": self.prompt(), "max_tokens": self.random.randrange(1, 60), **fields}
         body["temperature"] = self.random.choice((0, 0.7, 1.5))
         for name, value in {
@@ -396,14 +396,14 @@ class Client:
                 await self.do(act)
 
     async def run_operator(self, until: float) -> None:
-        """One thing a second."""
+        """Do one thing per second."""
         async with aiohttp.ClientSession() as self.session:
             while time.perf_counter() < until:
                 await self.do(self.operator)
                 await asyncio.sleep(1.0)
 
     async def do(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Notes what it raises."""
+        """Run an action and note what it raises."""
         name = getattr(act, "__name__", "")
         self.server.asked[name] += 1
         try:
@@ -552,7 +552,7 @@ async def main(given: argparse.Namespace) -> int:
 
 
 def report(looks: list[Look], grown: list[str], server: Server, given: argparse.Namespace) -> int:
-    """Print it all."""
+    """Print the whole report."""
     print("asked:", ", ".join(f"{name} {n:,}" for name, n in server.asked.most_common()))
     print("answered:", ", ".join(f"{n:,} times {s}" for s, n in server.statuses.most_common()))
     for line in grown:

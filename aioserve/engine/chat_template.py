@@ -82,7 +82,7 @@ class ChatTemplate:
         self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
 
     def close(self) -> None:
-        """End what renders. Idempotent."""
+        """End the process in which templates are rendered. Idempotent."""
         self._renderer.close()
 
     def render(self, conversation: Conversation) -> str:

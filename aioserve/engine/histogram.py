@@ -17,7 +17,7 @@ RATE_SECONDS = 10.0
 
 # Longer than scrapes are apart, so that each of them sees what has happened since the last one.
 WORST_SECONDS = 60.0
-WORST_PARTS = 6  # what has passed is forgotten in so many
+WORST_PARTS = 6  # the window is forgotten in this many parts
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -74,14 +74,14 @@ class RecentWorst:
         self._of_parts: deque[tuple[int, float]] = deque(maxlen=WORST_PARTS + 1)
 
     def observe(self, value: float) -> None:
-        """One value more, of now."""
+        """Count one value that was seen now."""
         part = self._part()
         if self._of_parts and self._of_parts[-1][0] == part:
             value = max(value, self._of_parts.pop()[1])
         self._of_parts.append((part, value))
 
     def __call__(self) -> float:
-        """0 if nothing came."""
+        """The largest value; 0 if no value came."""
         first = self._part() - WORST_PARTS
         return max((value for part, value in self._of_parts if part >= first), default=0.0)
 

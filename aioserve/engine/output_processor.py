@@ -196,8 +196,8 @@ class OutputProcessor:
         return self._states.get(request_id)
 
     def ended_among(self, request_ids: Iterable[str] | None) -> list[str]:
-        """Of these requests, or of all: those that the scheduler has ended and whose readers have
-        not been told.
+        """Of the given requests, or of all: those that the scheduler has ended and whose readers
+        have not been told.
         """
         states = self._states
         return [

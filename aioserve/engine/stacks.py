@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-# A line of the log is written within so many seconds, or its caller goes on without it: the thread
+# A log line is written within this many seconds, or its caller goes on without it: the thread
 # that hangs may hold the lock of the log.
 LOG_SECONDS = 1.0
 

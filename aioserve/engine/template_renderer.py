@@ -1,7 +1,7 @@
 """Runs chat templates in processes of its own, which end when one asks too much.
 
-A template is a program that comes with a model. Whatever it does, it has so many seconds of CPU
-time, so much memory and so many characters: limits of a process hold for all that Jinja can do.
+A template is a program that comes with a model. Whatever it does, its seconds of CPU
+time, its memory and its characters are bounded: limits of a process hold for all that Jinja can do.
 The first text starts a process, which stays for the next ones. Knows nothing about conversations.
 """
 

@@ -96,7 +96,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """End the thread that watches. Idempotent."""
         self._is_closed.set()
 
     def _turn(self) -> None:

@@ -45,7 +45,7 @@ class GenerationConfig(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
-    """What is read of model.safetensors.index.json."""
+    """The fields of model.safetensors.index.json that are read."""
 
     weight_map: dict[str, str]  # the file of each tensor
 

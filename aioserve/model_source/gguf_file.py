@@ -120,7 +120,7 @@ class GgufFile(ModelSource):
 
     @property
     def stated_sampling(self) -> SamplingDefaults:
-        """What llama.cpp writes as `general.sampling.*`."""
+        """The sampling that llama.cpp writes as `general.sampling.*`."""
         metadata = self._header.metadata
         stated = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
         return read_defaults(stated, str(self.path))

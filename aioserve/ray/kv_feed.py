@@ -40,7 +40,7 @@ class Ticket(msgspec.Struct, frozen=True):
     token: bytes  # what a router says first
 
     def encode(self) -> str:
-        """As one text."""
+        """The hashes as one text that Ray can send."""
         return msgspec.json.encode(self).decode()
 
     @classmethod

@@ -145,7 +145,7 @@ class InputBatch:
         return self._image_rows is None or request_id not in self._image_rows
 
     def place(self, request_id: str, num_computed: int) -> None:
-        """So many tokens of a request are computed by now."""
+        """Note how many tokens of a request are computed by now."""
         self._num_computed_tokens[self._rows[request_id]] = num_computed
 
     def prepare(self, step: SchedulerOutput) -> StepInputs:

@@ -78,7 +78,7 @@ class PromptRows:
         self._prompts.pop(row, None)
 
     def begin(self, inputs: StepInputs) -> WantedLogprobs | None:
-        """What the step of `inputs` can tell; None if nobody asks. A step that raises may ask
+        """What the step of `inputs` can tell; None if no request asks. A step that raises may ask
         again.
         """
         if not self._prompts:

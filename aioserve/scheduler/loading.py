@@ -46,7 +46,7 @@ class Loading:
         return self._ready.copy()
 
     def leave(self, request: Request) -> None:
-        """The request is in line."""
+        """The request is in line: it needs no blocks from the connector any more."""
         self._ready.remove(request)
         self.requests.discard(request)
 

@@ -61,7 +61,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     `scheduled_new_reqs`, then runs the rows in the order of `num_scheduled_tokens`. Steps are
     executed in the order in which they were scheduled. Within a layer, keys and values of all
     rows are written before any row attends: rows may share blocks that this very step fills.
-    Nobody changes its lists and dicts: steps that run the same rows share them. After steps that
+    Its lists and dicts never change: steps that run the same rows share them. After steps that
     failed, the runner is told once more who left with them; it may not know these ids any more.
     """
 

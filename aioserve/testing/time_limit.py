@@ -24,7 +24,7 @@ class OutOfTime(BaseException):
 
 @dataclass(slots=True, eq=False)
 class TimedCall:
-    """One that is being made."""
+    """The call that is being made."""
 
     thread_id: int
     seconds: float

@@ -291,7 +291,7 @@ class WorkerClient:
             raise
 
     def listen(self) -> None:
-        """Have it take connections."""
+        """Tell the worker to take connections from now on."""
         self._say(Listen())
 
     def quit(self, exit_code: int) -> None:
@@ -348,7 +348,7 @@ class WorkerClient:
         arrays = iter(attached)
         try:
             messages = _to_engine.decode(message).messages
-        except Exception:  # whoever waits for what it held would wait for ever
+        except Exception:  # a client that waits for what the message held would wait for ever
             logger.critical("what %s says cannot be read: it is ended", self.name, exc_info=True)
             self.quit(EXIT_FAILED)
             return

@@ -327,7 +327,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """A message is lost: whoever waits for what it held would wait for ever."""
+        """A message is lost: a client that waits for what it held would wait for ever."""
         logger.critical("this worker has failed", exc_info=error)
         self.die(f"this worker has failed ({type(error).__name__})")
         self._end(EXIT_FAILED)

@@ -1,6 +1,6 @@
 """Takes the connections of a listening socket, each in a task of its own.
 
-Knows sockets; what becomes of a connection, whoever makes it knows. It takes the place of asyncio's
+Knows sockets; its maker knows what becomes of a connection. It takes the place of asyncio's
 own server where a connection must be known before its handshake, or where one that comes at the end
 must not be lost: in Python 3.11 that forgets a connection which it accepts in the turn in which it
 is closed, and the client waits for ever.
@@ -21,7 +21,7 @@ class Acceptor:
     def __init__(
         self, sock: socket, enter: Callable[[socket], Coroutine[Any, Any, object]], backlog: int
     ) -> None:
-        """`enter` has each connection, and whatever it raises is nobody's news; `backlog` are those
+        """`enter` has each connection, and what it raises is dropped; `backlog` are those
         that the system keeps while the loop is busy. Raises `OSError`.
         """
         self.socket = sock
@@ -40,7 +40,7 @@ class Acceptor:
             self._loop.remove_reader(self.socket.fileno())
 
     async def close(self, seconds: float) -> None:
-        """Close the socket, and give up on those that have not entered in so many seconds."""
+        """Close the socket, and give up on those that have not entered within `seconds`."""
         self.stop()
         self.socket.close()
         if self._entering:

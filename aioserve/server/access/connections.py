@@ -138,7 +138,7 @@ class Handshake:
         self.is_dropped = False
 
     def drop(self) -> None:
-        """Have it fail at once."""
+        """Let whatever the connection waits for fail at once."""
         self.is_dropped = True
         with contextlib.suppress(OSError):  # it has gone by itself
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -386,7 +386,7 @@ class _Refusal(NamedTuple):
         return _encoder.encode(ErrorResponse(error=info))
 
     def whole(self, headers: str = "") -> bytes:
-        """With its head."""
+        """The answer as it is sent, with its head."""
         body = self.body
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"

@@ -58,7 +58,7 @@ class Site(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Take connections no more."""
+        """Stop taking connections; those that are open stay."""
         if self._acceptor is not None:
             await self._acceptor.close(0)
         await super().stop()

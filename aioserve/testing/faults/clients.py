@@ -26,7 +26,7 @@ class Told(msgspec.Struct):
 
     status: int = 0  # 0: the connection ended without an answer
     texts: dict[int, str] = {}  # by choice
-    finish_reasons: dict[int, str] = {}  # likewise, of those that have ended
+    finish_reasons: dict[int, str] = {}  # by choice, of those that have ended
     error: str = ""
     is_whole: bool = False  # the answer ended as answers do
 

@@ -27,7 +27,7 @@ def planted(kind: str, where: str) -> BaseException:
     return errors[kind]
 
 
-#: What any call may do instead of what it should: raise one of these, or take its time.
+#: What any call may do instead of what it should: raise one of these kinds, or take its time.
 KINDS = ("raises", "no memory", "cancelled", "disk full", "no descriptors", "reset", "slow")
 SLOW_SECONDS = 0.02
 
@@ -56,11 +56,11 @@ class Faults:
         self.touched: set[str] = set()
 
     def arm(self, fault: Fault) -> None:
-        """It is to come, once."""
+        """Let the fault come once."""
         self._armed.append([fault.after, fault])
 
     def disarm(self) -> None:
-        """No fault comes any more."""
+        """Take back the fault that was to come."""
         self._armed.clear()
 
     def is_armed(self, part: str) -> bool:

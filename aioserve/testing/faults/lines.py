@@ -42,13 +42,13 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """As faults name it."""
+        """The name of the point, as faults use it."""
         return f"{self.path}:{self.line} {self.function} {self.what}"
 
 
 @cache
 def points(paths: tuple[str, ...] = WAY) -> tuple[Point, ...]:
-    """All points of these files, in order."""
+    """All points of the given files, in order."""
     found: dict[tuple[str, int], Point] = {}
     for path in paths:
         file = ROOT / path
@@ -59,7 +59,7 @@ def points(paths: tuple[str, ...] = WAY) -> tuple[Point, ...]:
 
 
 class _Points:
-    """Of one file."""
+    """The points of one file, in order."""
 
     def __init__(self, path: str, tree: ast.Module) -> None:
         self._path, self._tree = path, tree
@@ -98,7 +98,7 @@ class _Points:
 
 
 def _name_of_own(node: ast.expr) -> str:
-    """`x` of `self.x`; else nothing."""
+    """The name `x` of `self.x`; empty for all other expressions."""
     is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return node.attr if is_own and node.value.id == "self" else ""  # type: ignore[attr-defined]
 
@@ -174,5 +174,5 @@ class FaultyLines:
 
 
 def fault_at(point: Point, kind: str, after: int = 0) -> Fault:
-    """The fault of a point."""
+    """The fault that raises at a point."""
     return Fault(point.part, kind, after)
