@@ -1,6 +1,7 @@
 """The page in a real browser, before a real server: `make test-page`."""
 
 import asyncio
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -85,6 +86,67 @@ async def test_a_prompt_is_typed_and_its_tokens_come_coloured_by_their_steps(bro
         # And leaves, when it has moved out of the window.
         await tab.run("document.getElementById('window').value = '2'")
         await tab.until("!document.getElementById('empty').hidden")
+
+
+async def test_one_button_brings_sixty_requests_of_mixed_kinds(browser):
+    async with page(browser) as (_, tab):
+        words = await tab.until(text_of("empty"))
+        assert "python -m aioserve chat" in words
+        assert await tab.run("document.getElementById('base-url').textContent") in words
+        await tab.run("document.querySelector('#empty .traffic').click()")
+        await tab.until("aioserve.story.lives.size === 60")
+        await tab.until("[...aioserve.story.lives.values()].every((life) => life.end !== null)")
+        ended = await tab.run(
+            "[...aioserve.story.lives.values()].map((life) => [life.user, life.finish])"
+        )
+        kinds = Counter(user for user, _ in ended)
+        assert kinds == {
+            "long replies": 16,
+            "short questions": 24,
+            "long prompts": 12,
+            "leave early": 8,
+        }
+        assert {user for user, finish in ended if finish == "abort"} == {"leave early"}
+        await tab.until(f"/60 requests were sent and have ended/.test({text_of('traffic-status')})")
+        # The picture rests on them, from the first to the last, and they can still be seen.
+        await tab.until("!aioserve.now.view().isMoving")
+        assert await tab.run("aioserve.now.lanes.shown.flat().length") == 60
+        assert not await tab.run("document.getElementById('empty').checkVisibility()")
+
+
+async def test_sixty_requests_can_be_stopped(browser):
+    runner = msgspec.structs.replace(CONFIG.runner, step_base_ms=200)
+    async with page(browser, runner=runner) as (_, tab):
+        await tab.run("document.querySelector('#empty .traffic').click()")
+        await tab.until("aioserve.story.gauges?.num_running > 0")
+        await tab.run("document.querySelector('.traffic').click()")
+        await tab.until(f"/Stopped/.test({text_of('traffic-status')})")
+        await tab.until("[...aioserve.story.lives.values()].every((life) => life.end !== null)")
+        assert await tab.run("aioserve.story.lives.size") < 60
+
+
+async def test_a_reply_of_milliseconds_fills_the_picture_when_all_is_quiet(browser):
+    runner = msgspec.structs.replace(CONFIG.runner, step_base_ms=1)
+    async with page(browser, runner=runner) as (server, tab):
+        await server.complete(max_tokens=3, ignore_eos=True)
+        await tab.until("aioserve.story.lives.size && !aioserve.now.view().isMoving")
+        share = await tab.run(
+            "(() => { const [life] = aioserve.story.lives.values();"
+            " return (life.end - life.arrival) / aioserve.now.view().window; })()"
+        )
+        assert 0.5 < share <= 1
+        labels = "aioserve.now.view().ticks.map(({ label }) => label)"
+        first, *others = await tab.run(labels)
+        assert first == ""  # the time of day has this place
+        assert others
+        assert all(label.endswith(" ms") for label in others)
+        await tab.run("document.getElementById('window').value = '2'")  # which moves, and is over
+        await tab.until("aioserve.now.view().isMoving")
+        moving = await tab.run(labels)
+        assert moving[0] == "now"
+        assert moving[1].startswith("−0.")
+        await tab.until("!document.getElementById('empty').hidden")
+        assert "No request in these seconds" in await tab.run(text_of("empty"))
 
 
 async def test_a_reply_is_stopped_and_the_server_hears_of_it(browser):

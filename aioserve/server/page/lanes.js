@@ -60,6 +60,7 @@ class Plot {
     this.to = view.to;
     this.right = view.right; // of all plots alike: one of them may have a scroll bar
     this.perMs = (view.right - view.gutter) / view.window;
+    this.ticks = view.ticks;
     this.pen.clearRect(0, 0, this.width, this.height);
     this.pen.font = this.palette.font;
     this.pen.textBaseline = "middle";
@@ -73,17 +74,33 @@ class Plot {
     draw();
     this.pen.restore();
   }
-  seconds(y0, y1) { // thin lines, one a second or more
-    const { pen } = this;
-    const every = this.perMs * 1e3 > 40 ? 1e3 : this.perMs * 5e3 > 40 ? 5e3 : 1e4;
-    pen.fillStyle = this.palette.line;
-    for (let t = Math.ceil(this.from / every) * every; t <= this.to; t += every)
-      pen.fillRect(Math.round(this.x(t)), y0, 1, y1 - y0);
+  lines(y0, y1) { // thin ones, where the axis has its numbers
+    this.pen.fillStyle = this.palette.line;
+    for (const { time } of this.ticks) this.pen.fillRect(Math.round(this.x(time)), y0, 1, y1 - y0);
   }
   label(text, y) {
     this.pen.fillStyle = this.palette.faint;
     this.pen.textAlign = "right";
     this.pen.fillText(text, this.gutter - 6, y);
+  }
+}
+
+// The numbers of the axis that all share.
+export class Axis extends Plot {
+  draw(view) {
+    const { pen } = this;
+    this.begin(view);
+    pen.fillStyle = this.palette.faint;
+    let last = null;
+    for (const { time, label } of view.ticks) {
+      const text = label || new Date(1e3 * view.began + time).toLocaleTimeString("en-GB");
+      const half = pen.measureText(text).width / 2;
+      const x = Math.max(half, Math.min(this.x(time), this.right - half));
+      if (last !== null && Math.abs(x - last.x) < half + last.half + 6) continue;
+      last = { x, half };
+      pen.textAlign = "center";
+      pen.fillText(text, x, this.height / 2);
+    }
   }
 }
 
@@ -119,7 +136,7 @@ export class Lanes extends Plot {
     this.lane = Math.max(MIN_LANE, Math.min(MAX_LANE, fitting));
     const needed = `${this.shown.length * this.lane}px`;
     if (this.spacer.style.height !== needed) this.spacer.style.height = needed;
-    this.seconds(0, this.height);
+    this.lines(0, this.height);
     const top = this.scroller.scrollTop;
     const first = Math.floor(top / this.lane);
     const last = Math.min(this.shown.length, Math.ceil((top + this.height) / this.lane));
@@ -205,7 +222,7 @@ export class StepStrip extends Plot {
     while (first > 0 && (steps[first - 1].back ?? this.to) >= this.from) first--;
     let most = 1;
     for (let i = first; i < steps.length; i++) most = Math.max(most, steps[i].total);
-    this.seconds(4, this.height);
+    this.lines(4, this.height);
     const scale = (this.height - 6) / most;
     this.clip(() => {
       let column = -1, peak = 0;
@@ -237,13 +254,12 @@ export class BlockStrip extends Plot {
     const { kv, about } = story;
     if (!about) return;
     let most = about.num_blocks / 100;
-    for (const { time, used, cached } of kv) if (time >= this.from) most = Math.max(most, 1.1 * (used + cached));
+    const first = Math.max(kv.findLastIndex(({ time }) => time <= this.from), 0);
+    for (const { used, cached } of kv.slice(first)) most = Math.max(most, 1.1 * (used + cached));
     most = Math.ceil(Math.min(most, about.num_blocks));
     const scale = (this.height - 6) / most;
-    this.seconds(4, this.height);
+    this.lines(4, this.height);
     this.clip(() => {
-      let first = kv.findIndex(({ time }) => time >= this.from) - 1;
-      if (first < 0) first = 0;
       for (const [color, top] of [
         [palette.cached, ({ used, cached }) => used + cached],
         [palette.held, ({ used }) => used],

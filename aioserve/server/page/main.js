@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { Now } from "./now.js";
 import { events, onKeyWanted, setKey } from "./server.js";
 import { Story } from "./story.js";
+import { Traffic } from "./traffic.js";
 import { WhatIf } from "./what_if.js";
 import { Why } from "./why.js";
 
@@ -21,6 +22,7 @@ const now = new Now(story, choose);
 const why = new Why(story, choose);
 const chat = new Chat(story);
 const whatIf = new WhatIf(story);
+new Traffic(story);
 const parts = [now, why, chat, whatIf];
 
 // The stream.

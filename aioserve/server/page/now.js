@@ -1,6 +1,7 @@
 // Now: numbers, lanes, the last step, and the same as a table.
 
-import { BlockStrip, Lanes, Palette, StepStrip } from "./lanes.js";
+import { Axis, BlockStrip, Lanes, Palette, StepStrip } from "./lanes.js";
+import { fit, lastTraffic, ticks } from "./span.js";
 import { REASONS, STATES, count, duration, element, plural, short } from "./words.js";
 
 const TABLE_ROWS = 200;
@@ -14,12 +15,15 @@ export class Now {
     this.choose = choose;
     this.hovered = null;
     this.heldAt = null;
+    this.traffic = null; // the last, as of a frame
     this.lastTable = 0;
     this.numDrawn = 0;
     const palette = new Palette();
     this.lanes = new Lanes(byId("lanes"), byId("scroller"), byId("spacer"), palette);
     this.steps = new StepStrip(byId("steps"), palette);
     this.blocks = new BlockStrip(byId("blocks"), palette);
+    this.axis = new Axis(byId("axis"), palette);
+    byId("base-url").textContent = new URL("v1", location.href).href;
     this.tiles = new Map();
     for (const name of ["running", "waiting", "tokens/s", "first token", "gap", "loop lag", "KV blocks"]) {
       const value = element("dd", {}, "–");
@@ -47,10 +51,19 @@ export class Now {
 
   view() {
     const width = this.lanes.width;
+    const now = this.heldAt ?? this.story.time() - BEHIND_MS;
+    const seconds = byId("window").value;
+    if (this.traffic?.frame !== this.story.numFrames)
+      this.traffic = { frame: this.story.numFrames, last: lastTraffic(this.story.lives.values(), now) };
+    const span = seconds === "fit" ? fit(this.traffic.last, now)
+      : { to: now, window: 1e3 * Number(seconds), isMoving: true };
+    if (this.heldAt !== null) span.isMoving = false;
+    const gutter = width > 700 ? 132 : 58;
     return {
-      to: this.heldAt ?? this.story.time() - BEHIND_MS,
-      window: 1e3 * Number(byId("window").value),
-      gutter: width > 700 ? 132 : 58,
+      ...span,
+      ticks: ticks(span, (width - gutter) / span.window),
+      began: this.story.about.unix_time,
+      gutter,
       right: width,
       onlyRunners: byId("runners").checked,
     };
@@ -63,7 +76,14 @@ export class Now {
     this.lanes.draw(story, view, this.hovered);
     this.steps.draw(story, view);
     this.blocks.draw(story, view);
-    byId("empty").hidden = this.lanes.shown.length > 0;
+    this.axis.draw(view);
+    const isEmpty = !this.lanes.shown.length;
+    if (isEmpty === byId("empty").hidden) {
+      byId("empty").hidden = !isEmpty;
+      byId("empty-words").textContent = story.lives.size
+        ? "No request in these seconds. “Seconds that fit” goes back to the last ones."
+        : "No request has come since this page was opened.";
+    }
     this.numDrawn++;
   }
 

@@ -3,7 +3,7 @@
 
 const MAX_STEPS = 20000;
 const MAX_ROWS = 4e6; // references in all steps that are kept: 32 MB
-const KEPT_MS = 65000; // requests that have ended longer ago are forgotten, unless one is chosen
+const KEPT_MS = 65000; // requests that ended longer before the last event are forgotten
 const RECENT_MS = 10000; // what percentiles are of
 
 // The rows of frames, by their fields: aioserve/watch/frames.py.
@@ -73,9 +73,10 @@ export class Story {
     this.numRows = 0;
     this.prefilling = new Set();
     this.switches = [];
-    this.kv = []; // {time, used, cached, free}
+    this.kv = []; // {time, used, cached}: from then on
     this.recent = []; // {time, tokens, lag, gaps, firstTokens}
     this.began = 0;
+    this.lastEvent = 0; // when something came, ran or ended
     this.now = 0;
   }
 
@@ -128,6 +129,7 @@ export class Story {
 
   takeFrame(frame) {
     const { came, planned, back, waits, ended, switched } = frame.events;
+    if (came.length || planned.length || ended.length) this.lastEvent = frame.now;
     for (const row of came) this.add(asCame(row), row[6]);
     let i = 0;
     for (const row of planned) { // in order of time: a result comes before the plan that follows it
@@ -222,10 +224,9 @@ export class Story {
   }
 
   takeGauges({ now, gauges }) {
-    this.kv.push({
-      time: now, used: gauges.num_used_blocks, cached: gauges.num_cached_blocks,
-      free: gauges.num_free_blocks,
-    });
+    const [used, cached] = [gauges.num_used_blocks, gauges.num_cached_blocks];
+    const last = this.kv.at(-1);
+    if (last?.used !== used || last.cached !== cached) this.kv.push({ time: now, used, cached });
     this.recent.push({
       time: now, tokens: gauges.num_output_tokens, lag: gauges.loop_lag, gaps: gauges.gaps,
       firstTokens: gauges.first_tokens,
@@ -233,7 +234,7 @@ export class Story {
   }
 
   forget() {
-    const before = this.now - KEPT_MS;
+    const before = this.lastEvent - KEPT_MS;
     for (const [number, life] of this.lives)
       if (life.end !== null && life.end < before && life !== this.chosen) {
         this.lives.delete(number);
@@ -244,7 +245,8 @@ export class Story {
       rows.delete(this.steps[0]?.lives); // steps share them
       for (const lives of rows) this.numRows -= lives.length;
     }
-    dropBefore(this.kv, before);
+    const firstKv = this.kv.findLastIndex(({ time }) => time <= before); // it holds until the next
+    if (firstKv > 0) this.kv.splice(0, firstKv);
     dropBefore(this.switches, before);
     dropBefore(this.recent, this.now - RECENT_MS);
   }
