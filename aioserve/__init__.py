@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, RequestStream
     from aioserve.images import Illustrated
-    from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput
+    from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.pooling_params import PoolingParams
     from aioserve.sampling_params import SamplingParams
 
@@ -27,6 +27,7 @@ _HOMES = {
     "PoolingParams": "aioserve.pooling_params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
+    "RequestTimes": "aioserve.outputs",
     "SamplingParams": "aioserve.sampling_params",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "RequestStream",
+    "RequestTimes",
     "SamplingParams",
     "__version__",
 ]

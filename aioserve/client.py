@@ -4,11 +4,12 @@ Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine 
 """
 
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from math import inf
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
 import aiohttp
 import msgspec
@@ -22,7 +23,7 @@ from aioserve.errors import (
     RequestFailedError,
     one_line,
 )
-from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.outputs import RequestOutput, RequestTimes, TokenLogprobs
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.errors import from_wire
@@ -46,6 +47,7 @@ from aioserve.server.protocol import (
     PromptLogprobs,
     StreamOptions,
 )
+from aioserve.whole import check_one_sample, generate_all, whole_output
 
 T = TypeVar("T")
 
@@ -71,6 +73,20 @@ _policy_decoder = msgspec.json.Decoder(_PolicyChange)
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
 
 
+#: A text, token ids, or the messages of a conversation.
+ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class ClientFields(TypedDict, total=False):
+    """What may be said of a request besides its prompt and its parameters."""
+
+    request_id: str | None  # names it in the server's log (default: the server finds a name)
+    priority: int  # for the server's policy: smaller is more urgent
+    user: str  # for the server's policy
+    timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
+    cache_salt: str  # prefixes are shared within one only
+
+
 class AsyncClient:
     """Requests to one server. Leaving a stream early aborts the request there.
 
@@ -82,6 +98,8 @@ class AsyncClient:
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):
                 print(output.text, end="")
+
+    A server on a Unix socket (`--uds`) has the address `unix:/path/of/its.sock`.
     """
 
     def __init__(
@@ -98,6 +116,8 @@ class AsyncClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.base_url = base_url.rstrip("/")
+        self._socket_path = base_url[5:] if base_url.startswith("unix:") else None
+        self._root = self.base_url if self._socket_path is None else "http://localhost"
         self.model = model
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=connect_timeout, sock_read=timeout
@@ -187,6 +207,55 @@ class AsyncClient:
             return self._deltas("/v1/chat/completions", body, _chat_chunk_decoder)
         return self._whole("/v1/chat/completions", body, _chat_decoder)
 
+    async def generate_one(
+        self,
+        prompt: ClientPrompt,
+        sampling_params: SamplingParams | None = None,
+        **fields: Unpack[ClientFields],
+    ) -> RequestOutput:
+        """The whole reply to a prompt, a text, token ids or messages, in one output with its
+        `times`. Cancelling the task aborts the request at the server.
+
+        Raises what `generate` raises, and `RequestError` if `n` is not 1. One that a time limit
+        has ended is an output as well: its finish reason says so.
+        """
+        check_one_sample(sampling_params)
+        # Deltas are read, though the whole is wanted: they tell when the first token was there.
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            messages = cast(Sequence[Mapping[str, Any]], prompt)
+            outputs = self.chat(messages, sampling_params, **fields)
+        else:
+            outputs = self.generate(cast(str | Sequence[int], prompt), sampling_params, **fields)
+        async with aclosing(outputs):
+            return await whole_output(outputs)
+
+    async def generate_all(
+        self,
+        prompts: Iterable[ClientPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_concurrency: int = 64,
+        **fields: Unpack[ClientFields],
+    ) -> list[RequestOutput]:
+        """The whole replies to many prompts, in their order, as `generate_one` gives them.
+
+        At most `max_concurrency` requests are under way at a time. A sequence of parameters has
+        those of each prompt. One that the server refuses for lack of room is sent again when the
+        server says. With a `request_id` prompt i has `request_id-i`. Cancelling the task aborts
+        all of them.
+
+        An error of one prompt does not end the others: after all have ended, `PromptsFailedError`
+        is raised, whose `results` has the texts and the errors. Raises `RequestError` at once for
+        what cannot be meant, as a single text in the place of a list.
+        """
+        return await generate_all(
+            lambda prompt, params, own: self.generate_one(prompt, params, **own),
+            prompts,
+            sampling_params,
+            max_concurrency,
+            fields,
+        )
+
     async def models(self) -> list[ModelCard]:
         """What the server serves: id and max_model_len."""
         async with self._request("GET", "/v1/models") as response:
@@ -219,7 +288,11 @@ class AsyncClient:
             self._open_session = aiohttp.ClientSession(
                 timeout=self._timeout,
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),  # the server says when it is full
+                connector=(  # without a limit: the server says when it is full
+                    aiohttp.TCPConnector(limit=0)
+                    if self._socket_path is None
+                    else aiohttp.UnixConnector(self._socket_path, limit=0)
+                ),
             )
         return self._open_session
 
@@ -258,7 +331,7 @@ class AsyncClient:
         if body is not None:  # as a file: aiohttp sends large ones in pieces
             options = {"data": io.BytesIO(body), "headers": {"Content-Type": "application/json"}}
         try:
-            async with self._session().request(method, self.base_url + path, **options) as response:
+            async with self._session().request(method, self._root + path, **options) as response:
                 if response.status != 200:
                     raise _error_of(response, await response.read())
                 yield response
@@ -272,6 +345,7 @@ class AsyncClient:
         body: CompletionRequest | ChatCompletionRequest,
         decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletionChunk],
     ) -> AsyncGenerator[RequestOutput, None]:
+        sent, first_tokens = time.monotonic(), dict[int, float]()
         async with self._request("POST", path, _encoder.encode(body)) as response:
             async for data in _events(response.content):
                 if data == b"[DONE]":
@@ -286,6 +360,11 @@ class AsyncClient:
                     output = _output(chunk, choice, body.prompt_logprobs)
                     if chunk.usage:  # of this sample so far
                         output.num_output_tokens = chunk.usage.completion_tokens
+                    if output.token_ids and output.index not in first_tokens:
+                        first_tokens[output.index] = time.monotonic()
+                    if output.finished:
+                        first = first_tokens.get(output.index)
+                        output.times = RequestTimes(sent, time.monotonic(), first)
                     yield output
         broken = RequestFailedError(f"{self.base_url} ended the stream before the last output")
         raise _named(broken, response)
@@ -296,12 +375,14 @@ class AsyncClient:
         body: CompletionRequest | ChatCompletionRequest,
         decoder: msgspec.json.Decoder[Completion] | msgspec.json.Decoder[ChatCompletion],
     ) -> AsyncGenerator[RequestOutput, None]:
+        sent = time.monotonic()
         async with self._request("POST", path, _encoder.encode(body)) as response:
             data = await response.read()
         reply: Completion | ChatCompletion = self._decoded(decoder, data)
         for choice in reply.choices:
             output = _output(reply, choice, body.prompt_logprobs)
             output.num_output_tokens = len(output.token_ids)
+            output.times = RequestTimes(sent, time.monotonic())
             yield output
 
 

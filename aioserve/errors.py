@@ -11,6 +11,7 @@
     │   └── KeyLimitError       its key has as much as it may have for now: HTTP 429
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
+    ├── PromptsFailedError      some of many prompts got an error: `results` has the other texts
     ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
     ├── EngineStartError        an engine was started twice, or after its end
@@ -25,9 +26,13 @@
 A message says what is wrong, what would be right, and where.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from aioserve.outputs import RequestOutput
 
 #: What msgspec raises for what it cannot read: bytes that are no UTF-8, and too many brackets, as
 #: Python itself tells of them.
@@ -119,6 +124,23 @@ class RequestTimeoutError(AioserveError):
 
 class RequestAbortedError(AioserveError):
     """The request was ended from outside, and what there is of it is of no use."""
+
+
+class PromptsFailedError(AioserveError):
+    """Of many prompts that were asked together, some got an error. `__cause__` is the first one.
+
+    `results` has an entry per prompt, in their order: the `RequestOutput` with its whole text, or
+    the error. `errors` are the latter alone, by the number of their prompt, from 0.
+    """
+
+    def __init__(self, results: "Sequence[RequestOutput | AioserveError]") -> None:
+        self.results = list(results)
+        self.errors = {i: r for i, r in enumerate(results) if isinstance(r, AioserveError)}
+        number, first = next(iter(self.errors.items()))
+        super().__init__(
+            f"{len(self.errors)} of {len(self.results)} prompts failed; number {number}, counted "
+            f"from 0: {first}"
+        )
 
 
 class EngineDeadError(AioserveError):

@@ -113,6 +113,30 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True):
     timestamp: float = 0.0  # scheduler clock, seconds
 
 
+class RequestTimes(msgspec.Struct, frozen=True, gc=False):
+    """When one sample of a request came, began and ended: seconds of one clock, which is
+    `time.monotonic` unless the engine runs in virtual time. Their differences mean something.
+
+    Of an engine in this process these are the engine's own. `AsyncClient` measures what it sees:
+    when the request was sent, and when the first tokens and the last output had been read.
+    """
+
+    arrival: float  # the request was made, before its prompt was tokenized
+    finished: float  # the last output of the sample was made
+    first_token: float | None = None  # the first token was there; None: there was none, or unseen
+    scheduled: float | None = None  # the first step with it was planned; None: never, or unseen
+
+    @property
+    def duration(self) -> float:
+        """Seconds from arrival to end."""
+        return self.finished - self.arrival
+
+    @property
+    def to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token (TTFT); None where that is not known."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """New text and tokens of one sample of a request since the last `RequestOutput`.
 
@@ -132,6 +156,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0  # of this sample so far
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     embedding: Vector | None = None  # of a request that is pooled, once it has finished
+    times: RequestTimes | None = None  # with the last output of the sample
 
     @property
     def finished(self) -> bool:
@@ -150,6 +175,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         self.num_output_tokens = newer.num_output_tokens
         self.num_cached_tokens = newer.num_cached_tokens
         self.embedding = newer.embedding
+        self.times = newer.times
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):

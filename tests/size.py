@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 3_590,
+    "aioserve": 3_820,
     "aioserve/console": 1_270,
     "aioserve/engine": 7_130,
     "aioserve/grammars": 640,

@@ -56,7 +56,7 @@ async def gather(outputs):
             whole = output
         else:
             whole.merge(output)
-    return msgspec.structs.replace(whole, request_id="", num_cached_tokens=0)
+    return msgspec.structs.replace(whole, request_id="", num_cached_tokens=0, times=None)
 
 
 PARAMS = [

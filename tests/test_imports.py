@@ -146,6 +146,7 @@ ALLOWED = {
         "aioserve.watch.shadow_turns",
         "aioserve.watch.timeline",
         "aioserve.watch.writer",
+        "aioserve.whole",
         "aioserve.grammars",
     },
     "aioserve.lab": {
@@ -290,6 +291,11 @@ ALLOWED = {
         "aioserve.server.responses.store",
         "aioserve.version",
     },
+    "aioserve.whole": {
+        "aioserve.errors",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
+    },
     "aioserve.client": {
         "aioserve.errors",
         "aioserve.outputs",
@@ -297,6 +303,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.server.errors",
         "aioserve.server.protocol",
+        "aioserve.whole",
     },
     "aioserve.output_file": {"aioserve.errors"},
     "aioserve.arguments": {"aioserve.nearest", "aioserve.output_file"},

@@ -4,10 +4,12 @@ Declares it, and does what follows from a stream. Knows nothing about how one is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypedDict, TypeVar, Unpack
+
+import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.input_processor import InputProcessor, Prompt
@@ -20,6 +22,7 @@ from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
+from aioserve.whole import check_one_sample, generate_all, whole_output
 
 Answer = TypeVar("Answer")
 
@@ -133,6 +136,54 @@ class EngineClient(ABC):
         async with stream:
             async for output in stream:
                 yield output
+
+    async def generate_one(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> RequestOutput:
+        """The whole reply to a prompt in one output, with its `times`. Cancelling the task aborts
+        the request.
+
+        Raises what `add_request` and the stream raise, and `RequestError` if `n` is not 1. One
+        that a time limit or `abort` has ended is an output as well: its finish reason says so.
+        """
+        check_one_sample(sampling_params)
+        self._alive()
+        params = sampling_params or self.sampling_defaults.fill({})
+        # Nobody looks at a delta, so that none need be made.
+        params = msgspec.structs.replace(params, output_kind="final_only")
+        async with await self.add_request(prompt, params, **fields) as stream:
+            return await whole_output(stream)
+
+    async def generate_all(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> list[RequestOutput]:
+        """The whole replies to many prompts, in their order, as `generate_one` gives them.
+
+        At most `max_concurrency` requests are under way at a time: by default as many as a step
+        can have (`scheduler.max_num_seqs`). A sequence of parameters has those of each prompt. One
+        that is refused for lack of room is asked again later. With a `request_id` prompt i has
+        `request_id-i`. Cancelling the task aborts all of them.
+
+        An error of one prompt does not end the others: after all have ended, `PromptsFailedError`
+        is raised, whose `results` has the texts and the errors. Raises `RequestError` at once for
+        what cannot be meant, as a single text in the place of a list.
+        """
+        self._alive()
+        return await generate_all(
+            lambda prompt, params, own: self.generate_one(prompt, params, **own),
+            prompts,
+            sampling_params,
+            self.config.scheduler.max_num_seqs if max_concurrency is None else max_concurrency,
+            fields,
+        )
 
     async def embed(
         self,

@@ -21,7 +21,7 @@ from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.tracing import Tracing
 from aioserve.errors import RequestFailedError
-from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput
+from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
 from aioserve.request import Request
 
 
@@ -60,9 +60,12 @@ class RequestState(SampleState):
         self.is_final_only = params.output_kind == "final_only"
         self.merged: RequestOutput | None = None
 
-    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
+    def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
         made = self.make_output(output)
         reason = made.finish_reason
+        if reason is not None:
+            arrival = self.request.arrival_time
+            made.times = RequestTimes(arrival, now, self.first_token_time, self.scheduled_time)
         if self.merged is not None:
             self.merged.merge(made)
             made = self.merged
@@ -244,7 +247,7 @@ class OutputProcessor:
             if state.waits_for_end and core_output.finish_reason is None:
                 continue
             try:
-                reason = state.deliver(core_output)
+                reason = state.deliver(core_output, now)
             except FAULTS as error:
                 reason = self._fail_alone(state, error)
             if reason is not None:
@@ -262,7 +265,7 @@ class OutputProcessor:
             if (state := self._states.get(request_id)) is not None:
                 told = reason
                 try:
-                    state.deliver(EngineCoreOutput(request_id, [], reason))
+                    state.deliver(EngineCoreOutput(request_id, [], reason), now)
                 except FAULTS as error:
                     told = self._fail_alone(state, error)
                 self._finish(state, told, now)

@@ -144,9 +144,9 @@ class SampleState(ABC):
         self.last_token_time: float | None = None
 
     @abstractmethod
-    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
-        """Hand it to the reader. Why the sample has ended by that, which may be a stop string; None
-        if it goes on.
+    def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
+        """Hand it to the reader at `now`, in seconds of the engine's clock. Returns why the sample
+        has ended by that, which may be a stop string; None if it goes on.
         """
 
     @abstractmethod

@@ -234,7 +234,7 @@ class _ForwardedState(SampleState):
         super().__init__(request, samples, waits_for_end=waits)
         self._worker = worker
 
-    def deliver(self, output: EngineCoreOutput) -> FinishReason | None:
+    def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
         outbox, request = self._worker.outbox, self.request
         if not self.num_output_tokens and request.num_cached_tokens:
             outbox.num_cached_tokens[request.request_id] = request.num_cached_tokens
