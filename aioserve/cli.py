@@ -29,6 +29,7 @@ from aioserve.config import EngineConfig, iter_settings
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError
 from aioserve.log_format import set_up_logging
 from aioserve.missing import way_out
+from aioserve.model_source.downloads import fetch_if_missing
 from aioserve.nearest import did_you_mean
 from aioserve.version import __version__
 
@@ -94,6 +95,7 @@ def _dispatch(words: Sequence[str]) -> int:
     given = build_parser().parse_args(rest if first in COMMANDS else words)
     config = load_config(given)
     set_up_logging(config.server.log_level, config.server.log_format)
+    fetch_if_missing(config.model.model)  # while Ctrl-C and SIGTERM still end the process at once
     run(command(config, lambda: load_config(given)))
     return 0
 

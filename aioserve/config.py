@@ -54,8 +54,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Meta(
-            description="local Hugging Face directory or GGUF file, hub name, 'smollm2' once it is "
-            "fetched, or 'embedded': the small one"
+            description="local Hugging Face directory or GGUF file, hub name, 'smollm2', which is "
+            "fetched by pip, or 'embedded': the small one"
         ),
     ] = EMBEDDED_MODEL
     served_model_name: Annotated[

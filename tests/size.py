@@ -29,7 +29,7 @@ LIMITS = {
     "aioserve/testing": 4_390,
     "aioserve/watch": 2_290,
     "aioserve/workers": 1_960,
-    "benchmarks": 6_580,
+    "benchmarks": 6_665,
     "policies": 600,
     "tests": 52_310,
 }

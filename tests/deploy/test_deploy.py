@@ -147,7 +147,17 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_drain() -> None:
     assert arguments.config == "/etc/aioserve/config.yaml"
     drain_timeout = float(vars(arguments)["server.drain_timeout"])
     assert float(service["TimeoutStopSec"]) > drain_timeout + 1
+    assert service["Type"] == "notify"  # as `test_service_manager.py` shows
     assert int(service["RestartPreventExitStatus"]) == EXIT_USAGE
+
+
+def test_a_keys_file_of_mode_600_can_belong_to_the_user_of_the_unit() -> None:
+    service = unit()
+    assert "DynamicUser" not in service
+    text = (DEPLOY / "aioserve.service").read_text()
+    docs = (ROOT / "docs" / "deployment.md").read_text()
+    for page in (text, docs):
+        assert f"useradd --system --home-dir /var/lib/aioserve {service['User']}" in page
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
@@ -187,6 +197,38 @@ def test_pods_are_asked_on_routes_that_there_are() -> None:
     assert int(annotations["prometheus.io/port"]) == port["containerPort"]
     (entry,) = manifests()["Service"]["spec"]["ports"]
     assert entry["targetPort"] == port["name"]
+
+
+def test_pods_keep_their_models_on_a_claim_that_one_node_can_hand_on() -> None:
+    (models,) = [volume for volume in pod()["volumes"] if volume["name"] == "models"]
+    claim = manifests()["PersistentVolumeClaim"]
+    assert models["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    rolling = manifests()["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    is_shared = claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert is_shared or (rolling["maxUnavailable"], rolling["maxSurge"]) == (1, 0)
+
+
+def test_pods_run_an_image_that_is_built_here() -> None:
+    """A tag other than `latest`, of which a node may have a copy that it did not pull."""
+    (container,) = pod()["containers"]
+    name, _, tag = container["image"].partition(":")
+    assert (name, bool(tag), tag == "latest") == ("aioserve", True, False)
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    docs = (ROOT / "docs" / "deployment.md").read_text()
+    assert f"--target cpu -t {container['image']} ." in docs
+    assert f"kind load docker-image {container['image']}" in docs
+
+
+def test_a_disruption_budget_and_a_network_policy_are_of_the_pods() -> None:
+    labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    budget, policy = manifests()["PodDisruptionBudget"], manifests()["NetworkPolicy"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    (container,) = pod()["containers"]
+    (rule,) = policy["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [it["name"] for it in container["ports"]]
+    # With one replica, a budget that lets none go would hold up every node that is drained.
+    assert budget["spec"]["maxUnavailable"] >= 1
 
 
 def test_pods_have_time_to_drain(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from aioserve.cli import main
 from aioserve.config import ModelConfig
-from aioserve.errors import ConfigError
+from aioserve.errors import AioserveError, ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.model_source import downloads
-from aioserve.model_source.downloads import DOWNLOADS, Download
+from aioserve.model_source.downloads import DOWNLOADS, Download, fetch_if_missing
 from tests.gguf_models import write_gguf
 from tests.models import make_model
 
@@ -65,6 +65,27 @@ def test_a_fetched_model_is_found_by_its_name(
     assert main(["fetch", "tiny"]) == 0
     path.write_bytes(b"GGUF")  # unless what is there is damaged
     assert main(["fetch", "tiny"]) == 1
+
+
+def test_serving_a_model_by_its_name_fetches_it(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "models" / "tiny.gguf"
+    fetch_if_missing("tiny")
+    assert "model tiny is not here yet: fetching it into" in caplog.text
+    assert path.is_file()
+    caplog.clear()
+    next(index.iterdir()).unlink()
+    fetch_if_missing("tiny")  # it is there: the index is not asked
+    fetch_if_missing("embedded")
+    assert not caplog.text
+    path.unlink()
+    with pytest.raises(AioserveError, match="pip cannot fetch aioserve-tiny-model==1.0"):
+        fetch_if_missing("tiny")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    fetch_if_missing("tiny")  # a directory of that name is meant
 
 
 def test_another_file_than_is_known_is_not_taken(

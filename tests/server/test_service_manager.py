@@ -1,0 +1,64 @@
+"""A service manager hears when the server serves, and when it stops."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from aioserve.server.service_manager import SOCKET_VARIABLE, notify
+from tests import processes
+from tests.processes import serving
+
+SIMULATED = ("--runner", "simulated", "--port", "0")
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> socket.socket:
+    """What systemd listens on."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sock.bind(str(tmp_path / "notify"))
+    sock.settimeout(processes.PATIENCE)
+    return sock
+
+
+def test_the_server_says_when_it_serves_and_when_it_drains(
+    manager: socket.socket, tmp_path: Path
+) -> None:
+    environ = {**os.environ, SOCKET_VARIABLE: str(tmp_path / "notify")}
+    with serving(*SIMULATED, env=environ) as (process, url):
+        ready, status = manager.recv(1000).decode().splitlines()
+        assert (ready, status) == ("READY=1", f"STATUS=serves embedded on {url}")
+        process.send_signal(signal.SIGTERM)
+        assert manager.recv(1000).decode().splitlines()[0] == "STOPPING=1"
+        process.communicate(timeout=processes.PATIENCE)
+        assert process.returncode == 0
+    manager.close()
+
+
+def test_a_service_manager_that_does_not_listen_or_read_holds_nothing_up(
+    manager: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notify("READY=1")  # there is none
+    assert not caplog.text
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "notify"))
+    for _ in range(2000):
+        notify("STATUS=" + "x" * 1000)
+    assert "the service manager at" in caplog.text  # its buffer is full
+    manager.close()
+    caplog.clear()
+    notify("READY=1")
+    assert "does not listen: Connection refused" in caplog.text
+
+
+def test_an_abstract_socket_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"aioserve-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{name}")
+        monkeypatch.setenv(SOCKET_VARIABLE, f"@{name}")
+        notify("READY=1", "STATUS=here")
+        assert manager.recv(100) == b"READY=1\nSTATUS=here"
