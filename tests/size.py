@@ -31,7 +31,7 @@ LIMITS = {
     "aioserve/workers": 1_960,
     "benchmarks": 6_665,
     "policies": 600,
-    "tests": 52_310,
+    "tests": 53_000,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -329,6 +329,7 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.log_format",
         "aioserve.missing",
+        "aioserve.model_source",
         "aioserve.nearest",
         "aioserve.version",
     },

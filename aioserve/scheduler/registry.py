@@ -11,6 +11,7 @@ import sys
 import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any, TypeGuard
 
@@ -19,6 +20,10 @@ from aioserve.nearest import did_you_mean
 from aioserve.scheduler.interface import SchedulerInterface
 
 ENTRY_POINT_GROUP = "aioserve.policies"
+
+# Python 3.11 counts the depth of all threads' trees together: where two parse at once, one may end in
+# a SystemError (python/cpython#106905). Two browsers that open the page at once are two threads.
+_parsing = Lock()
 
 
 def available_policies() -> dict[str, EntryPoint]:
@@ -160,7 +165,8 @@ def _first_line(entry_point: EntryPoint) -> str:
     try:
         spec = importlib.util.find_spec(module)
         source = Path(spec.origin).read_bytes() if spec and spec.origin else b""
-        tree = ast.parse(source)
+        with _parsing:
+            tree = ast.parse(source)
     except (ImportError, OSError, SyntaxError, ValueError):
         return ""
     for node in tree.body:

@@ -30,6 +30,12 @@ def scheduler_of(engine: AsyncEngine) -> Any:
     return engine._parts.core.scheduler
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of other processes are none of these."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("aioserve-trial-*"))
 

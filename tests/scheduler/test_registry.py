@@ -8,6 +8,7 @@ import pytest
 
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.scheduler import available_policies, load_policy
+from tests.processes import PATIENCE
 
 POLICY_FILE = """
 from aioserve.scheduler import BaseScheduler
@@ -136,3 +137,21 @@ def test_importing_a_policy_loads_neither_torch_nor_engine_nor_server(name: str)
         [sys.executable, "-c", code, name], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_policies_are_described_for_several_threads_at_once() -> None:
+    """Python 3.11 hands on from one thread to another in the midst of a tree that it makes, wherever
+    the garbage collector calls some Python, and the other's tree then counts as part of it.
+    """
+    script = (
+        "import gc, sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from aioserve.scheduler.registry import describe_policies\n"
+        "sys.setswitchinterval(1e-5)\n"
+        "gc.set_threshold(50)\n"
+        "gc.callbacks.append(lambda *_: [None for _ in range(100)])\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    found = list(pool.map(lambda _: describe_policies(), range(12)))\n"
+        "assert found == found[:1] * 12\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
