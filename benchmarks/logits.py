@@ -2,11 +2,12 @@
 
     python benchmarks/logits.py [TEXT] [--model smollm2] [--prompts 200]
 
-Pieces of TEXT, by default of Python's own help pages, are prompts. A reference in float32 continues each greedily; then the model in
-bfloat16 reads prompt and reply, once with its logits rounded to bfloat16 and once as they are.
-Counted are the tokens of the replies at which its first choice is the reference's, those at which
-two tokens share the first place, and the replies that it writes itself like the reference to the
-end. The perplexity is that of the pieces. The last line is JSON.
+Pieces of TEXT, by default of Python's own help pages, are prompts. A reference in float32
+continues each greedily; then the model in bfloat16 reads prompt and reply, once with its logits
+rounded to bfloat16 and once as they are. Counted are the tokens of the replies at which its first
+choice is the reference's, those at which two tokens share the first place, and the replies that it
+writes itself like the reference to the end. The perplexity is that of the pieces. The last line is
+JSON.
 """
 
 import argparse

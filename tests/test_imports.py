@@ -329,7 +329,7 @@ ALLOWED = {
         "aioserve.errors",
         "aioserve.log_format",
         "aioserve.missing",
-        "aioserve.model_source",
+        "aioserve.model_source.downloads",
         "aioserve.nearest",
         "aioserve.version",
     },

@@ -21,8 +21,8 @@ from aioserve.scheduler.interface import SchedulerInterface
 
 ENTRY_POINT_GROUP = "aioserve.policies"
 
-# Python 3.11 counts the depth of all threads' trees together: where two parse at once, one may end in
-# a SystemError (python/cpython#106905). Two browsers that open the page at once are two threads.
+# Python 3.11 counts the depth of all threads' trees together: where two parse at once, one may end
+# in a SystemError (python/cpython#106905). Two browsers that open the page at once are two threads.
 _parsing = Lock()
 
 

@@ -26,4 +26,3 @@ def notify(*words: str) -> None:
             sock.sendto("\n".join(words).encode(), address)
     except OSError as error:
         logger.warning("the service manager at %s does not listen: %s", address, error.strerror)
-

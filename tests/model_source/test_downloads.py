@@ -81,7 +81,7 @@ def test_serving_a_model_by_its_name_fetches_it(
     fetch_if_missing("embedded")
     assert not caplog.text
     path.unlink()
-    with pytest.raises(AioserveError, match="pip cannot fetch aioserve-tiny-model==1.0"):
+    with pytest.raises(AioserveError, match=f"pip cannot fetch {PACKAGE}=="):
         fetch_if_missing("tiny")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()

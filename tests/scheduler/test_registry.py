@@ -140,7 +140,7 @@ def test_importing_a_policy_loads_neither_torch_nor_engine_nor_server(name: str)
 
 
 def test_policies_are_described_for_several_threads_at_once() -> None:
-    """Python 3.11 hands on from one thread to another in the midst of a tree that it makes, wherever
+    """Python 3.11 hands on from one thread to another in the midst of a tree that it makes, where
     the garbage collector calls some Python, and the other's tree then counts as part of it.
     """
     script = (
