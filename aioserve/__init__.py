@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aioserve.version import __version__
 
 if TYPE_CHECKING:
+    from aioserve.child import EngineProcess
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, RequestStream
@@ -22,6 +23,7 @@ _HOMES = {
     "AsyncEngine": "aioserve.engine",
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
+    "EngineProcess": "aioserve.child",
     "FinishReason": "aioserve.outputs",
     "Illustrated": "aioserve.images",
     "PoolingParams": "aioserve.pooling_params",
@@ -36,6 +38,7 @@ __all__ = [
     "AsyncEngine",
     "EmbeddingOutput",
     "EngineConfig",
+    "EngineProcess",
     "FinishReason",
     "Illustrated",
     "PoolingParams",

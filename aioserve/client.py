@@ -207,6 +207,18 @@ class AsyncClient:
             return self._deltas("/v1/chat/completions", body, _chat_chunk_decoder)
         return self._whole("/v1/chat/completions", body, _chat_decoder)
 
+    def outputs_of(
+        self,
+        prompt: ClientPrompt,
+        sampling_params: SamplingParams | None = None,
+        **fields: Unpack[ClientFields],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The deltas of `chat` for messages, and of `generate` for a text or token ids."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            messages = cast(Sequence[Mapping[str, Any]], prompt)
+            return self.chat(messages, sampling_params, **fields)
+        return self.generate(cast(str | Sequence[int], prompt), sampling_params, **fields)
+
     async def generate_one(
         self,
         prompt: ClientPrompt,
@@ -221,11 +233,7 @@ class AsyncClient:
         """
         check_one_sample(sampling_params)
         # Deltas are read, though the whole is wanted: they tell when the first token was there.
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            messages = cast(Sequence[Mapping[str, Any]], prompt)
-            outputs = self.chat(messages, sampling_params, **fields)
-        else:
-            outputs = self.generate(cast(str | Sequence[int], prompt), sampling_params, **fields)
+        outputs = self.outputs_of(prompt, sampling_params, **fields)
         async with aclosing(outputs):
             return await whole_output(outputs)
 

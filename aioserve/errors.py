@@ -14,7 +14,7 @@
     ├── PromptsFailedError      some of many prompts got an error: `results` has the other texts
     ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
-    ├── EngineStartError        an engine was started twice, or after its end
+    ├── EngineStartError        an engine was started twice, or after its end, or ended meanwhile
     ├── ForeignLoopError        an engine was called from a thread or event loop that is not its own
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
     ├── InvariantError          aioserve's own books do not add up: a bug, or private state was used
@@ -107,7 +107,9 @@ class KeyLimitError(EngineOverloadedError):
 
 
 class EngineStartError(AioserveError):
-    """`AsyncEngine.start` was called a second time, or after `shutdown`: an engine has one life."""
+    """An engine was started a second time, or after its end: it has one life. Or the process of an
+    `EngineProcess` ended before it served.
+    """
 
 
 class ForeignLoopError(AioserveError):

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
     "aioserve": 3_820,
+    "aioserve/child": 570,
     "aioserve/console": 1_270,
     "aioserve/engine": 7_130,
     "aioserve/grammars": 640,
@@ -31,7 +32,7 @@ LIMITS = {
     "aioserve/workers": 1_960,
     "benchmarks": 6_665,
     "policies": 600,
-    "tests": 53_000,
+    "tests": 53_400,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

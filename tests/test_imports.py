@@ -307,6 +307,16 @@ ALLOWED = {
     },
     "aioserve.output_file": {"aioserve.errors"},
     "aioserve.arguments": {"aioserve.nearest", "aioserve.output_file"},
+    "aioserve.child": {
+        "aioserve.arguments",
+        "aioserve.client",
+        "aioserve.config",
+        "aioserve.errors",
+        "aioserve.log_format",
+        "aioserve.outputs",
+        "aioserve.sampling_params",
+        "aioserve.whole",
+    },
     "aioserve.console": {
         "aioserve.arguments",
         "aioserve.client",

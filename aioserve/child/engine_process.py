@@ -1,0 +1,280 @@
+"""The blocking API of an engine in a process of its own.
+
+A thread with an event loop asks it, over a Unix socket. Knows `AsyncClient` and the process; knows
+no engine.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from aioserve.child.child import Child
+from aioserve.client import AsyncClient, ClientFields, ClientPrompt
+from aioserve.config import EngineConfig
+from aioserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    ForeignLoopError,
+    RequestFailedError,
+)
+from aioserve.outputs import RequestOutput
+from aioserve.sampling_params import SamplingParams
+from aioserve.whole import generate_all
+
+T = TypeVar("T")
+
+READY_SECONDS = 0.02  # between two looks whether the model is loaded
+# In which a process whose connection broke is seen to have ended. If it has not, the error is told
+# as it came.
+LAST_SECONDS = 2.0
+CLOSED = "the engine's process was ended by close()"
+
+
+class EngineProcess:
+    """An engine in a process of its own, asked by calls that block: for programs without an event
+    loop, and for those whose own work would keep an engine in their process from its steps.
+
+        with EngineProcess(EngineConfig()) as engine:
+            print(engine.generate_one("Who's there?", SamplingParams(max_tokens=32)).text)
+
+    Any thread of the program that started it may call, and several at a time are served together.
+    The process ends with `close`, and with the program, however that ends. An async program gives
+    `base_url` to an `AsyncClient`. What the engine logs is logged here, by the same loggers.
+    """
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        """Cheap; `start` does the work. Raises `ConfigError` for keys and certificates: nobody but
+        this program reaches the engine.
+        """
+        self.config = config or EngineConfig()
+        access = self.config.access
+        for name in ("api_keys_file", "ssl_certfile", "admin_port"):
+            if getattr(access, name) is not None:
+                raise ConfigError(f"access.{name} is for a server, and this program alone asks")
+        self._child: Child | None = None
+        self._client: AsyncClient | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="aioserve-client", daemon=True
+        )
+        self._owner = os.getpid()
+        self._guard = threading.Lock()  # held while it starts or closes
+        self._submitting = threading.Lock()  # held while a call is given to the loop
+        self._is_closed = False
+        self._is_loop_over = False  # what is given to it would never run
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def base_url(self) -> str:
+        """The address of the engine, for an `AsyncClient`. Raises `EngineDeadError` before the
+        start.
+        """
+        return self._asked().base_url
+
+    @property
+    def pid(self) -> int:
+        """The process id of the engine. Raises `EngineDeadError` before the start."""
+        self._asked()
+        assert self._child is not None
+        return self._child.pid
+
+    def start(self) -> None:
+        """Start the process and return when its model is loaded: once in its life.
+
+        Raises `ConfigError` for settings that cannot work, and `EngineStartError` with its last
+        words if it ends before it serves, for a second call, and for one after `close`.
+        """
+        with self._guard:
+            if self._is_closed:
+                raise EngineStartError("start() after close(): make another EngineProcess")
+            if self._child is not None:
+                raise EngineStartError("start() was called before: make another EngineProcess")
+            child = self._child = Child(self.config)
+            self._thread.start()
+            client = AsyncClient(f"unix:{child.path}")
+            try:
+                self._run(self._until_ready(client, child))
+            except BaseException:  # Ctrl-C, too
+                child.kill()
+                self._end_loop(client)
+                self._is_closed = True
+                raise
+            self._client = client
+
+    def close(self) -> None:
+        """End the engine and its process: requests of other threads may finish for
+        `server.drain_timeout` seconds. Idempotent.
+        """
+        with self._guard:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._child is None:
+                self._loop.close()
+                return
+            self._child.end()
+            assert self._client is not None
+            self._end_loop(self._client)
+
+    def generate(
+        self,
+        prompt: ClientPrompt,
+        sampling_params: SamplingParams | None = None,
+        **fields: Unpack[ClientFields],
+    ) -> Iterator[RequestOutput]:
+        """The deltas of one request, as `AsyncClient.generate`; of messages, as its `chat`.
+
+        Leaving the loop aborts the request when the iterator is collected, at once in CPython.
+        Raises what these raise, and `EngineDeadError` with the reason once the process has ended.
+        """
+        client = self._asked()
+        outputs = client.outputs_of(prompt, sampling_params, **fields)
+        try:
+            while (output := self._run(self._next(outputs))) is not None:
+                yield output
+        finally:
+            # Not waited for: this may be the end of the program, whose threads have stopped.
+            with contextlib.suppress(EngineDeadError):
+                self._submit(_close(outputs))
+
+    def generate_one(
+        self,
+        prompt: ClientPrompt,
+        sampling_params: SamplingParams | None = None,
+        **fields: Unpack[ClientFields],
+    ) -> RequestOutput:
+        """The whole reply in one output, as `AsyncClient.generate_one`. Ctrl-C aborts the request.
+
+        Raises what that raises, and `EngineDeadError` with the reason once the process has ended.
+        """
+        return self._run(self._generate_one(self._asked(), prompt, sampling_params, fields))
+
+    def generate_all(
+        self,
+        prompts: Iterable[ClientPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_concurrency: int | None = None,
+        **fields: Unpack[ClientFields],
+    ) -> list[RequestOutput]:
+        """The whole replies to many prompts, in their order, as `AsyncClient.generate_all`: at most
+        `max_concurrency` at a time, by default as many as a step can have. Ctrl-C aborts them.
+
+        Raises what that raises: `PromptsFailedError` after all have ended if some got an error.
+        """
+        client, most = self._asked(), max_concurrency
+        if most is None:
+            most = self.config.scheduler.max_num_seqs
+
+        def ask(
+            prompt: ClientPrompt, params: SamplingParams | None, own: Any
+        ) -> Coroutine[Any, Any, RequestOutput]:
+            return self._generate_one(client, prompt, params, own)
+
+        return self._run(generate_all(ask, prompts, sampling_params, most, fields))
+
+    def _asked(self) -> AsyncClient:
+        """Raises `EngineDeadError` or `ForeignLoopError` if it cannot be asked."""
+        if self._is_closed:
+            raise EngineDeadError(CLOSED)
+        if self._client is None or self._child is None:
+            raise EngineDeadError("the engine's process has not been started")
+        if os.getpid() != self._owner:
+            raise ForeignLoopError(
+                "an EngineProcess belongs to the process that started it, and this is a fork of "
+                "that: start one here"
+            )
+        return self._client
+
+    async def _until_ready(self, client: AsyncClient, child: Child) -> None:
+        while not await client.health():
+            if (how := child.ended()) is not None:
+                raise child.failure(how)
+            await asyncio.sleep(READY_SECONDS)
+
+    async def _generate_one(
+        self,
+        client: AsyncClient,
+        prompt: ClientPrompt,
+        params: SamplingParams | None,
+        fields: ClientFields,
+    ) -> RequestOutput:
+        try:
+            return await client.generate_one(prompt, params, **fields)
+        except (EngineDeadError, RequestFailedError) as error:
+            await self._check_alive(error)
+            raise
+
+    async def _next(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+        try:
+            return await anext(outputs, None)
+        except (EngineDeadError, RequestFailedError) as error:
+            await self._check_alive(error)
+            raise
+
+    async def _check_alive(self, error: Exception) -> None:
+        """Raises how the process has ended, if that is behind `error`."""
+        assert self._child is not None
+        if isinstance(error, RequestFailedError) and "ended the stream" not in str(error):
+            return
+        if (how := await asyncio.to_thread(self._child.ended, LAST_SECONDS)) is not None:
+            raise EngineDeadError(how) from error
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        """On the thread's loop, to its end; an interrupted wait cancels it."""
+        future = self._submit(call)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _submit(self, call: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        with self._submitting:
+            if not self._is_loop_over:
+                return asyncio.run_coroutine_threadsafe(call, self._loop)
+        call.close()  # else Python warns that nobody awaited it
+        raise EngineDeadError(CLOSED)
+
+    def _end_loop(self, client: AsyncClient) -> None:
+        """Once the process has ended; calls of other threads that wait are told so."""
+        with self._submitting:
+            self._is_loop_over = True
+        asyncio.run_coroutine_threadsafe(_settle(client), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _settle(client: AsyncClient) -> None:
+    """Every other call on this loop has its answer or its error, and nothing stays open."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        _, late = await asyncio.wait(others, timeout=2 * LAST_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await client.close()
+    await loop.shutdown_default_executor()
+
+
+async def _close(outputs: AsyncGenerator[RequestOutput, None]) -> None:
+    await outputs.aclose()
