@@ -301,11 +301,12 @@ class AsyncEngine(EngineFront[EngineParts]):
                 self.adapters.unload(name)
             case ShowSteps(after):
                 answer = await self._look(after)
-            case TryPolicy(policy, options, seconds):
+            case TryPolicy(policy, options, seconds, num_requests):
                 settings = msgspec.structs.replace(
                     self.config.scheduler, policy=policy, options=options
                 )
-                answer = await self._trials_of(self._alive()).try_policy(settings, seconds)
+                trials = self._trials_of(self._alive())
+                answer = await trials.try_policy(settings, seconds, num_requests)
             case FindReport(report_id):
                 answer = self._trials_of(self._alive()).find(report_id)
             case AbortElsewhere():

@@ -205,6 +205,7 @@ class Report(msgspec.Struct, frozen=True):
 
     report_id: str  # to be asked for with `FindReport`
     num_requests: int  # that both policies were given
+    num_missing: int  # requests more, and differences would have intervals
     words: str  # the comparison as a table
 
 
@@ -213,7 +214,8 @@ class TryPolicy(Question[Report], frozen=True):
 
     policy: str
     options: dict[str, Any]
-    seconds: float
+    seconds: float | None
+    num_requests: int | None = None
 
     answer_type = Report
 

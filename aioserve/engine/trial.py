@@ -5,6 +5,7 @@ in a process of its own, of low priority. Knows no HTTP, and of the lab the comm
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -30,6 +31,10 @@ from aioserve.watch.writer import LogWriter
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 300.0  # of a recording: what it holds is simulated, which takes a fraction of that
+MAX_REQUESTS = 100_000
+ENOUGH_REQUESTS = 200  # for intervals: ten blocks of twenty, as `lab.comparison` draws them
+POLL_SECONDS = 0.05  # between two looks at how many requests came
+SETTLE_SECONDS = 5.0  # for the last of them to end, so that their whole replies are recorded
 SECRETS = ("AIOSERVE_API_KEYS", "AIOSERVE_SSL_KEYFILE_PASSWORD")  # no business of a comparison
 COMPARE_SECONDS = 300.0  # until a comparison is given up
 NUM_KEPT = 8  # reports; they are asked for soon, or never
@@ -60,12 +65,23 @@ class Trials:
         """A report, in HTML; None if it was never made, or is forgotten."""
         return self._reports.get(report_id)
 
-    async def try_policy(self, settings: SchedulerConfig, seconds: float) -> Report:
-        """Record so many seconds, and compare what there is with `settings` on the requests that
-        came in them. Raises `ConfigError` or `PolicyError` for settings that cannot work,
-        `EngineOverloadedError` while another trial goes on, and `RequestError` where nothing can be
-        compared.
+    async def try_policy(
+        self, settings: SchedulerConfig, seconds: float | None, num_requests: int | None
+    ) -> Report:
+        """Record, and compare what there is with `settings` on the requests that came meanwhile:
+        for so many seconds, or until so many requests came if that is sooner; where neither is
+        given, until there are enough for intervals, for at most `MAX_SECONDS`.
+
+        Raises `ConfigError` or `PolicyError` for settings that cannot work, `EngineOverloadedError`
+        while another trial goes on, and `RequestError` where nothing can be compared.
         """
+        if seconds is None:
+            seconds = MAX_SECONDS
+            num_requests = ENOUGH_REQUESTS if num_requests is None else num_requests
+        if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:
+            raise RequestError(
+                f"requests must be from 1 to {MAX_REQUESTS:,}, got {num_requests}", param="requests"
+            )
         if not 1 <= seconds <= MAX_SECONDS:
             raise RequestError(
                 f"seconds must be from 1 to {MAX_SECONDS:g}, got {seconds:g}", param="seconds"
@@ -81,15 +97,17 @@ class Trials:
         self._is_busy = True
         try:
             with tempfile.TemporaryDirectory(prefix="aioserve-trial-") as folder:
-                return await self._try(settings, seconds, Path(folder))
+                return await self._try(settings, seconds, num_requests, Path(folder))
         finally:
             self._is_busy = False
 
-    async def _try(self, settings: SchedulerConfig, seconds: float, folder: Path) -> Report:
+    async def _try(
+        self, settings: SchedulerConfig, seconds: float, enough: int | None, folder: Path
+    ) -> Report:
         before = self._config().scheduler
-        num_requests = await self._record(folder / "recording", seconds)
+        num_requests = await self._record(folder / "recording", seconds, enough)
         if not num_requests:
-            raise RequestError(f"nobody came in {seconds:g} s: there is nothing to compare")
+            raise RequestError(f"no request came in {seconds:g} s: there is nothing to compare")
         if self._config().scheduler is not before:
             raise RequestError("the policy was switched meanwhile: begin anew")
         names = [before.policy.rpartition(":")[2], settings.policy.rpartition(":")[2]]
@@ -104,20 +122,41 @@ class Trials:
         self._reports[report_id] = await asyncio.to_thread((folder / "report.html").read_bytes)
         if len(self._reports) > NUM_KEPT:
             self._reports.popitem(last=False)
-        return Report(report_id, num_requests, words)
+        missing = max(ENOUGH_REQUESTS - num_requests, 0)
+        return Report(report_id, num_requests, missing, words)
 
-    async def _record(self, path: Path, seconds: float) -> int:
-        """How many requests came."""
+    async def _record(self, path: Path, seconds: float, enough: int | None) -> int:
+        """How many requests came: for so many seconds, or until `enough` came and have ended."""
         sink = LogWriter(path)
-        recorder = self._begin(sink)
+        recorder, end = self._begin(sink), self._clock() + seconds
+        there = self._request_ids()
         try:
             self._core.scheduler = recorder
-            await asyncio.sleep(seconds)
+            if enough is None:
+                await asyncio.sleep(seconds)
+            else:
+                await self._wait(seconds, lambda: recorder.num_added >= enough)
+                rest = min(SETTLE_SECONDS, max(end - self._clock(), 0))
+                last = self._request_ids() - there
+                await self._wait(rest, lambda: last.isdisjoint(self._request_ids()))
         finally:
             self._core.scheduler = without(self._core.scheduler, recorder)
             sink.write(Closed(self._clock()))
             await asyncio.to_thread(sink.close)
         return recorder.num_added
+
+    def _request_ids(self) -> set[str]:
+        """Of the requests that have not ended."""
+        policy = innermost(self._core.scheduler)
+        assert isinstance(policy, BaseScheduler)
+        return {request.request_id for request in policy.get_requests()}
+
+    async def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Until that is true, for so many seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_over():  # noqa: ASYNC110 - a scheduler has nothing to wait for
+                    await asyncio.sleep(POLL_SECONDS)
 
     def _begin(self, sink: LogWriter) -> RecordingScheduler:
         chain = self._core.scheduler

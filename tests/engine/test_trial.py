@@ -12,7 +12,10 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.engine.questions import FindReport, TryPolicy
+from aioserve.engine.trial import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
+from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
+from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.logs.traffic import make_workload, read_traffic
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler
@@ -128,6 +131,40 @@ async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
     assert folders() <= before
 
 
+async def test_where_nothing_is_said_it_records_until_there_is_a_verdict() -> None:
+    async with busy() as engine:
+        report = await engine.ask(TryPolicy("fcfs", {}, None))
+    assert report.num_requests >= 200
+    assert report.num_missing == 0
+    rows = [line for line in report.words.splitlines() if line.startswith("TTFT")]
+    assert rows
+    assert all(" .. " in row for row in rows)  # intervals
+    assert "requests more" not in report.words
+
+
+async def test_of_few_requests_it_is_said_how_many_are_missing() -> None:
+    async with busy() as engine:
+        report = await engine.ask(TryPolicy("fcfs", {}, 200, 20))  # and not 200 s
+    assert 20 <= report.num_requests < 200
+    assert report.num_missing == 200 - report.num_requests
+    assert f"a recorded trace needs {report.num_missing} requests more" in report.words
+    assert not any(" .. " in line for line in report.words.splitlines() if "TTFT" in line)
+
+
+async def test_what_was_measured_stands_beside_the_simulation_of_the_live_policy() -> None:
+    async with busy() as engine:
+        report = await engine.ask(TryPolicy("fcfs", {}, 200, 20))
+    head, *rows = [line for line in report.words.splitlines() if line][2:]
+    assert head.split()[:3] == ["recorded", "chunked_prefill", "fcfs"]
+    ttft = next(row for row in rows if row.startswith("TTFT p50"))
+    assert float(ttft.split()[3]) > 0
+    assert "Simulated, chunked_prefill is off by: TTFT p50" in report.words
+
+
+def test_enough_requests_are_the_blocks_that_intervals_are_drawn_from() -> None:
+    assert ENOUGH_REQUESTS == MIN_BLOCKS * REQUESTS_PER_BLOCK
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "seconds", "error", "words"),
     [
@@ -135,7 +172,7 @@ async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
         ("chunked_prefill", {"chunk": 5}, 2, ConfigError, "chunk_size"),
         ("fcfs", {}, 0.5, RequestError, "seconds must be from 1 to 300"),
         ("fcfs", {}, 1e9, RequestError, "seconds must be from 1 to 300"),
-        ("fcfs", {}, 1, RequestError, "nobody came in 1 s"),
+        ("fcfs", {}, 1, RequestError, "no request came in 1 s"),
     ],
 )
 async def test_what_cannot_be_tried_is_refused_in_words(

@@ -211,12 +211,15 @@ async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browse
         loading = asyncio.create_task(load())
         await tab.until("aioserve.story.steps.length > 20")
         await choose_policy(tab, "fcfs")
-        await tab.run("document.getElementById('seconds').value = '2'")
+        await tab.run("document.getElementById('requests').value = '20'")
         await click(tab, "try")
+        await tab.until("/Stop [(][0-9]+ of 20/.test(document.getElementById('try').textContent)")
         await tab.until("!document.getElementById('report').hidden")
         loading.cancel()
         assert "fcfs" in await tab.run(WORDS)
-        await tab.until(f"/requests, under both policies/.test({text_of('switch-status')})")
+        missing = "/needs [0-9]+ requests more/"
+        await tab.until(f"{missing}.test({text_of('switch-status')})")
+        assert "Recorded is what the server measured under chunked_prefill" in await tab.run(WORDS)
         report = await tab.run("document.getElementById('report-link').href")
         await tab.go(report)
         await tab.until("document.querySelectorAll('svg').length > 2")  # drawn, in its sandbox

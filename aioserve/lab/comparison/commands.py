@@ -53,14 +53,16 @@ def run_compare(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     spec = _fleet(arguments)
     settings: list[tuple[str, Any]] = []
+    recorded: dict[str, Any] | None = None
     if arguments.replay is not None:
-        workloads, settings = _replayed(arguments)
+        workloads, settings, recorded = _replayed(arguments)
     else:
         workloads = _workloads(arguments)
     candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
     if spec is not None:
         candidates = in_fleet(candidates, spec)
     document = _compare(arguments, candidates, workloads)
+    document["recorded"] = recorded
     print(paint(render_table(document)))
     _write_reports(arguments, document)
     return 0
@@ -297,8 +299,13 @@ def _num_seeds(
     return seeds or (1 if is_trace and not arguments.live else default)
 
 
-def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple[str, Any]]]:
-    """The requests of a decision log and the settings of its server."""
+def _replayed(
+    arguments: argparse.Namespace,
+) -> tuple[list[Workload], list[tuple[str, Any]], dict[str, Any] | None]:
+    """The requests of a decision log, the settings of its server, and what that measured; None
+    where the requests are not those of the log, one for one.
+    """
+    from aioserve.lab.comparison.recorded import measure_recorded
     from aioserve.lab.logs.traffic import make_settings, make_workload, read_traffic
     from aioserve.watch.reader import DecisionLog
 
@@ -306,7 +313,10 @@ def _replayed(arguments: argparse.Namespace) -> tuple[list[Workload], list[tuple
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
     seeds = range(arguments.seed, arguments.seed + _num_seeds(arguments, is_trace=True))
     workloads = [make_workload(traffic, arguments.replay, seed) for seed in seeds]
-    return [_source(arguments).cut(workload) for workload in workloads], make_settings(traffic)
+    source = _source(arguments)
+    is_whole = source == WorkloadSource(path=source.path) and not arguments.live
+    recorded = measure_recorded(traffic) if is_whole else None
+    return [source.cut(workload) for workload in workloads], make_settings(traffic), recorded
 
 
 @contextmanager

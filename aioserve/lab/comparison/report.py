@@ -32,6 +32,7 @@ def render_html(document: Document) -> str:
             for result in document["results"]
         ],
         "table": _table(document),
+        "has_recorded": document.get("recorded") is not None,
         "pairs": _pairs(document),
         "meanings": meanings(shown_rows(document["results"])),
         "groups": _groups(document),
@@ -65,7 +66,9 @@ def _table(document: Document) -> list[dict[str, object]]:
                     "verdict": verdict(difference, row, value_of(results[0], row)),
                 }
             )
-        rows.append({"label": row.label, "digits": row.digits, "cells": cells})
+        recorded = document.get("recorded")
+        real = None if recorded is None else value_of(recorded, row)
+        rows.append({"label": row.label, "digits": row.digits, "recorded": real, "cells": cells})
     return rows
 
 

@@ -6,9 +6,10 @@ Knows the document that `compare` makes; what its measures are is said in `rows`
 import math
 from typing import Any
 
-from aioserve.lab.comparison.bootstrap import MIN_SEEDS
+from aioserve.lab.comparison.bootstrap import MIN_BLOCKS, MIN_SEEDS
 from aioserve.lab.comparison.document import Document
 from aioserve.lab.comparison.group_words import render_groups
+from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.comparison.rows import (
     NOISE,
     ROWS,
@@ -66,7 +67,9 @@ def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
                 "are in no mean or quantile."
             )
     if document["workload"]["is_recorded"]:
-        found.append("A recorded trace has no other seeds: intervals come from blocks of time.")
+        found.append(_about_intervals(document))
+    if document.get("recorded") is not None:
+        found.append(_about_recorded(document))
     if len(document["workload"]["seeds"]) < MIN_SEEDS and document["mode"] == "live":
         found.append(
             "Live, the machine is another one in every round: an interval needs at least "
@@ -75,6 +78,35 @@ def remarks(document: Document, *, with_differences: bool = True) -> list[str]:
     if document["weights_stated_by"]:
         found.append(_about_weights(document))
     return found
+
+
+def _about_intervals(document: Document) -> str:
+    missing = MIN_BLOCKS * REQUESTS_PER_BLOCK - document["workload"]["requests"]
+    if missing > 0 and len(document["workload"]["seeds"]) < MIN_SEEDS:
+        return (
+            "No difference has an interval, and none is called better or worse: a recorded trace "
+            f"needs {missing} requests more for that."
+        )
+    return "A recorded trace has no other seeds: intervals come from blocks of time."
+
+
+def _about_recorded(document: Document) -> str:
+    """How far the simulation of the recorded policy is from what was measured."""
+    recorded, first = document["recorded"], document["results"][0]
+    said = (
+        f"Recorded is what the server measured under {recorded['policies']}; "
+        f"{recorded['finished']} of {recorded['requests']} requests had finished by then."
+    )
+    if first["policy"] != recorded["policies"]:
+        return said
+    rows = {(row.measure, row.statistic): row for row in ROWS}
+    parts = []
+    for measure in ("ttft", "gap", "e2e"):
+        row = rows[measure, "p50"]
+        real, simulated = value_of(recorded, row), value_of(first, row)
+        if real > 0 and not math.isnan(simulated):
+            parts.append(f"{row.label.partition(',')[0]} {100 * (simulated / real - 1):+.0f}%")
+    return f"{said} Simulated, {first['name']} is off by: {', '.join(parts)}." if parts else said
 
 
 def _about_weights(document: Document) -> str:
@@ -127,7 +159,7 @@ def render_table(document: Document) -> str:
     if not others:
         lines += _single(first)
     for number_of, other in enumerate(others):
-        lines += [*([""] if number_of else []), *_pair(first, other)]
+        lines += [*([""] if number_of else []), *_pair(first, other, document.get("recorded"))]
     lines += render_groups(document)
     return "\n".join([*lines, "", *remarks(document)]).rstrip()
 
@@ -140,10 +172,13 @@ def _single(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _pair(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _pair(
+    first: dict[str, Any], other: dict[str, Any], recorded: dict[str, Any] | None
+) -> list[str]:
     a, b = max(len(first["name"]), 9), max(len(other["name"]), 9)
+    beside = "" if recorded is None else f"{'recorded':>9}  "
     lines = [
-        f"{'':22}{first['name']:>{a}}  {other['name']:>{b}}  {'difference':>10}  "
+        f"{'':22}{beside}{first['name']:>{a}}  {other['name']:>{b}}  {'difference':>10}  "
         f"{'95% interval':>20}"
     ]
     for row in shown_rows([first, other]):
@@ -155,8 +190,10 @@ def _pair(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
             if difference["low"] is not None:
                 low, high = (difference[end] * row.factor for end in ("low", "high"))
                 interval = f"{signed(low, row)} .. {signed(high, row)}"
+        if recorded is not None:
+            beside = f"{number(value_of(recorded, row), row):>9}  "
         lines.append(
-            f"{row.label:22}{number(x, row):>{a}}  {number(y, row):>{b}}  {delta:>10}  "
+            f"{row.label:22}{beside}{number(x, row):>{a}}  {number(y, row):>{b}}  {delta:>10}  "
             f"{interval:>20}  {verdict(difference, row, x)}".rstrip()
         )
     return lines

@@ -58,6 +58,7 @@ export class Story {
     this.own = new Set(); // requests of this page, by the ids that frames show
     this.chosen = null;
     this.numFrames = this.numSnapshots = 0;
+    this.numCame = 0; // requests, while this page looked
     this.offset = Infinity;
     this.clear();
   }
@@ -131,6 +132,7 @@ export class Story {
     const { came, planned, back, waits, ended, switched } = frame.events;
     if (came.length || planned.length || ended.length) this.lastEvent = frame.now;
     for (const row of came) this.add(asCame(row), row[6]);
+    this.numCame += came.length;
     let i = 0;
     for (const row of planned) { // in order of time: a result comes before the plan that follows it
       while (i < back.length && back[i][1] <= row[1]) this.takeResult(back[i++]);

@@ -35,7 +35,8 @@ class TrialRequest(RequestPart, kw_only=True):
 
     policy: str
     options: dict[str, Any] | None = None
-    seconds: float | None = None  # to record; None: 10
+    seconds: float | None = None  # to record; None: until `requests` came, 300 at most
+    requests: int | None = None  # after which the recording ends; None: 200 without `seconds`
 
 
 class Trial(msgspec.Struct):
@@ -43,6 +44,7 @@ class Trial(msgspec.Struct):
 
     report: str  # where it can be read, relative to the server's root
     requests: int  # that came while it was recorded, and were given to both policies
+    missing: int  # requests more, and every difference would have an interval
     table: str  # the comparison in words
 
 
@@ -52,13 +54,13 @@ decoder = BodyDecoder(TrialRequest, {}, shared={}, hints=())
 async def try_policy(request: web.Request) -> web.Response:
     """POST /admin/try_policy: records requests, and simulates them under both policies."""
     body = await decode_body(request, decoder)
-    seconds = 10.0 if body.seconds is None else body.seconds
-    question = TryPolicy(body.policy, body.options or {}, seconds)
+    question = TryPolicy(body.policy, body.options or {}, body.seconds, body.requests)
     try:
         report = await request.app[ENGINE].ask(question)
     except (ConfigError, PolicyError) as error:
         raise RequestError(str(error), param="policy") from error
-    trial = Trial(f"watch/reports/{report.report_id}", report.num_requests, report.words)
+    path = f"watch/reports/{report.report_id}"
+    trial = Trial(path, report.num_requests, report.num_missing, report.words)
     return web.Response(body=_encoder.encode(trial), content_type="application/json")
 
 

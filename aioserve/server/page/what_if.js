@@ -2,7 +2,7 @@
 
 import { Refusal, post } from "./server.js";
 import { bucketPercentile } from "./story.js";
-import { count, duration, element } from "./words.js";
+import { count, duration, element, plural } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -91,20 +91,24 @@ export class WhatIf {
   async try() {
     this.trying = new AbortController();
     byId("try").textContent = "Stop";
-    const policy = this.policy(), seconds = Number(byId("seconds").value);
-    const begun = performance.now();
-    const clock = setInterval(() => { // the button counts, so that nobody is read every second
+    const policy = this.policy(), seconds = Number(byId("seconds").value), requests = Number(byId("requests").value);
+    const before = this.story.numCame, begun = performance.now();
+    const clock = setInterval(() => { // what is read aloud is said once: the button counts
+      const came = this.story.numCame - before;
       const left = Math.ceil(seconds - (performance.now() - begun) / 1e3);
-      byId("try").textContent = left > 0 ? `Stop (${left})` : "Stop";
-      if (left === 0) this.say("Simulating what was recorded under both policies.");
-    }, 1000);
+      const isOver = left <= 0 || came >= requests;
+      byId("try").textContent = isOver ? "Stop" : `Stop (${count(came)} of ${count(requests)}, ${left} s)`;
+      if (isOver) this.say("Simulating what was recorded under both policies.");
+    }, 500);
     try {
-      const value = { policy, options: this.options(), seconds };
-      this.say(`Recording ${duration(1e3 * seconds)} of requests.`);
-      const { report, requests, table } = await post("admin/try_policy", value, this.trying.signal);
-      this.say(`${count(requests)} requests, under both policies: the comparison is below.`);
-      byId("report-link").href = byId("report-frame").src = report;
-      byId("report-words").textContent = table;
+      const value = { policy, options: this.options(), seconds, requests };
+      this.say(`Recording until ${plural(requests, "request")} came, for ${duration(1e3 * seconds)} at most. “Send sixty requests” makes some.`);
+      const trial = await post("admin/try_policy", value, this.trying.signal);
+      this.say(`${plural(trial.requests, "request")}, under both policies: the comparison is below. ${trial.missing
+        ? `It has no verdict: that needs ${plural(trial.missing, "request")} more.`
+        : "Better and worse are said where the interval of a difference leaves out zero."}`, trial.missing > 0);
+      byId("report-link").href = byId("report-frame").src = trial.report;
+      byId("report-words").textContent = trial.table;
       byId("report").hidden = false;
       byId("report").scrollIntoView();
     } catch (error) {

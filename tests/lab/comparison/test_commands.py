@@ -114,7 +114,7 @@ def test_a_trace_runs_without_seeds(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", FCFS, CHUNKED, "--workload", str(trace), "--time-scale", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert "t.jsonl: 50 requests in 2 s, in virtual time" in printed
-    assert "intervals come from blocks of time" in printed
+    assert "a recorded trace needs 150 requests more" in printed
 
 
 def test_live_runs_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """A decision log as a workload: the same traffic for any configurations."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from aioserve.cli import main as command
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.lab.comparison.recorded import measure_recorded
 from aioserve.lab.logs.traffic import Traffic, make_settings, make_workload, read_traffic
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, build_prompt
@@ -86,6 +88,35 @@ def test_compare_takes_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert document["workload"]["name"] == "log"
     sizes = {r["settings"]["cache"]["num_kv_blocks"] for r in document["results"]}
     assert sizes == {DecisionLog(log).header.num_kv_blocks}
+
+
+def test_what_was_measured_stands_beside_what_is_simulated(
+    traffic: Traffic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = measure_recorded(traffic)
+    times = [life.token_times for life in traffic.lives]
+    first_tokens = sorted(
+        life.token_times[0] - life.arrival for life in traffic.lives if life.token_times
+    )
+    assert recorded["durations"]["ttft"]["max"] == pytest.approx(first_tokens[-1], rel=1e-5)
+    assert recorded["durations"]["ttft"]["mean"] == pytest.approx(
+        sum(first_tokens) / len(first_tokens), rel=1e-5
+    )
+    gaps = [b - a for t in times for a, b in pairwise(t)]
+    assert recorded["durations"]["gap"]["max"] == pytest.approx(max(gaps), rel=1e-5)
+    assert 0 < recorded["finished"] <= recorded["requests"] == len(traffic.lives)
+    log, page = tmp_path / "log", tmp_path / "page.html"
+    words = ["compare", "fcfs", "chunked_prefill", "--replay", str(log)]
+    assert command([*words, "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    row = next(
+        line for line in out.splitlines() if line.startswith("TTFT max") or "gap max" in line
+    )
+    assert f" {1e3 * max(gaps):.1f} " in row
+    assert "Recorded is what the server measured under" in out
+    assert '"has_recorded":true' in page.read_text()
+    assert command([*words, "--limit", "20"]) == 0  # these are not the requests of the log
+    assert "recorded " not in capsys.readouterr().out.split("TTFT")[0]
 
 
 def test_requests_come_from_one_place_only(

@@ -19,6 +19,7 @@ async def test_a_report_is_made_and_can_be_read_by_who_knows_its_name(start_serv
         assert answer.status == 200, answer.body
         trial = answer.json()
         assert trial["requests"] > 2
+        assert trial["missing"] == max(200 - trial["requests"], 0)
         assert "fcfs" in trial["table"]
         report = await server.get(f"/{trial['report']}")
         assert report.status == 200
@@ -38,6 +39,7 @@ async def test_what_cannot_be_tried_is_a_400(start_server):
             ({"policy": "fcfs", "options": {"x": 1}}, "options of policy"),
             ({"policy": "fcfs", "seconds": 0}, "seconds must be from 1"),
             ({"policy": "fcfs", "seconds": "long"}, "seconds"),
+            ({"policy": "fcfs", "requests": 0}, "requests must be from 1 to 100,000"),
             ({"seconds": 1}, "policy"),
             ({"policy": "fcfs", "minutes": 1}, "minutes"),
         ):

@@ -94,13 +94,15 @@ function makeTable(heads, rows) {
 function pairTable(k) {
   const drawn = data.table.map((row) => ({ ...row.cells[k], base: row.cells[0].value }));
   const axis = forestScale(drawn.filter((cell) => cell.difference && cell.base > 0));
-  const heads = ["", results[0].name, results[k].name, "difference", "95% interval"].map((h) => element("th", {}, h));
+  const beside = data.has_recorded ? ["recorded"] : []; // what the server measured
+  const heads = ["", ...beside, results[0].name, results[k].name, "difference", "95% interval"].map((h) => element("th", {}, h));
   heads.push(element("th", { class: "forest" }, forestAxis(axis)), element("th", { class: "left" }, ""));
   return makeTable(heads, data.table.map((row, i) => {
     const first = row.cells[0].value, cell = row.cells[k], d = cell.difference;
     const mark = element("td", { class: "forest" });
     if (d && first > 0) mark.append(forest(drawn[i], axis));
     return element("tr", {}, element("td", {}, row.label),
+      ...beside.map(() => element("td", { class: "faint" }, number(row.recorded, row))),
       element("td", {}, number(first, row)), element("td", {}, number(cell.value, row)),
       element("td", {}, d ? signed(d.value, row) : ""),
       element("td", { class: "faint" }, interval(d, row)),
