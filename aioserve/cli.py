@@ -25,8 +25,8 @@ from aioserve.arguments import (
     assignment,
     run,
 )
-from aioserve.config import EngineConfig, iter_settings
-from aioserve.errors import AioserveError, ConfigError, EngineDeadError
+from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
+from aioserve.errors import AioserveError, ConfigError, EngineDeadError, SettingError
 from aioserve.log_format import set_up_logging
 from aioserve.missing import way_out
 from aioserve.model_source.downloads import fetch_if_missing
@@ -153,15 +153,44 @@ def _load_tool(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _ServeParser(Parser):
-    """Looks up the installed policies only for whoever asks for help."""
+    """The help of the server: of the commonest settings, or of all."""
 
     def format_help(self) -> str:
+        """All settings, with the installed policies, which are looked up only here."""
         from aioserve.scheduler.registry import describe_policies
 
         policies = describe_policies()
         width = max(map(len, policies), default=0)
         lines = [f"  {name:{width}}  {what}".rstrip() for name, what in policies.items()]
         return super().format_help() + "\n" + _EPILOG + "\n".join([*lines, ""])
+
+    def format_common_help(self) -> str:
+        """The settings of `COMMON_SETTINGS` alone, and how many there are besides."""
+        hidden = [a for a in self._actions if "." in a.dest and a.dest not in COMMON_SETTINGS]
+        helps = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            text = self.format_help()
+        finally:
+            for action, help_text in zip(hidden, helps, strict=True):
+                action.help = help_text
+        return f"{text}\n{len(hidden)} more settings: aioserve --help=all\n"
+
+
+class _Help(argparse.Action):
+    """`--help`, or `--help=all`: prints it and ends the program."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, _ServeParser)
+        print(parser.format_help() if values == "all" else parser.format_common_help(), end="")  # noqa: T201
+        parser.exit()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -170,6 +199,15 @@ def build_parser() -> argparse.ArgumentParser:
         "",
         usage="aioserve [serve] [--config FILE] [--set SECTION.NAME=VALUE] [--FLAG VALUE ...]",
         description="Serve a language model over an OpenAI-compatible HTTP API.",
+        add_help=False,
+    )
+    parser.add_argument(
+        *("-h", "--help"),
+        action=_Help,
+        nargs="?",
+        choices=("all",),
+        metavar="all",
+        help="the commonest settings; --help=all: every setting",
     )
     parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
     parser.add_argument(
@@ -198,7 +236,21 @@ def load_config(arguments: argparse.Namespace) -> EngineConfig:
         for name, value in vars(arguments).items()
         if "." in name and value is not None  # no dot: an argument that is not a setting
     ]
-    return EngineConfig.load(arguments.config, [*arguments.set, *flags])
+    try:
+        return EngineConfig.load(arguments.config, [*arguments.set, *flags])
+    except SettingError as error:
+        if error.where is not None:
+            raise
+        # Named as it was written: a flag wins over --set.
+        written = error.setting
+        if error.setting in dict(flags):
+            written = f"--{error.setting.rpartition('.')[2].replace('_', '-')}"
+        elif error.setting in dict(arguments.set):
+            written = f"--set {error.setting}"
+        raise ConfigError(f"{written}: {error.why}") from error
+
+
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 
 
 def _add_flag(
@@ -219,7 +271,7 @@ def _add_flag(
     elif typing.get_origin(kind) is typing.Literal:
         options["choices"] = [str(value) for value in typing.get_args(kind)]
     else:
-        options["metavar"] = getattr(kind, "__name__", "value").upper()
+        options["metavar"] = _METAVARS.get(kind, "VALUE")
     group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from aioserve.errors import ConfigError
-from aioserve.nearest import explain
+from aioserve.errors import ConfigError, SettingError
+from aioserve.nearest import explain, misfit
 from aioserve.shipped import find_config
 from aioserve.yaml_file import read_yaml
 
@@ -762,11 +762,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         if path is not None:
             path = find_config(path)
             tree = _read_sections(path)
-            _convert(tree, cls, where=str(path))  # a bad file is named before a bad flag
+            _convert(tree, cls, str(path))  # a bad file is named before a bad flag
             _find_policies(tree, path, {dotted for dotted, _ in overrides})
         for dotted, value in overrides:
             _set(tree, dotted, value)
-        return _convert(tree, cls, where="settings", strict=False)
+        return _convert(tree, cls, None, strict=False)
 
     def check_effects(self) -> None:
         """Raises `ConfigError` for a setting that would have no effect beside the others."""
@@ -950,6 +950,22 @@ _RULES = (
 )
 
 
+#: What most servers are started with: those that `--help` lists. All others are in `--help=all`.
+COMMON_SETTINGS = (
+    *("model.model", "model.served_model_name", "model.dtype", "model.quantization"),
+    *("model.max_model_len", "model.chat_template"),
+    *("cache.kv_cache_gib", "cache.enable_prefix_caching"),
+    *("scheduler.policy", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens"),
+    *("scheduler.max_waiting_requests", "scheduler.decision_log"),
+    *("speculation.speculative_method", "adapters.lora"),
+    *("runner.runner", "runner.device", "runner.threads", "runner.gpu_memory_utilization"),
+    "runner.tensor_parallel_size",
+    *("server.host", "server.port", "server.api_workers", "server.tool_call_parser"),
+    *("server.reasoning_parser", "server.default_chat_tokens", "server.enable_admin"),
+    *("server.log_level", "access.api_keys_file", "access.allowed_origins"),
+)
+
+
 def iter_settings() -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
     """Every setting as (section name, field): a section's own first, then what it inherits."""
     for section in msgspec.structs.fields(EngineConfig):
@@ -1008,9 +1024,12 @@ def _parse_option(text: str) -> Any:
 
 
 def _convert(
-    tree: dict[str, Any], cls: type[EngineConfig], where: str, strict: bool = True
+    tree: dict[str, Any], cls: type[EngineConfig], where: str | None, strict: bool = True
 ) -> EngineConfig:
+    """`where` is the file with the settings; None: they are from other places."""
     try:
         return msgspec.convert(tree, cls, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, cls)}") from error
+        if (found := misfit(error, tree, cls)) is not None:
+            raise SettingError(where, *found) from error
+        raise ConfigError(f"{where or 'settings'}: {explain(error, cls)}") from error

@@ -21,6 +21,7 @@
     ├── WorkerError             the processes in front of the engine do not stay alive
     ├── RunnerDeadError         the model runner cannot run another step; the engine ends
     └── ConfigError             the process cannot start as configured
+        ├── SettingError        a setting has a value that it cannot have
         └── UnknownPolicyError  no policy of that name
 
 A message says what is wrong, what would be right, and where.
@@ -167,6 +168,18 @@ class WorkerError(AioserveError):
 
 class ConfigError(AioserveError):
     """The configuration cannot work; said before anything starts."""
+
+
+class SettingError(ConfigError):
+    """The value of a setting has the wrong type, or is out of range. `setting` is its dotted name,
+    `why` says what was expected, and `where` is the file with the value, or None without one.
+    """
+
+    def __init__(self, where: str | None, setting: str, why: str) -> None:
+        super().__init__(f"{where or 'settings'}: {setting}: {why}")
+        self.where = where
+        self.setting = setting
+        self.why = why
 
 
 class UnknownPolicyError(ConfigError):

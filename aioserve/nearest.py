@@ -15,6 +15,21 @@ import msgspec
 # Of msgspec's messages: what was not known, and where it stood.
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `(?P<path>.*)`)?$")
 _NO_CHOICE = re.compile(r"Invalid (?:enum )?value '(?P<name>.*?)'(?: - at `(?P<path>.*)`)?$")
+_MISFIT = re.compile(
+    r"Expected `(?P<kinds>[\w |]+)`"
+    r"(?:, got `.*?`| (?P<sign>[<>]=?) (?P<limit>\S+)| matching regex (?P<pattern>'.*'))?"
+    r" - at `(?P<path>\$.+)`$"
+)
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+}
+_BOUNDS = {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -33,6 +48,34 @@ def explain(error: msgspec.ValidationError, kind: type) -> str:
         known = list(_choices(kind, match["path"]))
         return f"{text}; expected one of {', '.join(known)}" if known else text
     return text
+
+
+def misfit(error: msgspec.ValidationError, given: Any, kind: type) -> tuple[str, str] | None:
+    """Where in `given`, which does not convert to `kind`, a value has the wrong type, is out of
+    range or none of those that there are, as `server.port`; and what was expected, in words, with
+    what is there. None for an error of any other kind.
+    """
+    match = _MISFIT.match(str(error)) or _NO_CHOICE.match(str(error))
+    if match is None or match["path"] is None:
+        return None
+    value, steps = given, re.findall(r"\.(\w+)|\[(.*?)\]", match["path"])
+    for name, index in steps:
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):  # `...` stands for a name
+            break
+    where = ".".join(name for name, _ in steps if name)
+    if match.re is _NO_CHOICE:
+        expected = f"one of {', '.join(_choices(kind, match['path']))}"
+    else:
+        expected = " or ".join(
+            _KINDS.get(each, f"`{each}`") for each in match["kinds"].split(" | ")
+        )
+        if match["sign"]:
+            expected += f" {_BOUNDS[match['sign']]} {match['limit'].removesuffix('.0')}"
+        elif match["pattern"]:
+            expected += f" that matches {match['pattern']}"
+    return where, f"expected {expected}, got {value!r}"
 
 
 def _elsewhere(name: str, kind: type) -> str:

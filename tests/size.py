@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 3_820,
+    "aioserve": 3_940,
     "aioserve/child": 570,
     "aioserve/console": 1_270,
-    "aioserve/engine": 7_180,
+    "aioserve/engine": 7_200,
     "aioserve/grammars": 640,
     "aioserve/images": 610,
     "aioserve/kernels": 3_690,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aioserve.cli import COMMANDS, build_parser, load_config, main
-from aioserve.config import EngineConfig, iter_settings
+from aioserve.config import COMMON_SETTINGS, EngineConfig, iter_settings
 from aioserve.errors import ConfigError
 from aioserve.scheduler import available_policies
 from tests import processes
@@ -39,13 +39,41 @@ def test_without_arguments_every_setting_has_its_default():
     assert load() == EngineConfig()
 
 
-def test_every_setting_has_a_flag_except_mappings(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+def shown_settings(capsys, *argv):
+    """The settings whose flags stand in a help text, by their names, and the text."""
+    with pytest.raises(SystemExit) as caught:
+        main([*argv])
+    assert caught.value.code == 0
     text = capsys.readouterr().out
-    for _section, field in iter_settings():
-        flag = f"--{field.name.replace('_', '-')} "
-        assert (flag in text.replace(",", " ")) == (not field.name.endswith("options")), flag
+    flags = set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+    names = {
+        f"--{field.name.replace('_', '-')}": f"{s}.{field.name}" for s, field in iter_settings()
+    }
+    return {names[flag] for flag in flags & names.keys()}, text
+
+
+def test_every_setting_has_a_flag_except_mappings(capsys):
+    shown, _ = shown_settings(capsys, "--help=all")
+    every = {f"{section}.{field.name}" for section, field in iter_settings()}
+    assert shown == {name for name in every if not name.endswith("options")}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_shows_the_thirty_commonest_settings_and_where_the_others_are(flag, capsys):
+    every, _ = shown_settings(capsys, "--help=all")
+    shown, text = shown_settings(capsys, flag)
+    assert len(shown) == 30
+    assert shown == set(COMMON_SETTINGS)
+    assert text.endswith(f"{len(every) - 30} more settings: aioserve --help=all\n")
+    assert "  chunked_prefill  " in text  # the policies
+
+
+def test_after_a_short_help_every_setting_can_be_parsed_and_shown():
+    parser = build_parser()
+    before = parser.format_help()
+    assert "--send-timeout" not in parser.format_common_help()
+    assert parser.format_help() == before
+    assert "--send-timeout" in before
 
 
 def test_flags_win_over_set_and_set_over_the_file(tmp_path):
@@ -78,8 +106,21 @@ def test_flags_take_the_types_of_their_fields():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--port", "many"], "server.port"),
-        (["--port", "70000"], "server.port"),
+        (["--port", "many"], "error: --port: expected a whole number, got 'many'\n"),
+        (["--port", "70000"], "error: --port: expected a whole number of at most 65535, got"),
+        (["--set", "server.port=70000"], "error: --set server.port: expected a whole number of at"),
+        (["--set", "server.port=1", "--port", "70000"], "error: --port: expected a whole"),
+        (["--watermark", "3"], "error: --watermark: expected a number"),
+        (["--max-body-mib", "x"], "error: --max-body-mib: expected a whole number or nothing, got"),
+        (["--allowed-hosts", "http://x"], "error: --allowed-hosts: expected a text that matches '"),
+        (
+            ["--set", "server.log_level=loud"],
+            "error: --set server.log_level: expected one of debug,",
+        ),
+        (
+            ["--set", "scheduler.options=3"],
+            "error: --set scheduler.options: expected a mapping, got",
+        ),
         (["--set", "server.prot=1"], "prot"),
         (["--set", "srever.port=1"], "srever"),
         (["--set", "server=1"], "SECTION.NAME=VALUE"),
@@ -107,7 +148,8 @@ def test_a_bad_argument_is_one_line_that_names_it(argv, message, capsys):
         ("server: [unclosed", "not valid YAML"),
         ("- a list", "must hold a mapping"),
         ("server: {prot: 1}", "prot"),
-        ("server: {port: '80x'}", "server.port"),
+        ("server: {port: '80x'}", r"bad\.yaml: server\.port: expected a whole number, got '80x'"),
+        ("server: {port: 70000}", r"bad\.yaml: server\.port: expected .* at most 65535, got 70000"),
         ("\x00\x01", "not valid YAML"),
     ],
 )
@@ -139,6 +181,26 @@ def test_help_and_version_load_nothing_heavy():
 
 
 # Processes
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--policy", "fairr"], "unknown policy 'fairr' (did you mean 'fair'?)"),
+        (["--set", "scheduler.options.chunk=3"], "chunk_size"),
+        (["--shadow-policy", "nope"], "unknown policy 'nope'"),
+        (["--threads", "2"], "runner.threads is 2, which has no effect"),
+    ],
+)
+def test_what_is_wrong_about_a_policy_is_said_before_the_port_is_taken(argv, message, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["--runner", "simulated", "--port", port, *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "cannot listen" not in error
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -211,6 +211,7 @@ ALLOWED = {
         "aioserve.arguments",
         "aioserve.config",
         "aioserve.engine",
+        "aioserve.engine.builder",
         "aioserve.engine.byte_level",
         "aioserve.engine.chat_template",
         "aioserve.engine.histogram",

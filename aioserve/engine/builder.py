@@ -357,6 +357,19 @@ def _check_windows(config: EngineConfig, spec: WindowSpec | None, max_model_len:
             )
 
 
+def check_policies(config: EngineConfig) -> None:
+    """Raises `ConfigError` if the policy or its shadow is not to be found, or has no such options:
+    what can be said of them without a model.
+    """
+    settings = [config.scheduler]
+    if config.shadow.shadow_policy is not None:
+        settings.append(_shadow_settings(config))
+    for each in settings:
+        policy = load_policy(each.policy)
+        if issubclass(policy, BaseScheduler):
+            policy.parse_options(each.options)
+
+
 def _check_policy(
     policy: type[BaseScheduler], settings: SchedulerConfig, model_info: ModelInfo
 ) -> None:

@@ -18,6 +18,7 @@ from aiohttp import web
 from aioserve.arguments import EXIT_ENGINE_DEAD
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine, EngineClient
+from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
 from aioserve.server.access.connections import Connections, allow_connections
@@ -252,7 +253,9 @@ async def serve(
     if config.model.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for Python callers: a server needs the tokenizer")
     access = MainAccess(config)
-    signals = Signals()
+    signals = Signals()  # before any code of a policy runs
+    check_policies(config)  # before a port is taken, and long before the model is loaded
+    config.check_effects()
     allow_connections(config.access.max_connections)
     doors = open_doors(config)
     try:
