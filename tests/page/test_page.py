@@ -26,6 +26,7 @@ CONFIG = EngineConfig(
 )
 LIVE = "document.getElementById('connection').textContent === 'live'"
 
+SHADOW = "document.getElementById('shadow').innerText"
 WORDS = "document.getElementById('report-words').textContent"
 
 
@@ -227,7 +228,7 @@ async def test_a_policy_is_tried_on_live_requests_and_the_report_is_shown(browse
         assert tab.problems == []
 
 
-async def test_why_a_request_waited_and_who_was_preferred_to_it(browser):
+async def test_why_a_request_waited_and_what_was_served_instead(browser):
     scheduler = msgspec.structs.replace(CONFIG.scheduler, max_num_seqs=1)
     async with page(browser, scheduler=scheduler) as (server, tab):
         first = asyncio.create_task(
@@ -251,7 +252,7 @@ async def test_why_a_request_waited_and_who_was_preferred_to_it(browser):
         )
         waited = [row for row in rows if "all seats are taken" in row]
         assert len(waited) == 1
-        assert "decode tokens of those who ran" in waited[0]
+        assert "decode tokens of requests that ran" in waited[0]
         assert "20 tokens of its prompt" in rows[-2]
         assert "4 steps of decoding" in rows[-1]
         assert "it ran alone" in rows[-1]
@@ -265,6 +266,98 @@ async def test_the_shadow_stands_beside_the_live_policy(browser):
         await tab.until(f"/fcfs follows the live chunked_prefill/.test({text_of('shadow')})")
         await server.complete(max_tokens=3, ignore_eos=True)
         await tab.until(f"/first token p50\\s+≤/.test({text_of('shadow')})")
+
+
+async def test_the_shadow_has_a_verdict_from_fifty_requests_on(browser):
+    async with page(browser, shadow=ShadowConfig(shadow_policy="fcfs")) as (server, tab):
+        verdicts = (
+            "[...document.querySelectorAll('#shadow tbody tr')].slice(0, 6)"
+            ".map((row) => row.lastChild.innerText)"
+        )
+        await server.complete(max_tokens=3, ignore_eos=True)
+        await tab.until(f"/needs 50 requests of each, and there are 1 and 1/.test({SHADOW})")
+        assert set(await tab.run(verdicts)) == {"\N{EN DASH}"}
+        assert "of 2" in await tab.run(SHADOW)  # gaps
+        asked = [server.complete([i + 5] * 9, max_tokens=3) for i in range(50)]
+        await asyncio.gather(*asked)
+        await tab.until(f"!/No verdict/.test({SHADOW})")
+        assert set(await tab.run(verdicts)) <= {"shorter", "longer", "as long"}
+
+
+async def test_lanes_have_the_names_of_users_or_the_numbers_of_requests(browser):
+    async with page(browser) as (server, tab):
+        fields = {"max_tokens": 5, "ignore_eos": True}
+        asked = [server.complete(user=name, **fields) for name in ("ann", "bob", "ann")]
+        await asyncio.gather(*asked, server.complete(**fields))
+        await tab.until("aioserve.now.lanes.shown.flat().length === 4")
+        names = (
+            "(async () => { const { nameLane } = await import('/page/words.js');"
+            " return aioserve.now.lanes.shown.map("
+            "(lane) => nameLane(lane, aioserve.story.own, 18)); })()"
+        )
+        assert sorted(await tab.run(names)) == ["ann", "ann", "bob", "request 4"]
+        await server.complete(user="ann", **fields)
+        await server.complete(**fields)
+        await tab.until("aioserve.now.lanes.shown.flat().length === 6")
+        found = sorted(await tab.run(names))  # each took a lane that was its own before
+        assert found == ["ann", "ann", "bob", "requests 4\N{EN DASH}6"]
+
+
+async def test_names_stand_beside_lanes_however_low(browser):
+    async with page(browser) as (server, tab):
+        drawn = "(() => { const pen = aioserve.now.lanes.pen, drawn = [];"
+        drawn += " const own = pen.fillText; pen.fillText = (...of) => drawn.push(of[0]);"
+        drawn += " aioserve.now.draw(); pen.fillText = own; return drawn; })()"
+        asked = [
+            server.complete(user=f"user {i // 20}", max_tokens=200, ignore_eos=True)
+            for i in range(60)
+        ]
+        asking = asyncio.gather(*asked)
+        await tab.until("aioserve.now.lanes.shown.flat().length === 60")
+        assert await tab.run("aioserve.now.lanes.lane") < 13
+        assert {"user 0", "user 1", "user 2"} <= set(await tab.run(drawn))
+        await asking
+
+
+async def test_hold_holds_all_numbers_and_resume_takes_what_came(browser):
+    async with page(browser) as (server, tab):
+        await server.complete(max_tokens=5, ignore_eos=True)
+        await tab.until("aioserve.story.lives.size === 1")
+        await click(tab, "hold")
+        assert await tab.run(text_of("hold")) == "Resume"
+        await asyncio.sleep(0.6)  # what was under way when it was pressed is written
+        before = await tab.run(text_of("now"))
+        await asyncio.gather(*(server.complete(max_tokens=50, user="later") for _ in range(9)))
+        await tab.until("aioserve.numHeld > 0")
+        await asyncio.sleep(1.2)  # tiles, table and words had their turns
+        assert await tab.run(text_of("now")) == before
+        assert await tab.run("aioserve.story.lives.size") == 1
+        await click(tab, "hold")
+        assert await tab.run(text_of("hold")) == "Hold"
+        await tab.until("aioserve.story.lives.size === 10")
+        await tab.until("aioserve.story.gauges.num_running === 0")
+        assert await tab.run("aioserve.story.numSnapshots") == 1
+
+
+async def test_ends_are_told_apart(browser):
+    async with page(browser) as (server, tab):
+        legend = await tab.run("document.querySelector('.legend').innerText")
+        for word in ("aborted", "timed out", "failed", "another policy"):
+            assert word in legend
+        fields = {"ignore_eos": True, "max_tokens": 3000}
+        asked = asyncio.create_task(server.complete(request_id="gone", **fields))
+        await tab.until("aioserve.story.lives.size === 1")
+        server.engine.abort("gone")
+        await asked
+        await server.complete(timeout=0.1, **fields)
+        await tab.until("[...aioserve.story.lives.values()].filter((life) => life.end).length > 1")
+        finishes = await tab.run("[...aioserve.story.lives.values()].map((life) => life.finish)")
+        assert finishes == ["abort", "timeout"]
+        pen = "aioserve.now.lanes.pen"
+        drawn = f"(() => {{ let strokes = 0, fills = 0; const pen = {pen};"
+        drawn += " pen.strokeRect = () => strokes++; pen.fill = () => fills++; aioserve.now.draw();"
+        drawn += " delete pen.strokeRect; delete pen.fill; return [strokes, fills]; })()"
+        assert await tab.run(drawn) == [1, 1]  # a hollow box, and a wedge
 
 
 async def test_a_thousand_requests_are_all_drawn(browser):

@@ -1,10 +1,10 @@
 // Draws: requests as lanes through time, and below them steps and KV blocks on the same axis.
 // Knows the story and a canvas; knows nothing of the stream.
 
-import { short } from "./words.js";
+import { nameLane, short } from "./words.js";
 
 const MIN_LANE = 5, MAX_LANE = 20; // pixels
-const LABELS_FROM = 13; // a lane that is lower has no room for its name
+const LABEL = 13; // pixels of a name: of lower lanes some have none
 
 export class Palette {
   constructor() {
@@ -149,20 +149,25 @@ export class Lanes extends Plot {
         for (const life of this.shown[i] ?? [])
           this.drawLife(life, i * this.lane - top, story.chosen, hovered);
     });
-    if (this.lane >= LABELS_FROM) {
-      const room = Math.floor((this.gutter - 8) / 7.3);
-      for (let i = first; i < last; i++) {
-        const life = this.shown[i]?.at(-1);
-        if (!life) continue;
-        pen.fillStyle = life === story.chosen ? palette.ink : palette.faint;
-        pen.textAlign = "left";
-        pen.fillText(short(life.id, room), 2, (i + 0.5) * this.lane - top);
-      }
-    } else if (this.shown.length) {
-      this.label(`${this.shown.length}`, 8);
-      this.label("lanes", 21);
-    }
+    this.drawNames(story, first, last, top);
     this.numDrawn += last - first;
+  }
+  // Of neighbours with one name, one: beside a line that holds them together.
+  drawNames(story, first, last, top) {
+    const { pen, palette } = this;
+    const room = Math.floor((this.gutter - 12) / 6.6);
+    pen.textAlign = "left";
+    let below = -Infinity;
+    for (let i = first, next; i < last; i = next) {
+      const name = nameLane(this.shown[i] ?? [], story.own, room);
+      for (next = i + 1; next < last && name && nameLane(this.shown[next] ?? [], story.own, room) === name;) next++;
+      const middle = ((i + next) / 2) * this.lane - top;
+      if (!name || middle - LABEL / 2 < below) continue;
+      below = middle + LABEL / 2;
+      pen.fillStyle = this.shown[i].includes(story.chosen) ? palette.ink : palette.faint;
+      pen.fillText(short(name, room), 2, middle);
+      if (next - i > 1) pen.fillRect(this.gutter - 6, i * this.lane - top + 1, 1, (next - i) * this.lane - 2);
+    }
   }
   drawLife(life, y, chosen, hovered) {
     const { pen, palette } = this;
@@ -204,11 +209,21 @@ export class Lanes extends Plot {
       const x0 = this.x(from);
       pen.fillRect(x0, y + inset, Math.max(this.x(end) - x0 - 0.5, 1), height);
     }
-    if (life.end !== null && life.end >= this.from) {
-      const isWell = life.finish === "stop" || life.finish === "length" || life.finish === "tool_calls";
-      pen.fillStyle = isWell ? palette.done : palette.bad;
-      pen.fillRect(this.x(life.end), y + inset - 0.5, isWell ? 2 : 3, height + 1);
-    }
+    if (life.end !== null && life.end >= this.from) this.drawEnd(life, this.x(life.end), y + inset, height);
+  }
+  // Told apart by form, not by colour alone.
+  drawEnd({ finish }, x, y, height) {
+    const { pen, palette } = this;
+    const isWell = !["abort", "timeout", "error"].includes(finish);
+    pen.fillStyle = pen.strokeStyle = isWell ? palette.done : palette.bad;
+    if (finish === "abort") pen.strokeRect(x + 0.5, y + 0.5, 4, Math.max(height - 1, 2));
+    else if (finish === "timeout") {
+      pen.beginPath();
+      pen.moveTo(x + 6, y - 1);
+      pen.lineTo(x + 6, y + height + 1);
+      pen.lineTo(x, y + height / 2);
+      pen.fill();
+    } else pen.fillRect(x, y - 0.5, isWell ? 2 : 4, height + 1);
   }
 }
 

@@ -13,6 +13,7 @@ const WORDS_MS = 250; // how often what is read, not watched, changes
 const AGAIN_MS = 1500; // until a lost stream is asked for again
 const REFUSED_MS = 10000; // and one that was refused: nobody can be watched there, as on Ray
 const HIDDEN_MS = 10000; // a tab that is hidden for so long stops listening
+const MAX_HELD = 3000; // frames that wait for "Resume", three minutes; after more it begins anew
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const byId = (id) => document.getElementById(id);
@@ -36,19 +37,33 @@ function say(words, isLost = false) {
   node.classList.toggle("lost", isLost);
 }
 
+// While the picture is held, nothing on the page moves: what comes waits.
+const held = [];
+now.onResume = () => {
+  const isLost = held.length >= MAX_HELD;
+  for (const [frame, at] of isLost ? [] : held) take(frame, at);
+  held.length = 0;
+  if (isLost) listening?.abort();
+};
+
+function take(frame, at) {
+  story.take(frame, at);
+  if (frame.kind === "snapshot") {
+    byId("model").textContent = story.about.model;
+    for (const part of parts) part.onSnapshot?.();
+  }
+  for (const part of parts) part.onFrame?.(frame);
+}
+
 async function listen() {
   while (!document.hidden || listening === null) {
     listening = new AbortController();
     try {
       for await (const frame of events("watch/steps", { signal: listening.signal })) {
         if (frame.error) throw new Error(frame.error.message);
-        story.take(frame);
-        if (frame.kind === "snapshot") {
-          say("live");
-          byId("model").textContent = story.about.model;
-          for (const part of parts) part.onSnapshot?.();
-        }
-        for (const part of parts) part.onFrame?.(frame);
+        if (frame.kind === "snapshot") say("live");
+        if (!now.isHeld) take(frame);
+        else if (held.length < MAX_HELD) held.push([frame, performance.now()]);
       }
       say("the stream has ended; asking again", true);
     } catch (error) {
@@ -129,7 +144,7 @@ function draw(time) {
 }
 
 // For tests, and whoever looks into the console.
-const page = { story, now, chat, numDraws: 0, listenAgain: () => listening?.abort() };
+const page = { story, now, chat, numDraws: 0, get numHeld() { return held.length; }, listenAgain: () => listening?.abort() };
 window.aioserve = page;
 requestAnimationFrame(draw);
 keepListening();

@@ -2,7 +2,7 @@
 
 import { Axis, BlockStrip, Lanes, Palette, StepStrip } from "./lanes.js";
 import { fit, lastTraffic, ticks } from "./span.js";
-import { REASONS, STATES, count, duration, element, plural, short } from "./words.js";
+import { ENDS, REASONS, STATES, count, duration, element, nameOf, plural, short } from "./words.js";
 
 const TABLE_ROWS = 200;
 const TABLE_MS = 1000;
@@ -15,6 +15,7 @@ export class Now {
     this.choose = choose;
     this.hovered = null;
     this.heldAt = null;
+    this.onResume = () => {};
     this.traffic = null; // the last, as of a frame
     this.lastTable = 0;
     this.numDrawn = 0;
@@ -31,7 +32,7 @@ export class Now {
       byId("tiles").append(element("div", {}, element("dt", {}, name), value));
     }
     this.tip = byId("tip");
-    byId("hold").addEventListener("click", () => this.hold(this.heldAt === null));
+    byId("hold").addEventListener("click", () => this.hold(!this.isHeld));
     const canvas = byId("lanes");
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => this.point(null));
@@ -42,11 +43,13 @@ export class Now {
     });
   }
 
-  onSnapshot() { this.hold(false); }
+  get isHeld() { return this.heldAt !== null; }
 
   hold(isHeld) {
     this.heldAt = isHeld ? this.story.time() - BEHIND_MS : null;
-    byId("hold").setAttribute("aria-pressed", String(isHeld));
+    byId("hold").textContent = isHeld ? "Resume" : "Hold";
+    byId("hold").classList.toggle("on", isHeld);
+    if (!isHeld) this.onResume();
   }
 
   view() {
@@ -57,8 +60,8 @@ export class Now {
       this.traffic = { frame: this.story.numFrames, last: lastTraffic(this.story.lives.values(), now) };
     const span = seconds === "fit" ? fit(this.traffic.last, now)
       : { to: now, window: 1e3 * Number(seconds), isMoving: true };
-    if (this.heldAt !== null) span.isMoving = false;
-    const gutter = width > 700 ? 132 : 58;
+    if (this.isHeld) span.isMoving = false;
+    const gutter = width > 700 ? 132 : 92;
     return {
       ...span,
       ticks: ticks(span, (width - gutter) / span.window),
@@ -130,7 +133,7 @@ export class Now {
   // The step's budget, and who fills it.
   lastStep() {
     const { steps, about, unanswered } = this.story;
-    if (!steps.length || this.heldAt !== null) return;
+    if (!steps.length) return;
     // The fullest of the last moment: of many short steps, one by chance says little.
     const since = this.story.now - 250;
     let step = steps[steps.length - 1];
@@ -149,13 +152,13 @@ export class Now {
       spans.push(span);
     };
     if (step.decode) add("decode", step.decode, plural(step.decode, "decode"));
-    for (const [life, tokens] of chunks.slice(0, 12)) add("prefill", tokens, `${tokens} of ${short(life.id, 14)}`);
+    for (const [life, tokens] of chunks.slice(0, 12)) add("prefill", tokens, `${tokens} of ${short(nameOf(life, this.story.own), 20)}`);
     const rest = chunks.slice(12).reduce((sum, [, tokens]) => sum + tokens, 0);
     if (rest) add("prefill", rest, `${rest} of others`);
     byId("step-bar").replaceChildren(...spans);
     const words = [plural(step.decode, "decode token")];
     if (chunks.length) {
-      const names = chunks.slice(0, 3).map(([life, tokens]) => `${tokens} for ${short(life.id)}`);
+      const names = chunks.slice(0, 3).map(([life, tokens]) => `${tokens} for ${short(nameOf(life, this.story.own), 20)}`);
       if (chunks.length > 3) names.push(`${chunks.length - 3} more`);
       words.push(`${plural(step.prefill, "prompt token")}: ${names.join(", ")}`);
     }
@@ -169,11 +172,13 @@ export class Now {
     this.hovered = life;
     this.tip.hidden = !life;
     if (!life) return;
-    this.tip.replaceChildren(element("b", {}, life.id), describe(life, this.story.now));
+    this.tip.replaceChildren(element("b", {}, this.title(life)), describe(life, this.story.now));
     const { width, height } = this.tip.getBoundingClientRect();
     this.tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, innerWidth - width - 6))}px`;
     this.tip.style.top = `${event.clientY + 18 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 18}px`;
   }
+
+  title(life) { return `${nameOf(life, this.story.own)}: ${life.id}`; }
 
   table() {
     const lives = [...this.story.lives.values()].filter((life) => life.end === null);
@@ -181,15 +186,15 @@ export class Now {
     const rows = lives.slice(0, TABLE_ROWS).map((life) => element("tr", { "aria-selected": life === this.story.chosen ? "true" : null },
       element("th", { scope: "row" }, element("button", {
         type: "button", class: "link", title: life.id, onclick: () => this.choose(life),
-      }, short(life.id, 22))),
+      }, short(`${life.number}: ${life.user || life.id}`, 26))),
       element("td", { class: "left" }, life.waits && life.reason ? `${STATES[life.state]}: ${REASONS[life.reason] ?? life.reason}` : STATES[life.state]),
       ...[life.prompt, life.cached, life.output].map((value) => element("td", {}, count(value))),
       element("td", {}, duration(life.seconds("queued", this.story.now) + life.seconds("preempted", this.story.now))),
       element("td", {}, count(life.preemptions)),
     ));
-    // Who is on a button stays there.
+    // The focus stays on the request that has it.
     const focused = document.activeElement?.closest?.("#rows") ? document.activeElement.title : null;
-    byId("rows").replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { colspan: 7 }, "Nobody is here."))]));
+    byId("rows").replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { colspan: 7 }, "No request is here."))]));
     if (focused) [...byId("rows").querySelectorAll("button")].find((button) => button.title === focused)?.focus();
     byId("more").textContent = lives.length > TABLE_ROWS ? `and ${plural(lives.length - TABLE_ROWS, "request")} more` : "";
   }
@@ -197,7 +202,7 @@ export class Now {
 
 export function describe(life, now) {
   const parts = [];
-  if (life.end !== null) parts.push(`done (${life.finish}) after ${duration(life.end - life.arrival)}`);
+  if (life.end !== null) parts.push(`${ENDS[life.finish] ?? life.finish}, after ${duration(life.end - life.arrival)}`);
   else if (life.waits) parts.push(`${STATES[life.state]}${life.reason ? `: ${REASONS[life.reason] ?? life.reason}` : ""}`);
   else parts.push(STATES[life.state]);
   parts.push(`waited ${duration(life.seconds("queued", now) + life.seconds("preempted", now))}`);

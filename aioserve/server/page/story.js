@@ -5,6 +5,8 @@ const MAX_STEPS = 20000;
 const MAX_ROWS = 4e6; // references in all steps that are kept: 32 MB
 const KEPT_MS = 65000; // requests that ended longer before the last event are forgotten
 const RECENT_MS = 10000; // what percentiles are of
+const REUSED_MS = 20000; // after which another user may have a lane
+const MAX_OWN_LANES = 100; // of more, another user has one at once
 
 // The rows of frames, by their fields: aioserve/watch/frames.py.
 const asCame = ([number, id, user, priority, prompt, max, arrival]) =>
@@ -84,22 +86,23 @@ export class Story {
   // Milliseconds since the watching began, by this browser's clock.
   time() { return Math.max(performance.now() - this.offset, this.now); }
 
-  take(frame) {
+  // `at`: when it came, by this browser's clock.
+  take(frame, at = performance.now()) {
     this.numFrames++;
-    if (frame.kind === "snapshot") this.takeSnapshot(frame);
+    if (frame.kind === "snapshot") this.takeSnapshot(frame, at);
     else this.takeFrame(frame);
-    this.offset = Math.min(this.offset + 0.2, performance.now() - frame.now); // clocks drift
+    this.offset = Math.min(this.offset + 0.2, at - frame.now); // clocks drift
     this.now = frame.now;
     this.gauges = frame.gauges;
     this.takeGauges(frame);
     if (this.numFrames % 30 === 0) this.forget();
   }
 
-  takeSnapshot(frame) {
+  takeSnapshot(frame, at) {
     this.numSnapshots++;
     const chosen = this.chosen?.id;
     this.clear();
-    this.offset = performance.now() - frame.now;
+    this.offset = at - frame.now;
     this.about = frame.about;
     this.shadow = frame.shadow;
     this.began = frame.now;
@@ -284,9 +287,11 @@ export class Story {
   }
 }
 
-// The first lane whose last holder has ended.
+// The first free lane of the same user; else one that has been free for long, or a new one.
 function place(lanes, life) {
-  const free = lanes.findIndex((last) => last.end !== null);
+  let free = lanes.findIndex((last) => last.end !== null && last.user === life.user);
+  const since = lanes.length < MAX_OWN_LANES ? life.arrival - REUSED_MS : Infinity;
+  if (free < 0) free = lanes.findIndex((last) => last.end !== null && last.end < since);
   const lane = free < 0 ? lanes.length : free;
   lanes[lane] = life;
   return lane;

@@ -4,7 +4,10 @@ import { Refusal, post } from "./server.js";
 import { bucketPercentile } from "./story.js";
 import { count, duration, element, plural } from "./words.js";
 
+const ENOUGH = 50; // requests: of fewer a percentile is a matter of luck
 const byId = (id) => document.getElementById(id);
+// Of upper bounds of buckets: what lies in one bucket cannot be told apart.
+const verdict = (live, shadow) => (live === null || shadow === null ? "–" : shadow < live ? "shorter" : shadow > live ? "longer" : "as long");
 
 export class WhatIf {
   constructor(story) {
@@ -132,20 +135,25 @@ export class WhatIf {
     this.drawn = shadow;
     this.first ??= shadow;
     const since = (side, name) => shadow[side][name].map((total, i) => total - this.first[side][name][i]);
+    const sum = (counts) => counts.reduce((a, b) => a + b, 0);
+    const numRequests = (side) => sum(since(side, "first_token"));
+    const isEnough = Math.min(numRequests("live"), numRequests("shadow")) >= ENOUGH;
     const rows = [["first token", "first_token"], ["gap", "gap"], ["whole request", "whole"]].flatMap(([label, name]) =>
-      [["p50", 0.5], ["p99", 0.99]].map(([percent, share]) => element("tr", {},
-        element("th", { scope: "row" }, `${label} ${percent}`),
-        ...["live", "shadow"].map((side) => {
-          const value = bucketPercentile(shadow.bounds, since(side, name), share);
-          return element("td", {}, value === null ? "–" : `≤ ${duration(1e3 * value)}`);
-        }))));
+      [["p50", 0.5], ["p99", 0.99]].map(([percent, share]) => {
+        const values = ["live", "shadow"].map((side) => bucketPercentile(shadow.bounds, since(side, name), share));
+        return element("tr", {}, element("th", { scope: "row" }, `${label} ${percent}`),
+          ...["live", "shadow"].map((side, i) => element("td", {}, values[i] === null ? "–" : `≤ ${duration(1e3 * values[i])}`,
+            element("small", {}, `of ${count(sum(since(side, name)))}`))),
+          element("td", {}, isEnough ? verdict(...values) : "–"));
+      }));
     rows.push(element("tr", {}, element("th", { scope: "row" }, "running, waiting"),
       element("td", {}, `${count(this.story.gauges.num_running)}, ${count(this.story.gauges.num_waiting)}`),
-      element("td", {}, `${count(shadow.num_running)}, ${count(shadow.num_waiting)}`)));
-    const words = shadow.is_failed ? "Its policy has raised: it is off." : `${shadow.policy} follows the live ${about.policy} five seconds behind, in virtual time. Counted since this page was opened, in buckets.`;
+      element("td", {}, `${count(shadow.num_running)}, ${count(shadow.num_waiting)}`), element("td", {})));
+    const few = isEnough ? "" : ` No verdict: it needs ${ENOUGH} requests of each, and there are ${count(numRequests("live"))} and ${count(numRequests("shadow"))}.`;
+    const words = shadow.is_failed ? "Its policy has raised: it is off." : `${shadow.policy} follows the live ${about.policy} five seconds behind, in virtual time. Counted since this page was opened, in buckets, of so many requests or gaps.${few}`;
     byId("shadow").replaceChildren(
       element("div", { class: "scroll shadow" }, element("table", {},
-        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, ""), element("th", { scope: "col" }, "live"), element("th", { scope: "col" }, "shadow"))),
+        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, ""), element("th", { scope: "col" }, "live"), element("th", { scope: "col" }, "shadow"), element("th", { scope: "col" }, "shadow is"))),
         element("tbody", {}, ...rows))),
       element("p", { class: shadow.is_failed ? "small bad" : "small" }, words + (shadow.num_resets ? ` It was too far behind ${count(shadow.num_resets)} times and began anew.` : "")));
   }

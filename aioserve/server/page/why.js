@@ -1,7 +1,7 @@
-// Why: the life of one request, step by step, and who was preferred to it.
+// Why: the life of one request, step by step, and what was served in its stead.
 
 import { describe } from "./now.js";
-import { REASONS, count, duration, element, plural, short } from "./words.js";
+import { REASONS, count, duration, element, nameOf, plural, short } from "./words.js";
 
 const NAMED = 3; // of those who were served in its stead
 const LISTED = 300; // steps of a stretch that are shown one by one
@@ -19,16 +19,18 @@ export class Why {
     });
     for (const event of ["focus", "pointerdown"]) this.select.addEventListener(event, () => this.offer());
     byId("life").append(element("p", { class: "small" },
-      "Choose a request: here stands what became of it in every step, why it waited, and who was served instead."));
+      "Choose a request: here stands what became of it in every step, why it waited, and what was served instead."));
   }
 
   offer() {
     const { lives, chosen } = this.story;
     const some = [...lives.values()].slice(-300).reverse();
     if (chosen && !some.includes(chosen)) some.unshift(chosen);
-    const options = some.map((life) => new Option(`${short(life.id, 44)}${life.user ? ` of ${short(life.user)}` : ""}`, life.number, false, life === chosen));
+    const options = some.map((life) => new Option(`${count(life.number)}: ${short(life.id, 44)}${life.user ? ` of ${short(life.user)}` : ""}`, life.number, false, life === chosen));
     this.select.replaceChildren(new Option("choose one, here or among the lanes", ""), ...options);
   }
+
+  name(life) { return life.user ? `${count(life.number)} of ${life.user}` : nameOf(life, this.story.own); }
 
   choose(life) {
     this.opened.clear();
@@ -52,7 +54,7 @@ export class Why {
     byId("life").replaceChildren(
       element("p", { class: "small" }, element("b", {}, life.id), " ", describe(life, time)),
       element("dl", { class: "facts" }, ...spent.map(([kind, ms]) => element("div", {},
-        element("dt", {}, { queued: "waited in the queue", prefill: "prompt computed in", decode: "decoded for", preempted: "lay preempted for" }[kind]),
+        element("dt", {}, { queued: "waited in the queue", prefill: "prompt computed in", decode: "decoded for", preempted: "waited after a preemption" }[kind]),
         element("dd", {}, ms ? duration(ms) + (kind === "prefill" && life.chunks.length > 1 ? `, ${life.chunks.length} chunks` : "") : "–"))),
         element("div", {}, element("dt", {}, "first token after"), element("dd", {}, life.firstToken === null ? "–" : duration(life.firstToken - life.arrival))),
       ),
@@ -98,7 +100,7 @@ export class Why {
     const rows = stretches.slice(-400).map((stretch) => this.row(life, stretch));
     return element("div", { class: "life" }, element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Its life, step by step" },
       element("table", {}, element("thead", {}, element("tr", {},
-        ...["steps", "after", "for", "what became of it", "who was preferred to it"].map((name) => element("th", { scope: "col", class: "left" }, name)))),
+        ...["steps", "after", "for", "what became of it", "what was served instead"].map((name) => element("th", { scope: "col", class: "left" }, name)))),
       element("tbody", {}, ...rows))));
   }
 
@@ -145,12 +147,12 @@ export class Why {
       if (!reason || reason === "policy") continue;
       const span = other.spans.findLast((one) => one.from <= step.time);
       if (span?.kind === "queued" || span?.kind === "preempted")
-        return `; it stopped at ${short(other.id)}: ${REASONS[reason] ?? reason}`;
+        return `; it stopped at ${short(this.name(other), 24)}: ${REASONS[reason] ?? reason}`;
     }
     return "";
   }
 
-  // Who got tokens in these steps while it did not; prompts by name, since they took the most.
+  // What got tokens in these steps while it did not; prompts by name, since they took the most.
   preferred(life, steps) {
     const prompts = new Map();
     let decodes = 0, overtaken = 0;
@@ -162,18 +164,18 @@ export class Why {
     const named = [...prompts].sort((a, b) => b[1] - a[1]);
     const words = named.slice(0, NAMED).map(([other, tokens]) => {
       const how = other.arrival > life.arrival ? ", which came later" : "";
-      return `${short(other.id)} (${plural(tokens, "prompt token")}${how})`;
+      return `${short(this.name(other), 24)} (${plural(tokens, "prompt token")}${how})`;
     });
     if (named.length > NAMED) words.push(`${plural(named.length - NAMED, "prompt")} more`);
-    if (decodes) words.push(`${plural(decodes, "decode token")} of those who ran`);
-    if (!words.length) return "nobody: the step was empty";
+    if (decodes) words.push(`${plural(decodes, "decode token")} of requests that ran`);
+    if (!words.length) return "nothing: the step was empty";
     return words.join("; ") + (overtaken ? `. ${plural(overtaken, "later request")} overtook it` : "");
   }
 
   list(life, steps, isWaiting) {
     const items = steps.slice(0, LISTED).map((step) => element("li", {},
       `${count(step.id)}: ${step.back === null ? "computes" : duration(step.back - step.time)}, ${plural(step.total, "token")} for ${step.lives.length}`,
-      isWaiting && step.chunks.length ? `, prompts of ${step.chunks.slice(0, NAMED).map(([other]) => short(other.id, 14)).join(", ")}` : "",
+      isWaiting && step.chunks.length ? `, prompts of ${step.chunks.slice(0, NAMED).map(([other]) => short(this.name(other), 20)).join(", ")}` : "",
       step.preempted ? `, ${step.preempted} preempted` : ""));
     if (steps.length > LISTED) items.push(element("li", {}, `and ${plural(steps.length - LISTED, "step")} more`));
     return element("ul", { class: "small" }, ...items);
@@ -182,5 +184,5 @@ export class Why {
 
 function beside(steps) {
   const most = Math.max(...steps.map((step) => step.lives.length)) - 1;
-  return most ? `nobody; it ran beside up to ${plural(most, "other")}` : "nobody; it ran alone";
+  return most ? `nothing: it ran, beside up to ${plural(most, "other")}` : "nothing: it ran alone";
 }

@@ -39,6 +39,22 @@ export function short(id, length = 18) {
   return `${id.slice(0, length - 1 - tail)}…${id.slice(-tail)}`;
 }
 
+// A request of a client that said no name, by its number in the order of arrival.
+export const nameOf = (life, own) => (own.has(life.id) ? "this chat" : life.user || `request ${count(life.number)}`);
+
+// A lane: its user, or the requests that had it, one after the other.
+export function nameLane(lives, own, room) {
+  const names = new Set(lives.map((life) => nameOf(life, own)));
+  if (names.size <= 1) return [...names][0] ?? "";
+  const users = new Set(lives.map((life) => life.user));
+  if (users.size > 1 || lives.some((life) => own.has(life.id))) return `${lives.length} requests`;
+  const [first, last] = [lives[0].number, lives.at(-1).number];
+  return room < 15 ? `#${first}–${last}` : `requests ${first}–${last}`;
+}
+
+export const ENDS = { stop: "done", length: "done: it had all its tokens", tool_calls: "done: it called a tool",
+  abort: "aborted: its client left, or an operator ended it", timeout: "timed out", error: "failed" };
+
 export function element(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes))
