@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "aioserve": 3_940,
     "aioserve/child": 570,
-    "aioserve/console": 1_270,
+    "aioserve/console": 1_460,
     "aioserve/engine": 7_200,
     "aioserve/grammars": 640,
     "aioserve/images": 610,

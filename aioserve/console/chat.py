@@ -7,13 +7,18 @@ commands do, is known elsewhere.
 import asyncio
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
+from urllib.parse import urlsplit
+
+import aiohttp
 
 from aioserve.arguments import Parser
 from aioserve.client import AsyncClient
 from aioserve.console.conversation import SAMPLING, Conversation
+from aioserve.console.history import History, history_file
 from aioserve.console.message_lines import (
     complete_by,
     read_from_pipe,
@@ -22,6 +27,7 @@ from aioserve.console.message_lines import (
 )
 from aioserve.console.slash import COMMANDS, Quit, run_command
 from aioserve.console.terminal_keys import keeping_keys
+from aioserve.console.wrapping import WordWrap
 from aioserve.errors import AioserveError, ConfigError, EngineDeadError, RequestError
 from aioserve.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from aioserve.server.protocol import ModelCard
@@ -44,7 +50,7 @@ def run_chat(argv: Sequence[str]) -> int:
     of a pipe also for a message that is not answered.
     """
     arguments = _parser().parse_args(argv)
-    if "://" not in arguments.url:
+    if "://" not in arguments.url and not arguments.url.startswith("unix:"):
         raise ConfigError(f"expected a URL such as {DEFAULT_URL}, got {arguments.url!r}")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -62,7 +68,8 @@ def run_chat(argv: Sequence[str]) -> int:
             raise ConfigError(f"--sampling: {error}") from error
         try:
             with keeping_keys():
-                return _Chat(conversation, runner).run()
+                keeps_history = not arguments.no_history
+                return _Chat(conversation, runner, keeps_history=keeps_history).run()
         except EngineDeadError as error:  # of another process: exit code 3 is for one's own
             raise AioserveError(str(error)) from error
         finally:
@@ -87,14 +94,23 @@ def _parser() -> Parser:
         default=[],
         help=f"repeatable; {', '.join(SAMPLING)}",
     )
+    parser.add_argument(
+        "--no-history",
+        action="store_true",
+        help="neither read nor keep the file of typed lines, for the arrows: "
+        "~/.local/state/aioserve/chat_history",
+    )
     return parser
 
 
 class _Chat:
     """The loop between a person, or a pipe, and the server."""
 
-    def __init__(self, conversation: Conversation, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, conversation: Conversation, runner: asyncio.Runner, *, keeps_history: bool
+    ) -> None:
         self._conversation, self._runner = conversation, runner
+        self._history = History(history_file()) if keeps_history else None
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._read_line = read_from_terminal if self._is_terminal else read_from_pipe
 
@@ -111,6 +127,16 @@ class _Chat:
                 "/help lists commands, Ctrl-D leaves"
             )
             complete_by(_complete)
+            if self._history is not None and (why := self._history.recall()) is not None:
+                _note(why)
+        try:
+            return self._converse()
+        finally:
+            kept = self._history is None or not self._is_terminal or self._history.keep()
+            if isinstance(kept, str):
+                _note(kept)
+
+    def _converse(self) -> int:
         num_interrupts = 0
         while True:
             try:
@@ -158,9 +184,14 @@ class _Chat:
                 _note("the model has no chat template: it goes on with the text so far")
 
     async def _show_reply(self, message: str) -> None:
-        async with aclosing(self._conversation.ask(message)) as texts:
-            async for text in texts:
-                print(text.translate(CONTROL) if self._is_terminal else text, end="", flush=True)
+        wrap = WordWrap(shutil.get_terminal_size().columns - 1)
+        try:
+            async with aclosing(self._conversation.ask(message)) as texts:
+                async for text in texts:
+                    shown = wrap.feed(text.translate(CONTROL)) if self._is_terminal else text
+                    print(shown, end="", flush=True)
+        finally:
+            print(wrap.end(), end="", flush=True)
 
 
 async def _meet(client: AsyncClient) -> list[ModelCard]:
@@ -171,11 +202,26 @@ async def _meet(client: AsyncClient) -> list[ModelCard]:
             return await client.models()
         except EngineDeadError as error:
             if "being loaded" not in str(error):
-                raise
+                raise _how_to_start(client.base_url, error) from error
             if not is_told:
                 _note("the model is being loaded; Ctrl-C leaves")
             is_told = True
             await asyncio.sleep(LOADING_SECONDS)
+
+
+def _how_to_start(url: str, error: EngineDeadError) -> AioserveError:
+    """With what is to be done, if nothing listens there."""
+    if not isinstance(error.__cause__, aiohttp.ClientConnectorError):
+        return error
+    parts = urlsplit(url)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return AioserveError(f"{error}. Is a server started there, with --host and this port?")
+    port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
+    start = f"python -m aioserve{port}"
+    return AioserveError(
+        f"no server listens at {url}. Start one in another terminal: {start}, or, with a model "
+        f"that can talk: python -m aioserve fetch smollm2 && {start} --model smollm2"
+    )
 
 
 def _complete(before: str, word: str) -> Iterable[str]:

@@ -55,11 +55,11 @@ class Terminal:
 
 @contextmanager
 def at_terminal(
-    *command: str, environment: dict[str, str] | None = None
+    *command: str, environment: dict[str, str] | None = None, columns: int = 200
 ) -> Iterator[tuple[Terminal, "subprocess.Popen[str]"]]:
     """A program that has the terminal."""
     outer, inner = pty.openpty()
-    termios.tcsetwinsize(inner, (25, 200))
+    termios.tcsetwinsize(inner, (25, columns))
     given = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull, **(environment or {})}
     streams = {"stdin": inner, "stdout": inner, "stderr": inner}
     try:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from aioserve import AsyncEngine
-from aioserve.cli import main
+from aioserve.cli import build_parser, main
 from aioserve.config import EngineConfig, RunnerConfig
 from aioserve.console.chat import CONTROL
+from aioserve.model_source.downloads import DOWNLOADS
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind, url_of
@@ -41,9 +42,14 @@ def talk(url: str, text: str, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def chatting(
-    *argv: str,
+    *argv: str, state: Path | None = None, columns: int = 200
 ) -> AbstractContextManager[tuple[Terminal, "subprocess.Popen[str]"]]:
-    return at_terminal(sys.executable, "-m", "aioserve", "chat", *argv)
+    """`state` is where what is typed is kept; None: it is kept nowhere."""
+    command = [sys.executable, "-m", "aioserve", "chat", *argv]
+    if state is None:
+        return at_terminal(*command, "--no-history", columns=columns)
+    environment = {"XDG_STATE_HOME": str(state)}
+    return at_terminal(*command, environment=environment, columns=columns)
 
 
 def num_running(url: str) -> float:
@@ -157,11 +163,79 @@ def test_the_first_failure_ends_a_pipe_with_exit_code_1(url: str) -> None:
     assert result.stderr == message
 
 
-def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_none_listens_the_line_that_starts_a_server_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["chat", "http://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("aioserve: error: no answer from http://127.0.0.1:1: ")
+    assert error.startswith("aioserve: error: no server listens at http://127.0.0.1:1. Start one ")
+    assert "in another terminal: python -m aioserve --port 1, or" in error
     assert error.count("\n") == 1
+    told = re.findall(r"python -m aioserve( .*?)?(?=,| &&|\n)", error)
+    assert told == [" --port 1", " fetch smollm2", " --port 1 --model smollm2"]
+    for words in (told[0], told[2]):
+        build_parser().parse_args(words.split())
+    assert "smollm2" in DOWNLOADS
+
+
+def test_a_server_on_a_unix_socket_is_talked_to(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    command = [sys.executable, "-m", "aioserve", *SIMULATED, "--uds", str(path)]
+    with processes.started(*command):
+        until(path.exists, "the socket")
+        result = talk(f"unix:{path}", "Hello\n", "--sampling", "max_tokens=5")
+        assert (result.returncode, result.stdout.endswith("\n")) == (0, True), result.stderr
+
+
+def test_what_was_typed_comes_back_in_the_next_session_from_a_private_file(
+    url: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "aioserve" / "chat_history"
+    for typed in ("/set max_tokens=3", "/system Be brief."):
+        with chatting(url, state=tmp_path) as (terminal, process):
+            terminal.wait("> ")
+            terminal.type(f"{typed}\n")
+            terminal.wait(r"\]\r\n> ")
+            terminal.type("/quit\n")
+            assert process.wait(timeout=PATIENCE) == 0
+    assert path.read_text().splitlines() == [
+        *("/set max_tokens=3", "/quit"),
+        *("/system Be brief.", "/quit"),
+    ]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    with chatting(url, state=tmp_path) as (terminal, process):
+        terminal.wait("> ")
+        terminal.type("\x10" * 4 + "\n")  # Ctrl-P, as the arrow up
+        terminal.wait(r"\[max_tokens=3\]\r\n> ")
+    with chatting(url) as (terminal, process):  # with --no-history
+        terminal.wait("> ")
+        terminal.type("\x10" * 4 + "/stats\n")
+        terminal.wait(r"\[no reply yet\]\r\n> ")
+
+
+def test_a_history_that_cannot_be_read_or_kept_is_a_note(url: str, tmp_path: Path) -> None:
+    (tmp_path / "aioserve").write_text("no folder")
+    with chatting(url, state=tmp_path) as (terminal, process):
+        terminal.wait(r"\[earlier lines cannot be read from .*chat_history.*\]\r\n")
+        terminal.type("/help\n/quit\n")
+        terminal.wait(r"\[what was typed cannot be kept in .*chat_history: .*\]\r\n")
+        assert process.wait(timeout=PATIENCE) == 0
+
+
+def test_lines_of_a_reply_break_between_words(url: str) -> None:
+    given = ("seed=1", "max_tokens=120", "ignore_eos=true")
+    options = [word for one in given for word in ("--sampling", one)]
+    wanted = talk(url, "Hello\n", *options)
+    with chatting(url, *options, columns=40) as (terminal, _):
+        terminal.wait("leaves\\]\r\n> ")
+        terminal.type("Hello\n")
+        shown = terminal.wait(r"Hello\r\n[\s\S]*\r\n(?:\[ended by: length\]\r\n)?> ")
+    _, _, shown = shown.partition("Hello\r\n")
+    lines = shown.removesuffix("> ").replace("[ended by: length]\r\n", "").split("\r\n")
+    assert max(map(len, lines)) < 40
+    assert len(lines) > 4
+    assert " ".join(lines).split() == wanted.stdout.translate(CONTROL).split()
 
 
 @pytest.mark.parametrize(
