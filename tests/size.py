@@ -20,7 +20,7 @@ LIMITS = {
     "aioserve/kernels": 3_690,
     "aioserve/kv_cache": 1_270,
     "aioserve/kv_connector": 870,
-    "aioserve/lab": 7_170,
+    "aioserve/lab": 7_240,
     "aioserve/model_source": 2_350,
     "aioserve/ray": 1_510,
     "aioserve/routing": 390,

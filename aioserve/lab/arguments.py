@@ -4,6 +4,7 @@ Knows argparse and what the arguments are for. Knows no command.
 """
 
 import argparse
+import sys
 
 from aioserve.arguments import assignment, output_file, positive
 from aioserve.lab.slo import Slo
@@ -38,6 +39,21 @@ def add_time_scale(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`, for `wants_json`."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the numbers as JSON too, in the last line; into a pipe or a file they always "
+        "are",
+    )
+
+
+def wants_json(arguments: argparse.Namespace) -> bool:
+    """Whether the last line of stdout is JSON: asked for, or read by a program."""
+    return bool(arguments.json) or not sys.stdout.isatty()
 
 
 def add_output(

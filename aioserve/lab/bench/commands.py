@@ -12,7 +12,13 @@ import msgspec
 
 from aioserve.arguments import Parser, count, mapping, natural, positive
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, add_slo, add_time_scale
+from aioserve.lab.arguments import (
+    add_json,
+    add_output,
+    add_slo,
+    add_time_scale,
+    wants_json,
+)
 from aioserve.lab.bench.exchange import Load, Target
 from aioserve.lab.bench.summary import render, summarize
 from aioserve.lab.terminal import paint, progress
@@ -52,10 +58,10 @@ def run_bench(words: Sequence[str]) -> int:
     print(paint(render(document)))
     # JSON has no NaN: msgspec writes null.
     encoded = msgspec.json.encode(document)
-    if arguments.output is None:
-        print(encoded.decode())
-    else:
+    if arguments.output is not None:
         write(arguments.output, encoded)
+    if arguments.json or (arguments.output is None and wants_json(arguments)):
+        print(encoded.decode())
     if is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if document["requests"]["failed"] else 0
@@ -65,7 +71,7 @@ def _parser() -> Parser:
     parser = Parser(
         "bench",
         description="Measure an OpenAI-compatible server over HTTP.",
-        epilog="The last line is JSON, unless -o names a file for it.",
+        epilog="Where stdout is no terminal, the last line is JSON, unless -o names a file for it.",
     )
     parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", help="its name there (default: the first of /v1/models)")
@@ -129,6 +135,7 @@ def _parser() -> Parser:
     )
     load.add_argument("--max-seconds", type=positive, metavar="S", help="cut the run short")
     add_slo(parser)
+    add_json(parser)
     add_output(parser, "-o", "--output", help="write the JSON there")
     return parser
 

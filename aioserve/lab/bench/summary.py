@@ -12,6 +12,7 @@ import numpy as np
 
 from aioserve.lab.bench.exchange import Exchange, Load
 from aioserve.lab.comparison.measures import STATISTICS, statistics_of
+from aioserve.lab.legend import legend
 from aioserve.lab.slo import Slo
 
 Document = dict[str, Any]
@@ -178,6 +179,7 @@ def render(document: Document) -> str:
             f"({100 * totals['good_share']:.1f}% of the requests)"
         )
     lines.append(f"client, us/token  {document['client']['cpu_us_per_token']:10.1f}")
+    lines += ["", legend(list(LABELS.values()))]
     for error in document["errors"]:
         example = " ".join(error["example"].split())[:200]
         lines.append(f"{error['count']} x {error['kind']}: {example}")

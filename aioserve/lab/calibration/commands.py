@@ -13,7 +13,7 @@ import msgspec
 from aioserve.arguments import Parser
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, add_settings
+from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
 from aioserve.lab.calibration.measurement import calibrate, measure, write_profile
 from aioserve.lab.terminal import progress
 
@@ -24,7 +24,8 @@ def run_calibrate(argv: Sequence[str]) -> int:
         "calibrate",
         description="Run a designed set of batches on a real model and fit what a step takes. "
         "Simulated runs use the result with --set runner.profile=FILE.",
-        epilog="A minute and a half with the embedded model. The last line is JSON.",
+        epilog="A minute and a half with the embedded model. Where stdout is no terminal, the last "
+        "line is JSON.",
     )
     parser.add_argument("--config", metavar="FILE", help="settings, as for serve")
     parser.add_argument("--model", help="as for serve (default: the embedded model)")
@@ -33,6 +34,7 @@ def run_calibrate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a third of the loads, for a rougher profile"
     )
+    add_json(parser)
     args = parser.parse_args(argv)
     overrides = list(args.set)
     if args.model is not None:
@@ -54,5 +56,6 @@ def run_calibrate(argv: Sequence[str]) -> int:
     if args.output is not None:
         write_profile(model, args.output)
         print(f"written to {args.output}")
-    print(json.dumps(msgspec.to_builtins(model)))
+    if wants_json(args):
+        print(json.dumps(msgspec.to_builtins(model)))
     return 0

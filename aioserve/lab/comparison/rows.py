@@ -6,6 +6,8 @@ Knows the document that `compare` makes; computes nothing but units.
 import math
 from typing import Any, NamedTuple
 
+from aioserve.lab.legend import DURATIONS
+
 NOISE = "not distinguishable from noise"
 UNKNOWN = "no interval from so few seeds or requests"
 TINY = "less than 1% apart"
@@ -59,10 +61,7 @@ ROWS = [
 
 # By what labels begin with. One sentence each, for a reader who has not met them.
 MEANINGS = {
-    "TTFT": "Time to first token: from the arrival of a request to its first token.",
-    "TPOT": "Time per output token: the mean time from one token to the next within a request.",
-    "gap": "From one token to the next, over all tokens of all requests: a long one is a stall.",
-    "end to end": "From the arrival of a request to its last token, of those that got there.",
+    **DURATIONS,
     "output tokens/s": "Tokens of replies per second, from the first arrival to the last token.",
     "all tokens/s": "The same with the tokens of prompts.",
     "goodput": "Requests per second that finished within all limits of the SLO.",

@@ -23,6 +23,7 @@ from aioserve.lab.comparison.rows import (
     value_of,
     verdict,
 )
+from aioserve.lab.legend import legend
 
 MAX_WEIGHTS = 6  # that are named
 
@@ -161,6 +162,7 @@ def render_table(document: Document) -> str:
     for number_of, other in enumerate(others):
         lines += [*([""] if number_of else []), *_pair(first, other, document.get("recorded"))]
     lines += render_groups(document)
+    lines += ["", legend([row.label for row in shown_rows(document["results"])])]
     return "\n".join([*lines, "", *remarks(document)]).rstrip()
 
 

@@ -13,7 +13,8 @@ import msgspec
 
 from aioserve.arguments import Parser
 from aioserve.errors import ConfigError
-from aioserve.lab.arguments import add_output, add_settings
+from aioserve.lab.arguments import add_json, add_output, add_settings, wants_json
+from aioserve.lab.legend import legend
 from aioserve.lab.logs.perfetto import write_trace
 from aioserve.lab.logs.what_if import WhatIf, what_if
 from aioserve.watch.reader import DecisionLog
@@ -33,18 +34,24 @@ def run_replay(argv: Sequence[str]) -> int:
         "replay",
         description="Check that today's code decides as recorded, step by step. With --policy or "
         "--set: what another policy would have done with the same traffic, in virtual time.",
-        epilog="The last line is JSON. Exit code 1: some step came out differently.",
+        epilog="Where stdout is no terminal, the last line is JSON. Exit code 1: some step came "
+        "out differently.",
     )
     parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
     parser.add_argument("--policy", help="another policy, as for serve")
     add_settings(
         parser, "another scheduler or cache setting, or scheduler.options.NAME; repeatable"
     )
+    add_json(parser)
     args = parser.parse_args(argv)
     log = DecisionLog(args.log)
     if args.policy is None and not args.set:
-        return _check(log)
-    return _compare(log, args.policy, args.set)
+        exit_code, document = _check(log)
+    else:
+        exit_code, document = _compare(log, args.policy, args.set)
+    if wants_json(args):
+        print(json.dumps(document))
+    return exit_code
 
 
 def run_trace(argv: Sequence[str]) -> int:
@@ -73,7 +80,8 @@ def run_trace(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(log: DecisionLog) -> int:
+def _check(log: DecisionLog) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what was found as data."""
     result = replay(log)
     if result.divergence is not None:
         print(f"{result.policies}: today's code diverges {_where(result.divergence)}")
@@ -88,17 +96,13 @@ def _check(log: DecisionLog) -> int:
         counts = f"{result.num_steps} steps, {result.num_requests} requests"
         print(f"{result.policies}: {counts}, identical")
         _say_if_cut(log)
-    print(
-        json.dumps(
-            {
-                "identical": result.divergence is None,
-                "steps": result.num_steps,
-                "requests": result.num_requests,
-                "complete": log.is_complete,
-            }
-        )
-    )
-    return 0 if result.divergence is None else 1
+    document = {
+        "identical": result.divergence is None,
+        "steps": result.num_steps,
+        "requests": result.num_requests,
+        "complete": log.is_complete,
+    }
+    return (0 if result.divergence is None else 1), document
 
 
 def _where(divergence: Divergence) -> str:
@@ -113,7 +117,10 @@ def _say_if_cut(log: DecisionLog) -> None:
         print("The log has no end: its server still runs, or died.")
 
 
-def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]) -> int:
+def _compare(
+    log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]
+) -> tuple[int, dict[str, Any]]:
+    """As `_check`."""
     result = what_if(log, policy, settings)
     name = policy or result.policies
     if settings:
@@ -122,11 +129,12 @@ def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str
     print("{:22}{:>14}{:>14}{:>14}".format(*header))
     for measure, real in result.recorded.items():
         row = (real, result.same[measure], result.other[measure])
-        print(f"{measure:22}" + "".join(f"{value:14.6g}" for value in row))
+        print(f"{_label(measure):22}" + "".join(f"{value:14.6g}" for value in row))
+    print(legend([_label(measure) for measure in result.recorded]))
     print(f"recorded, simulated: {result.policies}; what if: {name}")
     print(f"step times: {result.step_time.error}")
     errors = _errors(result)
-    listed = ", ".join(f"{measure} {error:+.1%}" for measure, error in errors.items())
+    listed = ", ".join(f"{_label(measure)} {error:+.1%}" for measure, error in errors.items())
     print(f"simulation against reality: {listed}")
     if any(abs(error) > TRUSTED_ERROR for error in errors.values()):
         print(
@@ -136,8 +144,12 @@ def _compare(log: DecisionLog, policy: str | None, settings: list[tuple[str, str
     if result.num_refused:
         print(f"{result.num_refused} requests that were refused are left out of the simulations")
     _say_if_cut(log)
-    print(json.dumps(_as_json(result, name)))
-    return 0
+    return 0, _as_json(result, name)
+
+
+def _label(measure: str) -> str:
+    """Of a row for people: JSON has it shorter."""
+    return measure.replace("e2e", "end to end")
 
 
 def _errors(result: WhatIf) -> dict[str, float]:
