@@ -27,7 +27,7 @@ from aioserve.server.access.gate import check_key
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import answer_preflights, check_caller, tell_origin
 from aioserve.server.access.site import Site
-from aioserve.server.formats.chat_format import ChatFormat
+from aioserve.server.formats.chat_format import ChatFormat, untold_tools
 from aioserve.server.http_counts import HttpCounts
 from aioserve.server.images import ImageLoader
 from aioserve.server.keys import (
@@ -238,6 +238,13 @@ def say_chat_limit(engine: AsyncEngine) -> None:
         )
 
 
+def say_untold_tools(engine: AsyncEngine) -> None:
+    """A line of the log if calls are looked for of tools that the model never hears of."""
+    parser = engine.config.server.tool_call_parser
+    if (why := untold_tools(engine.model_info.tokenizer, parser)) is not None:
+        logger.warning("%s", why)
+
+
 async def serve(
     config: EngineConfig,
     site: MakeSite = site_here,
@@ -305,6 +312,7 @@ async def serve(
             )
             notify("READY=1", f"STATUS=serves {config.model.served_name} on {url}")
             say_chat_limit(engine)
+            say_untold_tools(engine)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
                 logger.info("operators' routes are on %s", told)

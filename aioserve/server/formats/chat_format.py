@@ -37,15 +37,32 @@ _ANY = r"(.|\n)*"
 _SPACE = r"[ \t\r\n]*"
 
 
+def untold_tools(tokenizer: Any, tool_call_parser: str) -> str | None:
+    """Why a parser that the settings name reads no call that was asked for: the chat template tells
+    the model of no tools. None if it does, or if nothing is named.
+    """
+    if tool_call_parser not in CALL_PARSERS:
+        return None
+    templates = _templates_of(tokenizer)
+    if re.search(r"\btools\b", templates):
+        return None
+    what, then = "there is no chat template", "every chat is refused"
+    if templates:
+        what = "the chat template names no tools"
+        then = "requests with tools are served, and the model is not told of the tools"
+    return (
+        f"server.tool_call_parser is {tool_call_parser}, but {what}: {then}; --chat-template FILE "
+        "gives another template"
+    )
+
+
 class ChatFormat:
     """How one model writes replies."""
 
     def __init__(self, tokenizer: Any, tool_call_parser: str, reasoning_parser: str) -> None:
         """Both names may be `auto`, as the chat template has it, or `none`."""
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
-        templates = getattr(tokenizer, "chat_template", None) or ""
-        if isinstance(templates, dict):
-            templates = "\n".join(templates.values())
+        templates = _templates_of(tokenizer)
         self._calls = _choose_calls(tool_call_parser, templates)
         if reasoning_parser == "auto":
             reasoning_parser = choose_reasoning(templates) or "none"
@@ -178,6 +195,12 @@ def _leads(beginnings: Sequence[Beginning], name: str, text: str) -> list[str]:
 
 def _called(beginnings: Sequence[Beginning], name: str) -> str:
     return " | ".join(f"{name}_{i} {each.rest}" for i, each in enumerate(beginnings))
+
+
+def _templates_of(tokenizer: Any) -> str:
+    """The chat templates of a model; empty if there is none."""
+    templates: Any = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
 
 def _choose_calls(name: str, templates: str) -> type[CallParser] | None:

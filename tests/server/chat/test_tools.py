@@ -1,17 +1,25 @@
 """Tool calls and reasoning over a real socket, of a model that says what it is told to."""
 
+import ast
 import json
 import random
+import re
+from pathlib import Path
 from typing import get_args
 
 import msgspec
 import openai
 import pytest
 
-from aioserve.config import ServerConfig
+from aioserve import AsyncEngine
+from aioserve.config import ModelConfig, ServerConfig
+from aioserve.server.app import say_untold_tools
 from aioserve.server.formats.chat_format import CALL_PARSERS
 from aioserve.server.formats.reasoning import MARKS
-from tests.server.scripted import HERMES, THINKING, TWO_CALLS, saying
+from tests import processes
+from tests.processes import PATIENCE
+from tests.server.scripted import HERMES, THINKING, TWO_CALLS, make_model, saying
+from tests.server.serving import SIMULATED
 
 MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
 
@@ -36,6 +44,62 @@ def say(tmp_path):
         return saying(text, tmp_path, template, special, "m", **settings)
 
     return say
+
+
+@pytest.mark.parametrize(
+    ("parser", "template", "words"),
+    [
+        ("hermes", "{{ messages }}", "parser is hermes, but the chat template names no tools: req"),
+        ("json", "", "parser is json, but there is no chat template: every chat is refused; "),
+        ("hermes", HERMES, None),
+        ("auto", "{{ messages }}", None),
+        ("none", "{{ messages }}", None),
+    ],
+)
+async def test_a_parser_of_tools_that_the_model_never_hears_of_is_said_at_the_start(
+    parser, template, words, tmp_path, caplog
+):
+    path = make_model(tmp_path, template)
+    if not template:
+        (tmp_path / "chat_template.jinja").unlink()
+    config = msgspec.structs.replace(
+        SIMULATED,
+        model=ModelConfig(model=path),
+        server=ServerConfig(tool_call_parser=parser),
+    )
+    async with AsyncEngine(config) as engine:
+        say_untold_tools(engine)
+    warnings = [r.getMessage() for r in caplog.records if "tool_call_parser" in r.getMessage()]
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
+
+
+def test_the_command_says_it_too():
+    words = ("--runner", "simulated", "--tool-call-parser", "hermes")
+    with processes.serving(*words) as (process, _):
+        lines = processes.read_lines(process)
+        while "the chat template names no tools" not in (line := lines.get(timeout=PATIENCE)):
+            pass
+        assert "WARNING" in line
+
+
+def test_the_code_of_the_page_forces_a_call_of_the_embedded_model(capsys):
+    page = (Path(__file__).parents[3] / "docs/tools.md").read_text()
+    section = page.partition("\n## Try it without")[2].partition("\n## ")[0]
+    [command] = re.findall(r"```bash\npython -m aioserve (.*?)\n```", section)
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    with processes.serving(*command.split()) as (process, url):
+        processes.read_lines(process)
+        exec(compile(code.replace("http://127.0.0.1:8000", url), "tools.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    for line in lines:
+        name, _, arguments = line.partition(" ")
+        assert name == "paint"
+        called = ast.literal_eval(arguments)
+        assert called.keys() == {"colour", "coats"}
+        assert called["colour"] in ("red", "blue")
+        assert called["coats"] in (1, 2, 3)
 
 
 def message_of(answer):
