@@ -23,6 +23,7 @@ from aioserve.scheduler import (
     load_policy,
     make_successor,
 )
+from aioserve.scheduler.option_fields import read_options
 
 HERE = Path(__file__).parent
 
@@ -115,16 +116,7 @@ def catalogue() -> str:
 
 def _options(source: str) -> list[str]:
     """A row for each field of the nested class `Options`."""
-    lines, rows = source.splitlines(), []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.ClassDef) or node.name != "Options":
-            continue
-        for field in node.body:
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                assert field.value is not None
-                note = lines[field.lineno - 1].partition("  # ")[2].removeprefix("noqa: RUF012 - ")
-                rows.append(f"| `{field.target.id}` | `{ast.unparse(field.value)}` | {note} |")
-    return rows
+    return [f"| `{o.name}` | `{o.default!r}` | {o.note} |" for o in read_options(source)]
 
 
 def render() -> str:

@@ -19,7 +19,8 @@ from aioserve.engine.metrics import EngineMetrics, Latencies, ShadowMetrics
 from aioserve.engine.questions import Seen
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.scheduler import BaseScheduler
-from aioserve.scheduler.registry import describe_policies
+from aioserve.scheduler.option_fields import OptionField
+from aioserve.scheduler.registry import describe_options, describe_policies
 from aioserve.version import __version__
 from aioserve.watch.delegate import innermost, without
 from aioserve.watch.frames import About, Frame, Gauges, Histograms, Shadow, Snapshot
@@ -52,6 +53,7 @@ class Gallery:
         self._config = config
         self._max_model_len = max_model_len
         self._policies: dict[str, str] | None = None  # that are installed; read once
+        self._options: dict[str, list[OptionField]] = {}  # of these
         self._onlooker: Onlooker | None = None
         self._unix_time = 0.0  # when that was put in its place, seconds since 1970
         self._loop_lag = LoopLag()
@@ -75,6 +77,7 @@ class Gallery:
         engine ends.
         """
         if self._policies is None:
+            self._options = await asyncio.to_thread(describe_options)
             self._policies = await asyncio.to_thread(describe_policies)
         self._last_look = self._clock()
         if self._is_closed:
@@ -174,7 +177,8 @@ class Gallery:
             policy=config.scheduler.policy,
             options=config.scheduler.options,
             policies=policies,
-            step_budget=config.scheduler.step_budget(self._max_model_len),
+            policy_options=self._options,
+            is_simulated=config.runner.runner == "simulated",
             max_num_seqs=config.scheduler.max_num_seqs,
             num_blocks=onlooker.pool.num_blocks,
             block_size=config.cache.block_size,
@@ -195,6 +199,7 @@ class Gallery:
     def _measure(self, onlooker: Onlooker) -> Gauges:
         num_running, num_waiting = onlooker.get_request_counts()
         pool, latencies = onlooker.pool, self._metrics.latencies
+        policy = innermost(self._core.scheduler)
         first_tokens, gaps = ([], []) if latencies is None else latencies.take()
         return Gauges(
             loop_lag=round(1e3 * self._loop_lag(), 2),
@@ -204,6 +209,7 @@ class Gallery:
             num_cached_blocks=pool.num_free_blocks - pool.num_unused_blocks,
             num_free_blocks=pool.num_unused_blocks,
             num_output_tokens=self._metrics.num_generation_tokens,
+            step_limit=policy.step_limit if isinstance(policy, BaseScheduler) else 0,
             first_tokens=first_tokens,
             gaps=gaps,
         )

@@ -66,6 +66,7 @@ class BaseScheduler(Switchable):
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
         self.options: Any = self.parse_options(config.options)  # of the class `Options`
         self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # of a step
+        self.step_limit = self.max_num_batched_tokens  # of the last step that was begun, tokens
         self.max_num_seqs = config.max_num_seqs  # seats: most requests that run at once
         self.max_loras = config.max_loras  # most different adapters among those that run
         self.max_model_len = max_model_len  # of prompt and output together, tokens
@@ -145,6 +146,7 @@ class BaseScheduler(Switchable):
         limit = self.max_num_batched_tokens
         if token_budget is not None:
             limit = min(token_budget, limit)
+        self.step_limit = limit
         return Step(
             self.book,
             self._config,

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.nearest import did_you_mean
 from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.option_fields import OptionField, read_options
 
 ENTRY_POINT_GROUP = "aioserve.policies"
 
@@ -45,6 +46,21 @@ def describe_policies() -> dict[str, str]:
     Raises `ConfigError` as above.
     """
     return {name: _first_line(entry_point) for name, entry_point in available_policies().items()}
+
+
+def describe_options() -> dict[str, list[OptionField]]:
+    """The options of the installed policies by name, as their sources declare them; nothing runs.
+
+    Raises `ConfigError` as above.
+    """
+    found = {}
+    for name, entry_point in available_policies().items():
+        try:
+            with _parsing:
+                found[name] = read_options(_source(entry_point).decode())
+        except (ImportError, OSError, SyntaxError, ValueError):
+            found[name] = []
+    return found
 
 
 def load_policy(spec: str) -> type[SchedulerInterface]:
@@ -159,14 +175,17 @@ def _shown(filename: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+def _source(entry_point: EntryPoint) -> bytes:
+    spec = importlib.util.find_spec(entry_point.value.partition(":")[0])
+    return Path(spec.origin).read_bytes() if spec and spec.origin else b""
+
+
 def _first_line(entry_point: EntryPoint) -> str:
     """Of the class' docstring, from its source: importing it might take long, or fail."""
-    module, _, name = entry_point.value.partition(":")
+    name = entry_point.value.partition(":")[2]
     try:
-        spec = importlib.util.find_spec(module)
-        source = Path(spec.origin).read_bytes() if spec and spec.origin else b""
         with _parsing:
-            tree = ast.parse(source)
+            tree = ast.parse(_source(entry_point))
     except (ImportError, OSError, SyntaxError, ValueError):
         return ""
     for node in tree.body:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from aioserve.scheduler.option_fields import OptionField
+
 
 class Came(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request, when it is first told of."""
@@ -104,6 +106,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_blocks: int  # that nobody holds, with content that can be found again
     num_free_blocks: int  # without
     num_output_tokens: int
+    step_limit: int  # most tokens in a step, as the policy began the last one
     first_tokens: list[float]  # since the last frame: how long each was waited for, ms
     gaps: list[tuple[float, int]]  # between two deliveries to one request, ms, and how many
 
@@ -138,7 +141,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     options: dict[str, Any]
     policies: dict[str, str]  # that are installed, with a line on each
-    step_budget: int  # most tokens in a step
+    policy_options: dict[str, list[OptionField]]  # of these, where their sources declare them
+    is_simulated: bool  # no model computes: steps take the time of a profile, tokens are invented
     max_num_seqs: int
     num_blocks: int
     block_size: int

@@ -89,9 +89,11 @@ def test_frames_tell_what_came_after_the_snapshot() -> None:
                 ended += frame["events"]["ended"]
                 gaps += sum(count for _, count in frame["gauges"]["gaps"])
                 output = frame["gauges"]["num_output_tokens"]
+                limits = {frame["gauges"]["step_limit"]}
         await task
         assert came[0][1] == shown_id("a")
         assert steps == 40
+        assert limits == {512}  # the policy's chunk, which binds before the server's
         assert ended[0][2:] == ["length", 40]
         assert output == 40
         assert gaps == 39

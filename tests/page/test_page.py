@@ -64,12 +64,13 @@ async def ask(tab, text):
 async def test_a_prompt_is_typed_and_its_tokens_come_coloured_by_their_steps(browser):
     async with page(browser) as (_, tab):
         assert await tab.until("!document.getElementById('empty').hidden")
+        await tab.run("document.getElementById('max-tokens').value = '64'")
         await ask(tab, "What news, my lord?")
         # Its lane appears while it runs.
         await tab.until(
             "aioserve.now.lanes.shown.flat().some((life) => life.id.startsWith('page-'))"
         )
-        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.until(f"/^The reply/.test({text_of('chat-status')})")
         await tab.until("document.querySelectorAll('#talk .token[data-step]').length > 3")
         tokens = "[...document.querySelectorAll('#talk .token')]"
         await tab.until(f"{tokens}.every((token) => token.dataset.step)")
@@ -79,6 +80,7 @@ async def test_a_prompt_is_typed_and_its_tokens_come_coloured_by_their_steps(bro
         reply = await tab.run(f"{tokens}.map((token) => token.textContent).join('')")
         assert reply.strip()
         assert life == 64
+        assert "was cut after 64 tokens" in await tab.run(text_of("chat-status"))
         assert "What news, my lord?" in await tab.run(text_of("talk"))
         classes = await tab.run(f"{tokens}.map((token) => token.className)")
         assert classes == [f"token s{step % 6}" for step in steps]
@@ -162,18 +164,121 @@ async def test_a_reply_is_stopped_and_the_server_hears_of_it(browser):
         )
 
 
+# Notes what the chat asks for; replies with these deltas where there are any.
+TAP = """(() => {
+  const real = window.fetch;
+  window.asked = [];
+  window.deltas = null;
+  window.fetch = (path, options) => {
+    if (!String(path).startsWith("v1/chat")) return real(path, options);
+    window.asked.push(JSON.parse(options.body));
+    if (!window.deltas) return real(path, options);
+    const events = window.deltas.map((delta, i) => "data: " + JSON.stringify({ choices: [{
+      delta, finish_reason: i === window.deltas.length - 1 ? "stop" : null }] }) + "\\n\\n");
+    return Promise.resolve(new Response(events.join("")));
+  };
+})()"""
+
+
+async def test_the_chat_leaves_sampling_to_the_server_unless_it_is_told(browser):
+    async with page(browser) as (_, tab):
+        await tab.run(TAP)
+        await tab.run("document.getElementById('max-tokens').value = '3'")
+        await ask(tab, "First")
+        await tab.until(f"/^The reply was cut after 3 tokens/.test({text_of('chat-status')})")
+        await tab.run("document.getElementById('temperature').value = '0.3'")
+        await ask(tab, "Second")
+        await tab.until("asked.length === 2 && !aioserve.chat.running")
+        first, second = await tab.run("asked")
+        assert not first.keys() & {"temperature", "top_p", "top_k"}
+        assert second["temperature"] == 0.3
+
+
+async def test_thoughts_are_shown_and_stay_out_of_the_history(browser):
+    async with page(browser) as (_, tab):
+        await tab.run(TAP)
+        await tab.run(
+            "deltas = [{reasoning_content: 'Hm, a '}, {reasoning_content: 'greeting.'},"
+            " {content: '**Hel'}, {content: 'lo** you.'}]"
+        )
+        await ask(tab, "Hi")
+        await tab.until(f"{text_of('chat-status')} === 'The reply is complete.'")
+        assert "Hm, a greeting." in await tab.run(text_of("talk"))
+        assert await tab.run("document.querySelectorAll('#talk .thought').length") == 2
+        bold = "[...document.querySelectorAll('#talk .md-strong')].map((n) => n.innerText).join('')"
+        assert await tab.run(bold) == "Hello"
+        assert "**" not in await tab.run(text_of("talk"))
+        await ask(tab, "And?")
+        await tab.until("asked.length === 2 && !aioserve.chat.running")
+        assert await tab.run("asked[1].messages") == [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "**Hello** you."},
+            {"role": "user", "content": "And?"},
+        ]
+
+
+async def test_a_message_is_edited_and_a_reply_made_again(browser):
+    async with page(browser) as (_, tab):
+        await tab.run(TAP)
+        await tab.run("deltas = [{content: 'One.'}]")
+        await ask(tab, "Hi")
+        await tab.until("asked.length === 1 && !aioserve.chat.running")
+        await ask(tab, "And?")
+        await tab.until("asked.length === 2 && !aioserve.chat.running")
+        buttons = "[...document.querySelectorAll('#talk .actions button')]"
+        words = await tab.run(f"{buttons}.map((button) => button.textContent)")
+        assert words == ["Edit", "Again", "Edit", "Again"]
+        await tab.run("deltas = [{content: 'Two.'}]")
+        await tab.run(f"{buttons}[1].click()")
+        await tab.until("asked.length === 3 && !aioserve.chat.running")
+        assert await tab.run("asked[2].messages") == [{"role": "user", "content": "Hi"}]
+        assert await tab.run("aioserve.chat.messages.at(-1).content") == "Two."
+        assert "One." not in await tab.run(text_of("talk"))
+        await tab.run(f"{buttons}[0].click()")
+        assert await tab.run("document.getElementById('prompt').value") == "Hi"
+        assert await tab.run("aioserve.chat.messages.length") == 0
+
+
+async def test_what_looks_like_html_in_a_reply_stays_text(browser):
+    async with page(browser) as (_, tab):
+        await tab.run(TAP)
+        await tab.run("deltas = [{content: '`<img src=x onerror=alert(1)>` <b>x</b>'}]")
+        await ask(tab, "Hi")
+        await tab.until(f"{text_of('chat-status')} === 'The reply is complete.'")
+        assert await tab.run("document.querySelectorAll('#talk img, #talk b').length") == 0
+        assert "<b>x</b>" in await tab.run(text_of("talk"))
+
+
+async def test_the_limit_of_a_step_is_that_of_the_policy(browser):
+    async with page(browser) as (server, tab):
+        await server.complete([5] * 200, max_tokens=3, ignore_eos=True)
+        await tab.until(f"/of at most 64$/.test({text_of('step-title')})")
+
+
+async def test_a_simulated_server_says_so(browser):
+    async with page(browser) as (_, tab):
+        assert "no model computes" in await tab.until(text_of("simulated"))
+
+
 async def test_the_policy_is_switched_and_a_bad_option_is_said(browser):
     async with page(browser) as (server, tab):
         await tab.until(f"{text_of('policy')} === 'chunked_prefill'")
-        await tab.run("document.getElementById('options').value = '{\"chunk\": 1}'")
+        chunk = "document.querySelector('#option-fields [name=chunk_size]')"
+        assert not await tab.run("document.getElementById('options').checkVisibility()")
+        assert await tab.run(f"{chunk}.value") == "64"  # as it is
+        assert await tab.run(f"{chunk}.placeholder") == "512"  # by default
+        assert "tokens per step" in await tab.run(f"{chunk}.closest('label').title")
+        await tab.run(f"{chunk}.value = 'x'")
         await click(tab, "do-switch")
         await tab.until(f"/chunk_size/.test({text_of('switch-status')})")
-        await tab.run("document.getElementById('options').value = 'x'")
-        await click(tab, "do-switch")
-        await tab.until(f"/must be a JSON object/.test({text_of('switch-status')})")
         tab.problems.clear()  # a browser logs every 400
+        await tab.run(f"{chunk}.value = '128'")
+        await click(tab, "do-switch")
+        await tab.until("aioserve.story.about.options.chunk_size === 128")
+        assert server.engine.config.scheduler.options == {"chunk_size": 128}
         await choose_policy(tab, "fcfs")
         assert await tab.run("document.getElementById('options').value") == ""
+        assert await tab.run("document.getElementById('options').checkVisibility()")
         await click(tab, "do-switch")
         await tab.until(f"{text_of('policy')} === 'fcfs'")
         assert server.engine.config.scheduler.policy == "fcfs"
@@ -188,6 +293,10 @@ async def test_a_policy_of_a_file_takes_over(browser, tmp_path):
         await choose_policy(tab, "")
         await tab.run("document.getElementById('policy-file').focus()")
         await tab.type(f"{path}:FCFSScheduler")
+        await tab.run("document.getElementById('options').value = 'x'")
+        await click(tab, "do-switch")
+        await tab.until(f"/must be a JSON object/.test({text_of('switch-status')})")
+        await tab.run("document.getElementById('options').value = ''")
         await click(tab, "do-switch")
         await tab.until(f"/before, it was chunked_prefill/.test({text_of('switch-status')})")
         assert server.engine.config.scheduler.policy == f"{path}:FCFSScheduler"
@@ -300,6 +409,9 @@ async def test_lanes_have_the_names_of_users_or_the_numbers_of_requests(browser)
         await server.complete(**fields)
         await tab.until("aioserve.now.lanes.shown.flat().length === 6")
         found = sorted(await tab.run(names))  # each took a lane that was its own before
+        await tab.run("aioserve.story.lives.delete(1)")  # as if it had left the picture
+        await tab.run("aioserve.now.draw()")
+        assert all(await tab.run("aioserve.now.lanes.shown.map((lane) => lane?.length)"))
         assert found == ["ann", "ann", "bob", "requests 4\N{EN DASH}6"]
 
 
@@ -425,7 +537,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser, tmp_path):
         await tab.until("!document.getElementById('key-dialog').open")
         await tab.until(LIVE)
         await ask(tab, "What news?")
-        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.until(f"/^The reply/.test({text_of('chat-status')})")
         await tab.go(server.url)
         await tab.until(LIVE)
         assert await tab.run("Object.keys(localStorage).length") == 0
@@ -440,7 +552,7 @@ async def test_nothing_is_wider_than_the_screen(browser, width):
         await server.complete("Hello", max_tokens=5, request_id=long, user="y" * 200)
         await tab.until(f"aioserve.story.byId.get('{shown_id(long)}')?.end")
         await ask(tab, "w" * 300)
-        await tab.until(f"{text_of('chat-status')} === 'The answer is complete.'")
+        await tab.until(f"/^The reply/.test({text_of('chat-status')})")
         await tab.run(f"aioserve.now.choose(aioserve.story.byId.get('{shown_id(long)}'))")
         await tab.run("document.getElementById('table').open = true")
         await asyncio.sleep(1.2)  # the table and the words have their turns

@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aioserve.errors import ConfigError, UnknownPolicyError
-from aioserve.scheduler import available_policies, load_policy
+from aioserve.scheduler import BaseScheduler, available_policies, load_policy
+from aioserve.scheduler.option_fields import OptionField
+from aioserve.scheduler.registry import describe_options
 from tests.processes import PATIENCE
 
 POLICY_FILE = """
@@ -112,6 +115,20 @@ def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
     for number in range(3):
         path.write_text(f"{POLICY_FILE}Mine.number = {number}\n")
         assert vars(load_policy(f"{path}:Mine"))["number"] == number
+
+
+def test_options_are_read_from_sources_as_the_classes_have_them() -> None:
+    described = describe_options()
+    assert described.keys() == available_policies().keys()
+    assert described["fcfs"] == []
+    assert described["chunked_prefill"] == [
+        OptionField("chunk_size", 512, "tokens per step, decodes included")
+    ]
+    for name, fields in described.items():
+        policy = load_policy(name)
+        assert issubclass(policy, BaseScheduler)
+        options = msgspec.to_builtins(policy.parse_options({}))
+        assert {field.name: field.default for field in fields} == options, name
 
 
 def test_policies_are_described_without_being_imported() -> None:

@@ -1,9 +1,11 @@
 // Chat: talks to the model, and colours each token by the step that made it.
 
-import { Refusal, events } from "./server.js";
+import { dress } from "./markdown.js";
+import { Refusal, events, get } from "./server.js";
 import { duration, element, plural } from "./words.js";
 
 const COLOURS = 6;
+const ENDS = { stop: "The reply is complete.", tool_calls: "The model calls a tool, which this chat does not run." };
 const byId = (id) => document.getElementById(id);
 
 export class Chat {
@@ -12,7 +14,7 @@ export class Chat {
     this.messages = [];
     this.running = null;
     this.tokens = []; // nodes {request, from, until} that have no colour yet
-    this.lastStatus = "";
+    this.sampling = null; // what the model recommends, once it is known
     this.hint();
     byId("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -31,41 +33,88 @@ export class Chat {
     });
     for (const event of ["pointerover", "click"])
       byId("talk").addEventListener(event, ({ target }) => {
-        if (target.classList.contains("token")) this.explain(target);
+        if (target.closest(".token")) this.explain(target.closest(".token"));
       });
   }
 
   hint() {
-    byId("talk").replaceChildren(element("p", { class: "hint" }, "Say something, and watch its lane."));
+    byId("talk").replaceChildren(element("p", { class: "hint" }, "A small chat, to see the words of a reply come step by step."));
     byId("token").textContent = "A change of colour is another step. Point at a word to see which.";
+  }
+
+  onSnapshot() {
+    this.tokens = [];
+    if (!this.sampling) this.showSampling();
+  }
+
+  // What the server takes for fields that are left empty.
+  async showSampling() {
+    try {
+      const { data } = await get("v1/models");
+      this.sampling = data.find(({ id }) => id === this.story.about.model)?.sampling ?? {};
+    } catch {
+      return; // on another port, or for holders of a key: then nothing is promised
+    }
+    byId("temperature").placeholder = this.sampling.temperature ?? "1";
+    byId("temperature").title = this.sampling.temperature === null ? "Empty: 1, the protocol's; the model recommends none." : "Empty: what the model recommends.";
   }
 
   async send() {
     const text = byId("prompt").value.trim() || byId("prompt").placeholder;
     byId("prompt").value = "";
-    if (!this.messages.length) byId("talk").replaceChildren();
+    if (!this.messages.length || byId("as-text").checked) this.forget(0);
+    this.add("user", text);
+    await this.answer();
+  }
+
+  // The messages from that one on, and what stands for them.
+  forget(index) {
+    this.messages.length = Math.min(this.messages.length, index);
+    const shown = [...byId("talk").children];
+    for (const node of shown) if (!(Number(node.dataset.message) < index)) node.remove();
+  }
+
+  add(role, content) {
+    const index = this.messages.push({ role, content }) - 1;
+    return this.say(role, content, index);
+  }
+
+  edit(index, isRefused = false) {
+    if (this.running && !isRefused) return;
+    byId("prompt").value = this.messages[index].content;
+    this.forget(index);
+    byId("prompt").focus();
+  }
+
+  async again(index) {
+    if (this.running) return;
+    this.forget(index);
+    await this.answer();
+  }
+
+  async answer() {
     const isText = byId("as-text").checked;
-    if (isText) this.messages = [];
-    this.messages.push({ role: "user", content: text });
-    this.say("you", text);
-    const reply = this.say("the model", "");
+    const index = this.messages.length;
+    const reply = this.say("assistant", "", index);
     const digits = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0"));
     const id = `page-${digits.join("")}`;
     const shown = `page-${digits.slice(0, 4).join("")}`; // as frames name it
     this.story.own.add(shown);
+    const tokens = Number(byId("max-tokens").value), temperature = byId("temperature").value;
     const value = {
       stream: true, stream_options: { continuous_usage_stats: true }, request_id: id,
-      max_tokens: Number(byId("max-tokens").value) || 64,
-      temperature: Number(byId("temperature").value),
-      ...(isText ? { prompt: text } : { messages: this.messages }),
+      ...(tokens && { max_tokens: tokens }), ...(temperature !== "" && { temperature: Number(temperature) }),
+      ...(isText ? { prompt: this.messages.at(-1).content } : { messages: this.messages }),
     };
     this.running = new AbortController();
     byId("send").textContent = "Stop";
     this.status("");
-    let answer = "";
+    const told = { content: "", thought: false, finish: null, numTokens: 0 };
     try {
-      answer = await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, shown);
-      this.status("The answer is complete.");
+      await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, shown, told);
+      this.status(ENDS[told.finish] ?? `The reply has ended: ${told.finish}.`);
+      if (told.finish === "length")
+        this.status(`The reply was cut after ${plural(told.numTokens, "token")}: “Tokens” allows more.`);
     } catch (error) {
       const isStopped = error.name === "AbortError";
       const isRefused = error instanceof Refusal;
@@ -73,25 +122,36 @@ export class Chat {
       if (isRefused && error.status === 404)
         this.status("Models are served on another port: this one is the operators'.", true);
       if (isRefused && /template/.test(error.message))
-        this.status(`${error.message}. Tick "go on with the text" instead.`, true);
-      if (!reply.textContent) reply.closest("p").remove();
-      if (isRefused) this.messages.pop();
+        this.status(`${error.message}. Tick “continue my text” instead.`, true);
+      if (isRefused) this.edit(index - 1, true);
     }
-    if (answer) this.messages.push({ role: "assistant", content: answer });
+    if (reply.childElementCount) this.finish(reply, told, index, isText);
+    else reply.closest("div")?.remove();
     this.running = null;
     byId("send").textContent = "Send";
   }
 
-  async read(path, value, reply, shown) {
-    let answer = "", index = 0;
+  // Of a reply, its content alone becomes history: what the model thought does not.
+  finish(reply, { content }, index, isText) {
+    if (this.messages.length !== index) return; // it was cleared meanwhile
+    if (content) this.messages.push({ role: "assistant", content });
+    if (!isText) dress([...reply.querySelectorAll(".token:not(.thought)")]);
+  }
+
+  async read(path, value, reply, shown, told) {
+    let index = 0;
     for await (const chunk of events(path, { value, signal: this.running.signal })) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices?.[0];
-      const text = choice?.text ?? choice?.delta?.content ?? choice?.delta?.reasoning_content ?? "";
+      const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+      const text = choice?.text ?? choice?.delta?.content ?? "";
       const until = chunk.usage?.completion_tokens ?? index;
-      if (text) {
-        answer += text;
-        const node = element("span", { class: "token" }, text);
+      told.finish = choice?.finish_reason ?? told.finish;
+      told.numTokens = Math.max(until, told.numTokens);
+      told.content += text;
+      for (const [words, name] of [[thought, "token thought"], [text, "token"]]) {
+        if (!words) continue;
+        const node = element("span", { class: name }, words);
         this.tokens.push(Object.assign(node, { request: shown, from: index, until }));
         const talk = byId("talk");
         const isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
@@ -100,14 +160,18 @@ export class Chat {
         index = until;
       }
     }
-    return answer;
   }
 
-  say(who, text) {
-    const span = element("span", {}, text);
-    byId("talk").append(element("p", {}, element("span", { class: "who" }, who), span));
+  say(role, text, index) {
+    const words = element("p", {}, text);
+    const isUser = role === "user";
+    byId("talk").querySelector(".hint")?.remove();
+    byId("talk").append(element("div", { "data-message": String(index) },
+      element("div", { class: "actions" }, element("span", { class: "who" }, isUser ? "you" : "the model"),
+        element("button", { type: "button", class: "plain", onclick: () => (isUser ? this.edit(index) : this.again(index)) }, isUser ? "Edit" : "Again")),
+      words));
     byId("talk").scrollTop = byId("talk").scrollHeight;
-    return span;
+    return words;
   }
 
   status(words, isBad = false) {
@@ -129,8 +193,6 @@ export class Chat {
       return false;
     });
   }
-
-  onSnapshot() { this.tokens = []; }
 
   explain(node) {
     const { step, life } = node;

@@ -109,7 +109,7 @@ export class Lanes extends Plot {
     super(canvas, palette);
     this.scroller = scroller;
     this.spacer = spacer;
-    this.shown = []; // by lane, those who can be seen
+    this.shown = []; // by lane, the requests that can be seen; no lane is empty
     this.lane = MAX_LANE;
     this.numDrawn = 0; // lanes, in all
   }
@@ -132,6 +132,7 @@ export class Lanes extends Plot {
       const lane = view.onlyRunners ? life.runLane : life.lane;
       if (lane !== null) (this.shown[lane] ??= []).push(life);
     }
+    this.shown = this.shown.filter(Boolean); // lanes that are empty here take no room
     const fitting = Math.floor(this.height / Math.max(this.shown.length, 1));
     this.lane = Math.max(MIN_LANE, Math.min(MAX_LANE, fitting));
     const needed = `${this.shown.length * this.lane}px`;

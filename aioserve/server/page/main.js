@@ -50,6 +50,7 @@ function take(frame, at) {
   story.take(frame, at);
   if (frame.kind === "snapshot") {
     byId("model").textContent = story.about.model;
+    byId("simulated").hidden = !story.about.is_simulated;
     for (const part of parts) part.onSnapshot?.();
   }
   for (const part of parts) part.onFrame?.(frame);

@@ -132,7 +132,7 @@ export class Now {
 
   // The step's budget, and who fills it.
   lastStep() {
-    const { steps, about, unanswered } = this.story;
+    const { steps, gauges, unanswered } = this.story;
     if (!steps.length) return;
     // The fullest of the last moment: of many short steps, one by chance says little.
     const since = this.story.now - 250;
@@ -140,7 +140,7 @@ export class Now {
     for (let i = steps.length - 1; i >= 0 && steps[i].time >= since; i--)
       if (steps[i].total > step.total) step = steps[i];
     const isIdle = !unanswered.size && this.story.now - step.time > 1500;
-    const title = `Step ${count(step.id)}${isIdle ? ", the last one" : ""}: ${plural(step.total, "token")} of at most ${count(about.step_budget)}`;
+    const title = `Step ${count(step.id)}${isIdle ? ", the last one" : ""}: ${plural(step.total, "token")} of at most ${count(gauges.step_limit)}`;
     if (byId("step-title").textContent === title) return;
     byId("step-title").textContent = title;
     const chunks = [...step.chunks].sort((a, b) => b[1] - a[1]);

@@ -40,11 +40,27 @@ export class WhatIf {
 
   policy() { return byId("policies").value || byId("policy-file").value.trim(); }
 
+  // A field for each option that the policy's source declares; else, or for a file, JSON.
   showOptions() {
-    const { policy, options } = this.story.about;
-    byId("policy-file").closest("label").hidden = byId("policies").value !== "";
-    const isLive = byId("policies").value === policy && Object.keys(options).length;
-    byId("options").value = isLive ? JSON.stringify(options) : "";
+    const { policy, options, policy_options: known } = this.story.about;
+    const chosen = byId("policies").value;
+    byId("policy-file").closest("label").hidden = chosen !== "";
+    const given = chosen === policy ? options : {};
+    const fields = known[chosen] ?? [];
+    const isCovered = fields.length && Object.keys(given).every((name) => fields.some(([known]) => known === name));
+    byId("option-fields").replaceChildren(...(isCovered ? fields.map((field) => this.field(field, given)) : []));
+    byId("options").closest("p").hidden = Boolean(isCovered);
+    byId("options").value = !isCovered && Object.keys(given).length ? JSON.stringify(given) : "";
+  }
+
+  field([name, standard, note], given) {
+    const inWords = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+    const isBool = typeof standard === "boolean";
+    const input = isBool
+      ? element("select", { name }, new Option(`${standard}, by default`, ""), new Option(String(!standard), String(!standard)))
+      : element("input", { name, placeholder: standard === null ? "default" : inWords(standard), spellcheck: "false" });
+    if (name in given) input.value = isBool && given[name] === standard ? "" : inWords(given[name]);
+    return element("label", { title: note }, element("span", {}, name), input);
   }
 
   describe() {
@@ -54,6 +70,9 @@ export class WhatIf {
   }
 
   options() {
+    if (byId("options").closest("p").hidden)
+      return Object.fromEntries([...byId("option-fields").querySelectorAll("input, select")]
+        .filter((input) => input.value.trim()).map((input) => [input.name, parsed(input.value.trim())]));
     const text = byId("options").value.trim();
     if (!text) return {};
     let options;
@@ -156,5 +175,13 @@ export class WhatIf {
         element("thead", {}, element("tr", {}, element("th", { scope: "col" }, ""), element("th", { scope: "col" }, "live"), element("th", { scope: "col" }, "shadow"), element("th", { scope: "col" }, "shadow is"))),
         element("tbody", {}, ...rows))),
       element("p", { class: shadow.is_failed ? "small bad" : "small" }, words + (shadow.num_resets ? ` It was too far behind ${count(shadow.num_resets)} times and began anew.` : "")));
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text; // a name, as of another policy
   }
 }
