@@ -25,7 +25,7 @@ LIMITS = {
     "aioserve/ray": 1_510,
     "aioserve/routing": 390,
     "aioserve/runner": 16_150,
-    "aioserve/scheduler": 2_720,
+    "aioserve/scheduler": 2_780,
     "aioserve/server": 10_930,
     "aioserve/testing": 4_390,
     "aioserve/watch": 2_290,
