@@ -234,6 +234,8 @@ class EngineProcess:
         assert self._child is not None
         if isinstance(error, RequestFailedError) and "ended the stream" not in str(error):
             return
+        if self._is_closed:
+            raise EngineDeadError(CLOSED) from error
         if (how := await asyncio.to_thread(self._child.ended, LAST_SECONDS)) is not None:
             raise EngineDeadError(how) from error
 

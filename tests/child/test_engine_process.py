@@ -250,6 +250,24 @@ def test_closing_ends_calls_that_do_not_end_in_time():
             list(stream)
 
 
+def test_a_thread_that_asks_on_and_on_is_told_of_the_close():
+    config = EngineConfig(runner=SIMULATED.runner, server=ServerConfig(drain_timeout=0))
+    engine = EngineProcess(config)
+    engine.start()
+
+    def ask():
+        while True:
+            engine.generate_one("Hello", SHORT)
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(ask) for _ in range(4)]
+        until(lambda: gauge(engine, "aioserve_generation_tokens_total") > 100, "replies")
+        engine.close()
+        for call in calls:
+            with pytest.raises(EngineDeadError):
+                call.result(PATIENCE)
+
+
 PROGRAM = """
 import os, sys
 from aioserve import EngineConfig, EngineProcess
