@@ -86,6 +86,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="run models with the structure of Llama on fused weights (faster)"),
     ] = True
+    keep_prepared: Annotated[
+        bool,
+        Meta(
+            description="keep the model as the kernels of a CPU want it in the user's cache, up to "
+            "2 GiB of one and 4 of all, so that the next start is quick"
+        ),
+    ] = True
     trust_remote_code: Annotated[
         bool, Meta(description="run Python code that comes with the model directory")
     ] = False

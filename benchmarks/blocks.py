@@ -32,10 +32,10 @@ def measure(variant: str, repeats: int) -> dict[int, dict[str, float]]:
     kernels = Kernels(variant)
     weights = [torch.randn(shape) / 8 for shape in SHAPES * LAYERS]
     kinds: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
-        kind: [BlockLinear(kernels, [quantize(weight, kind)], None, DTYPE) for weight in weights]
+        kind: [BlockLinear.of(kernels, [quantize(weight, kind)], None, DTYPE) for weight in weights]
         for kind in KINDS
     }
-    kinds["bfloat16"] = [PanelLinear(kernels, weight.to(DTYPE), None) for weight in weights]
+    kinds["bfloat16"] = [PanelLinear.of(kernels, weight.to(DTYPE), None) for weight in weights]
     found = {}
     for rows in ROWS:
         inputs = [torch.randn(rows, weight.shape[1]).to(DTYPE) for weight in weights]

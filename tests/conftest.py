@@ -7,6 +7,7 @@ import os
 import signal
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -21,6 +22,9 @@ pytest.register_assert_rewrite("tests.policies", "tests.runner", "tests.server")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+
+# What servers keep for their next start is kept for the tests alone. Read by processes, too.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "cache")
 
 # A shell that starts this in its background lets it ignore Ctrl-C, and every process that a test
 # starts would inherit that.

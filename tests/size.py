@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 3_940,
+    "aioserve": 3_950,
     "aioserve/child": 570,
     "aioserve/console": 1_460,
     "aioserve/engine": 7_200,
@@ -24,7 +24,7 @@ LIMITS = {
     "aioserve/model_source": 2_350,
     "aioserve/ray": 1_510,
     "aioserve/routing": 390,
-    "aioserve/runner": 16_150,
+    "aioserve/runner": 16_600,
     "aioserve/scheduler": 2_780,
     "aioserve/server": 10_930,
     "aioserve/testing": 4_390,
@@ -32,7 +32,7 @@ LIMITS = {
     "aioserve/workers": 1_960,
     "benchmarks": 6_665,
     "policies": 600,
-    "tests": 53_400,
+    "tests": 53_900,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

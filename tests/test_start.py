@@ -86,7 +86,7 @@ def test_a_process_beside_the_first_shows_no_bars(monkeypatch: pytest.MonkeyPatc
 def test_loading_shows_bars_on_a_terminal_and_logs_lines_elsewhere(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loading = importlib.import_module("aioserve.runner.cpu.load")
+    loading = importlib.import_module("aioserve.runner.cpu.models")
     monkeypatch.setitem(BAR, "delay", 0.0)  # the embedded model is loaded sooner
     reader, writer = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:

@@ -17,8 +17,12 @@ from torch import Tensor
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
-from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+)
 from aioserve.runner.draft_length import ModelDraftLength
 from aioserve.runner.eagle import NUM_TAPS, EagleHead, is_eagle, read_eagle, tapped_layers
 from aioserve.runner.eagle_drafter import EagleDrafter

@@ -19,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from aioserve.errors import ConfigError, one_line
 from aioserve.model_source.source import read_json
 from aioserve.runner.attention.backend import (
+    AttentionCall,
     AttentionOptions,
     KVCacheSpec,
     LayerAttention,
     LayerSpec,
 )
-from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.fused.ops import Linear
 
 NUM_TAPS = 3

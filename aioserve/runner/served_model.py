@@ -9,15 +9,22 @@ loop over the layers). Knows nothing about requests.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from aioserve.runner.adapter_sites import AdapterSites
-from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs
-from aioserve.runner.attention.bridge import AttentionCall
-from aioserve.runner.image_encoder import ImageEncoder
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+)
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.stateful_layers import StatefulLayers
+
+if TYPE_CHECKING:  # these bring `transformers`, which takes seconds
+    from aioserve.runner.image_encoder import ImageEncoder
+    from aioserve.runner.stateful_layers import StatefulLayers
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:
@@ -43,10 +50,10 @@ class ServedModel(ABC):
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]  # as many
     is_compiled = False  # whether our own kernels compute all of it
-    states: StatefulLayers | None = None  # of layers that have some
+    states: "StatefulLayers | None" = None  # of layers that have some
     reads_rows = False  # whether the `attention` that it is given must be `RowStates`
     adapter_sites: AdapterSites
-    image_encoder: ImageEncoder | None = None  # of one that sees
+    image_encoder: "ImageEncoder | None" = None  # of one that sees
 
     @abstractmethod
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:

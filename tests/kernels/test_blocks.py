@@ -49,10 +49,11 @@ def test_products_are_those_of_the_unpacked_weight(
     weight, x = random_weight(kind, 150, 512), random_rows(200, 512, dtype)
     x[:, 64:96] *= 2**-9  # inputs are whole in their own scale
     bias = random_rows(1, 150, dtype)[0]
-    linear, unpacked = BlockLinear(kernels, [weight], bias, dtype), weight.dequantize(torch.float32)
+    linear = BlockLinear.of(kernels, [weight], bias, dtype)
+    unpacked = weight.dequantize(torch.float32)
     exact_rows = x if dtype == torch.float32 else whole_rows(x)
     size = x.double().abs() @ unpacked.double().abs().T + bias.double().abs()
-    plain = PanelLinear(kernels, unpacked.to(dtype), bias)
+    plain = PanelLinear.of(kernels, unpacked.to(dtype), bias)
     for rows in ROWS:
         found = linear(x[:rows])
         if dtype == torch.float32 or is_rounded(kernels, rows, dtype):
@@ -78,7 +79,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_output(
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     scale = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
     weight.data[2, :2] = scale
-    found = BlockLinear(kernels, [weight], None, dtype)(x)
+    found = BlockLinear.of(kernels, [weight], None, dtype)(x)
     assert not bool(found[1:3].isfinite().any())
     assert not bool(found[:, 2].isfinite().any())
     rest = torch.ones(40, 40, dtype=torch.bool)
@@ -90,7 +91,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_output(
 def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
     kernels: Kernels, dtype: torch.dtype, kind: str
 ) -> None:
-    linear = BlockLinear(kernels, [random_weight(kind, 450, 512)], None, dtype)
+    linear = BlockLinear.of(kernels, [random_weight(kind, 450, 512)], None, dtype)
     x = random_rows(200, 512, dtype)
     threads, alone = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
     many = linear(x)
@@ -109,9 +110,9 @@ def test_weights_of_several_formats_share_one_product(kernels: Kernels, dtype: t
         random_weight(*of) for of in (("Q4_K", 70, 256), ("Q8_0", 33, 256), ("Q6_K", 1, 256))
     ]
     bias, x = random_rows(1, 104, dtype)[0], random_rows(40, 256, dtype)
-    both = BlockLinear(kernels, weights, bias, dtype)
+    both = BlockLinear.of(kernels, weights, bias, dtype)
     parts = zip(weights, bias.split([70, 33, 1]), strict=True)
-    alone = [BlockLinear(kernels, [weight], part, dtype) for weight, part in parts]
+    alone = [BlockLinear.of(kernels, [weight], part, dtype) for weight, part in parts]
     for rows in (1, 3, 5, 40):
         room = torch.full((rows + 1, 104), 7.0, dtype=dtype)
         kernels.linear(both.packed, x[:rows], room)
@@ -126,7 +127,7 @@ def test_rows_are_those_of_the_unpacked_weight(
     weights = [random_weight(kind, 130, 256), random_weight("Q5_K", 9, 256)]
     ids = torch.tensor([129, 0, 64, 63, 130, 138, 0])
     unpacked = torch.cat([weight.dequantize(dtype) for weight in weights])
-    table = BlockEmbedding(BlockLinear(kernels, weights, None, dtype), dtype)
+    table = BlockEmbedding(BlockLinear.of(kernels, weights, None, dtype), dtype)
     assert torch.equal(table(ids), unpacked[ids])
     assert table(ids[:0]).shape == (0, 256)
     for stranger in (139, -1, 1 << 40):
@@ -149,7 +150,7 @@ def test_other_threads_keep_their_number_of_threads_while_weights_are_laid_out(
     monkeypatch.setattr(QuantizedWeight, "codes", look_and_decode)
     try:
         torch.set_num_threads(3)
-        BlockLinear(load_kernels(), [random_weight("Q8_0", 40, 64)], None, torch.float32)
+        BlockLinear.of(load_kernels(), [random_weight("Q8_0", 40, 64)], None, torch.float32)
     finally:
         torch.set_num_threads(threads)
     assert set(seen) == {3}

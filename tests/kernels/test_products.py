@@ -37,7 +37,7 @@ def test_products_of_any_size_are_close_to_float64(
     kernels: Kernels, dtype: torch.dtype, draw: Draw, outputs: int, inputs: int, has_bias: bool
 ) -> None:
     weight, bias = draw(outputs, inputs), draw(outputs) if has_bias else None
-    linear, x = PanelLinear(kernels, weight, bias), draw(200, inputs)
+    linear, x = PanelLinear.of(kernels, weight, bias), draw(200, inputs)
     expected = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
     if bias is not None:
@@ -51,7 +51,7 @@ def test_products_of_any_size_are_close_to_float64(
 def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threads(
     kernels: Kernels, draw: Draw
 ) -> None:
-    linear, x = PanelLinear(kernels, draw(450, 592), draw(450)), draw(200, 592)
+    linear, x = PanelLinear.of(kernels, draw(450, 592), draw(450)), draw(200, 592)
     threads, expected = torch.get_num_threads(), torch.cat([linear(row[None]) for row in x])
     try:
         for count in (1, 3):
@@ -63,7 +63,7 @@ def test_a_row_gets_the_same_bits_beside_any_others_and_with_any_number_of_threa
 
 
 def test_nothing_is_written_beside_the_outputs(kernels: Kernels, draw: Draw) -> None:
-    linear, x = PanelLinear(kernels, draw(33, 16), None), draw(50, 16)
+    linear, x = PanelLinear.of(kernels, draw(33, 16), None), draw(50, 16)
     for rows in (1, 3, 7, 50):
         room = torch.full((rows + 1, 33), 7.0, dtype=x.dtype)
         kernels.linear(linear.packed, x[:rows], room)
@@ -74,7 +74,7 @@ def test_nothing_is_written_beside_the_outputs(kernels: Kernels, draw: Draw) -> 
 def test_what_is_not_a_number_stays_in_its_row_and_output(kernels: Kernels, draw: Draw) -> None:
     weight, x = draw(40, 32), draw(40, 32)
     x[1, 3], weight[2, 5] = float("nan"), float("inf")
-    found = PanelLinear(kernels, weight, None)(x)
+    found = PanelLinear.of(kernels, weight, None)(x)
     assert bool(found[1].isnan().all())
     assert not bool(found[:, 2].isfinite().any())
     rest = torch.ones(40, 40, dtype=torch.bool)

@@ -24,7 +24,10 @@ BLOCK_SIZE = 8
 def make_config(path: Path, **model: Any) -> EngineConfig:
     kv_cache_dtype = model.pop("kv_cache_dtype", "auto")
     return EngineConfig(
-        model=ModelConfig(**{"model": str(path), "dtype": DTYPE, **model}),
+        # Each load reads the model's own files, where a test does not ask for another's.
+        model=ModelConfig(
+            **{"model": str(path), "dtype": DTYPE, "keep_prepared": False, **model},
+        ),
         cache=CacheConfig(
             num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
         ),

@@ -14,8 +14,8 @@ from torch import Tensor
 from aioserve.kernels import Kernels, load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu.blocks import BlockLinear
-from aioserve.runner.cpu.load import load_model_on_cpu
 from aioserve.runner.cpu.low_rank import CompiledProduct
+from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused import FusedModel
 from aioserve.runner.fused.ops import WideLinear
@@ -44,7 +44,7 @@ def test_a_wide_product_is_as_exact_as_float32(variant: str, dtype: torch.dtype)
     if variant == "torch":
         linear: PanelLinear | WideLinear = WideLinear(weight, bias)
     else:
-        linear = PanelLinear(Kernels(variant), weight, bias, torch.float32)
+        linear = PanelLinear.of(Kernels(variant), weight, bias, torch.float32)
     expected = x.double() @ weight.double().T + bias.double()
     sizes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     for rows in NUM_ROWS:
@@ -60,8 +60,8 @@ def test_a_wide_product_of_quantized_weights_rounds_to_the_narrow_one(
 ) -> None:
     kernels, weight = Kernels(variant), random_weight(kind, 150, 512)
     x, bias = draw(200, 512).bfloat16(), draw(150).bfloat16()
-    narrow = BlockLinear(kernels, [weight], bias, x.dtype)
-    wide = BlockLinear(kernels, [weight], bias, x.dtype, torch.float32)
+    narrow = BlockLinear.of(kernels, [weight], bias, x.dtype)
+    wide = BlockLinear.of(kernels, [weight], bias, x.dtype, torch.float32)
     for rows in NUM_ROWS:
         found = wide(x[:rows])
         assert found.dtype is torch.float32

@@ -130,6 +130,13 @@ class AttentionOptions(NamedTuple):
     chunk: int | None = None  # c: a token sees what is in its own c positions (Llama 4)
 
 
+class AttentionCall(NamedTuple):
+    """How one layer calls for attention."""
+
+    num_heads: int
+    options: AttentionOptions
+
+
 class LayerAttention(ABC):
     """Attention as the layers of a model call it."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from aioserve.runner.attention.backend import (
+    AttentionCall,
     AttentionOptions,
     KVCacheSpec,
     LayerAttention,
@@ -145,13 +146,6 @@ def _chunk(module: nn.Module) -> int | None:
         return None
     size: int | None = getattr(config, "attention_chunk_size", None)
     return size
-
-
-class AttentionCall(NamedTuple):
-    """How one layer calls for attention."""
-
-    num_heads: int
-    options: AttentionOptions
 
 
 class AttentionProbe:

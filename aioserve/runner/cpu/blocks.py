@@ -6,6 +6,7 @@ Knows how the kernels want them; knows nothing about files, formats or models.
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,31 @@ _SIGN = 128  # added to codes of 8 bits with a sign
 _Field = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
+class PartState(msgspec.Struct, frozen=True):
+    """One of the weights of a `BlockLinear`: its panels, and what `block_part` in C tells of them.
+
+    `panels` [P, bytes of a panel] are uint8.
+    """
+
+    panels: Tensor
+    outputs: int
+    bits: int
+    group: int
+    per_super: int
+    has_offset: bool
+    zero: int
+
+
+class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
+    """Weights in the layout of the kernel, and their bias: what a `BlockLinear` is made of."""
+
+    parts: list[PartState]
+    bias: Tensor | None  # and behind it as many numbers as a panel has outputs
+    inputs: int
+    dtype: torch.dtype  # of the rows that are multiplied
+    out_dtype: torch.dtype
+
+
 class BlockLinear:
     """x @ weight.T + bias for weights [out_i, in] one below the other, each in its own format.
 
@@ -28,34 +54,39 @@ class BlockLinear:
     `Kernels.rounded_from` rows of bfloat16 on, inputs stay and weights become bfloat16.
     """
 
-    def __init__(
-        self,
+    def __init__(self, kernels: Kernels, blocks: Blocks) -> None:
+        self.kernels, self.state = kernels, blocks
+        self._parts = (BlockPart * len(blocks.parts))(*map(_block_part, blocks.parts))
+        self.packed = PackedWeight(
+            None,
+            None if blocks.bias is None else blocks.bias.data_ptr(),
+            blocks.inputs,
+            sum(part.outputs for part in blocks.parts),
+            self._parts,
+            len(self._parts),
+            blocks.out_dtype is not blocks.dtype,
+        )
+
+    @classmethod
+    def of(
+        cls,
         kernels: Kernels,
         weights: Sequence[QuantizedWeight],
         bias: Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Rows are of `dtype`, outputs of `out_dtype`: the same (None), or float32."""
-        self.kernels, self._out_dtype = kernels, out_dtype or dtype
+    ) -> "BlockLinear":
+        """Lay out `weights`. Rows are of `dtype`, outputs of `out_dtype`: the same (None), or
+        float32.
+        """
         panel = kernels.panel_shapes[dtype].outputs
-        packed = [_pack(weight, panel) for weight in weights]
-        self._bytes = [data for data, _ in packed]
-        self._parts = (BlockPart * len(packed))(*(part for _, part in packed))
+        parts = [_pack(weight, panel) for weight in weights]
         # whole panels are read, wherever one begins
-        self._bias = None if bias is None else F.pad(bias, (0, panel))
-        self.packed = PackedWeight(
-            None,
-            None if self._bias is None else self._bias.data_ptr(),
-            weights[0].shape[1],
-            sum(weight.shape[0] for weight in weights),
-            self._parts,
-            len(self._parts),
-            self._out_dtype is not dtype,
-        )
+        padded = None if bias is None else F.pad(bias, (0, panel))
+        return cls(kernels, Blocks(parts, padded, weights[0].shape[1], dtype, out_dtype or dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self._out_dtype)
+        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self.state.out_dtype)
         self.kernels.linear(self.packed, x, out)
         return out
 
@@ -65,18 +96,31 @@ class BlockEmbedding:
 
     def __init__(self, linear: BlockLinear, dtype: torch.dtype) -> None:
         """`linear` is for numbers of `dtype`, and goes on to be used for products."""
-        self._linear, self.dtype = linear, dtype
+        self.linear, self.dtype = linear, dtype
         self.packed = linear.packed
         self.shape = (self.packed.outputs, self.packed.inputs)
 
     def __call__(self, ids: Tensor) -> Tensor:
         out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype)
-        self._linear.kernels.embed(self.packed, ids, out)
+        self.linear.kernels.embed(self.packed, ids, out)
         return out
 
 
-def _pack(weight: QuantizedWeight, panel: int) -> tuple[Tensor, BlockPart]:
-    """The bytes of `block_part` in C, and what tells of them."""
+def _block_part(part: PartState) -> BlockPart:
+    return BlockPart(
+        panels=part.panels.data_ptr(),
+        outputs=part.outputs,
+        bits=part.bits,
+        group=part.group,
+        per_super=part.per_super,
+        has_offset=part.has_offset,
+        zero=part.zero,
+        panel_bytes=part.panels.shape[1],
+    )
+
+
+def _pack(weight: QuantizedWeight, panel: int) -> PartState:
+    """The weight in panels, and what tells of them."""
     num_outputs, num_inputs = weight.shape
     first = weight.rows(slice(0, 1)).codes()
     layout = _layout(first, panel)
@@ -91,17 +135,15 @@ def _pack(weight: QuantizedWeight, panel: int) -> tuple[Tensor, BlockPart]:
             column = slice(rows.start - begin, rows.stop - begin)
             _lay_out(weight.rows(rows).codes(), panels[begin // panel], column)
     num_groups = first.scales.shape[1]
-    part = BlockPart(
-        panels=packed.data_ptr(),
+    return PartState(
+        panels=packed,
         outputs=num_outputs,
         bits=first.bits,
         group=num_inputs // num_groups,
         per_super=0 if first.supers is None else num_groups // first.supers.shape[1],
         has_offset=first.offsets is not None,
         zero=first.zero + (_SIGN if first.bits == 8 else 0),
-        panel_bytes=packed.shape[1],
     )
-    return packed, part
 
 
 def _layout(codes: Codes, panel: int) -> np.dtype[np.void]:

@@ -33,12 +33,12 @@ class CompiledExperts(Experts):
     ) -> None:
         """`serves` must be true of the activation; hidden and inner sizes are multiples of 16."""
         self._kernels, self._top_k = kernels, router.top_k
-        self._router = PanelLinear(kernels, router.weight, router.bias)
+        self._router = PanelLinear.of(kernels, router.weight, router.bias)
         self._gate_up: list[PanelLinear] = []
         self._down: list[PanelLinear] = []
         for own in weights:
-            self._gate_up.append(PanelLinear(kernels, own.gate_up, own.gate_up_bias))
-            self._down.append(PanelLinear(kernels, own.down, own.down_bias))
+            self._gate_up.append(PanelLinear.of(kernels, own.gate_up, own.gate_up_bias))
+            self._down.append(PanelLinear.of(kernels, own.down, own.down_bias))
         self.struct = ExpertsStruct(
             router=self._router.packed,
             gate_up=_array(self._gate_up),

@@ -71,7 +71,7 @@ class CompiledOps(PackedOps):
         self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Linear:
         if PanelLinear.serves(self._kernels, weight):
-            return PanelLinear(self._kernels, weight, bias, out_dtype)
+            return PanelLinear.of(self._kernels, weight, bias, out_dtype)
         return super().linear(weight, bias, out_dtype)
 
     def quantized_linear(
@@ -81,7 +81,7 @@ class CompiledOps(PackedOps):
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
     ) -> Linear | None:
-        return BlockLinear(self._kernels, weights, bias, dtype, out_dtype)
+        return BlockLinear.of(self._kernels, weights, bias, dtype, out_dtype)
 
     def experts(
         self, router: Router, activation: ExpertActivation, weights: Iterable[ExpertWeights]

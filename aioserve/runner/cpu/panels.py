@@ -1,10 +1,21 @@
 """Matrix products by our own kernel, on weights in its layout. Knows nothing about models."""
 
+import msgspec
 import torch
 from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import PackedWeight, pack_bias, pack_weight
+
+
+class Panels(msgspec.Struct, frozen=True, tag="panels"):
+    """A weight in the layout of the kernel, and its bias: what a `PanelLinear` is made of."""
+
+    weight: Tensor  # as `pack_weight` has it
+    bias: Tensor | None  # as `pack_bias` has it
+    inputs: int
+    outputs: int
+    out_dtype: torch.dtype
 
 
 class PanelLinear:
@@ -15,26 +26,32 @@ class PanelLinear:
     with amx_bf16 (Xeon, shared) 0.55 at 1 row, 0.53 at 16, 0.97 at 64, 0.6 at 512.
     """
 
-    def __init__(
-        self,
+    def __init__(self, kernels: Kernels, panels: Panels) -> None:
+        self._kernels, self.state = kernels, panels
+        self.packed = PackedWeight(
+            panels.weight.data_ptr(),
+            None if panels.bias is None else panels.bias.data_ptr(),
+            panels.inputs,
+            panels.outputs,
+            None,
+            0,
+            panels.out_dtype is not panels.weight.dtype,
+        )
+
+    @classmethod
+    def of(
+        cls,
         kernels: Kernels,
         weight: Tensor,
         bias: Tensor | None,
         out_dtype: torch.dtype | None = None,
-    ) -> None:
-        """`out_dtype` is that of the weight (None), or float32."""
-        self._kernels, self._out_dtype = kernels, out_dtype or weight.dtype
+    ) -> "PanelLinear":
+        """Lay out a `weight` [out, in]. `out_dtype` is that of the weight (None), or float32."""
         shape = kernels.panel_shapes[weight.dtype]
-        self._weight = pack_weight(weight, shape)
-        self._bias = None if bias is None else pack_bias(bias, shape)
-        self.packed = PackedWeight(
-            self._weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            *weight.shape[::-1],
-            None,
-            0,
-            self._out_dtype is not weight.dtype,
-        )
+        packed_bias = None if bias is None else pack_bias(bias, shape)
+        outputs, inputs = weight.shape
+        packed = pack_weight(weight, shape)
+        return cls(kernels, Panels(packed, packed_bias, inputs, outputs, out_dtype or weight.dtype))
 
     @staticmethod
     def serves(kernels: Kernels, weight: Tensor) -> bool:
@@ -42,6 +59,6 @@ class PanelLinear:
         return weight.dtype in kernels.panel_shapes and weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self._out_dtype)
+        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self.state.out_dtype)
         self._kernels.linear(self.packed, x, out)
         return out

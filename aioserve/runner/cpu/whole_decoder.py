@@ -53,7 +53,6 @@ class WholeDecoder(FusedDecoder):
     ) -> None:
         """`serves` must be true of the arguments."""
         super().__init__(embedding, layers, norm, head, ops)
-        self._norm = norm
         self._kernels = load_kernels()
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
         self._scratch = torch.empty(0, dtype=embedding.dtype)
@@ -105,7 +104,7 @@ class WholeDecoder(FusedDecoder):
             if self._sums is not None:
                 self._sums.scratch = self._scratch
         logits = self._scratch.new_empty(
-            num_sampling, _packed(self._head).outputs, dtype=LOGITS_DTYPE
+            num_sampling, _packed(self.head).outputs, dtype=LOGITS_DTYPE
         )
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
@@ -141,7 +140,7 @@ class WholeDecoder(FusedDecoder):
             taps.keep(inputs.slots, self._tapped)
         if self._sums is not None:
             self._sums.check()
-        return self._head.join(logits) if isinstance(self._head, JoinedAtFirst) else logits
+        return self.head.join(logits) if isinstance(self.head, JoinedAtFirst) else logits
 
     def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
         """The groups of each, then their numbers."""
@@ -173,12 +172,12 @@ class WholeDecoder(FusedDecoder):
             embedding=table.table.data_ptr() if isinstance(table, PlainEmbedding) else None,
             table=ctypes.pointer(table.packed) if isinstance(table, BlockEmbedding) else None,
             layers=ctypes.cast(self._structs, ctypes.POINTER(LayerStruct)),
-            norm=self._norm.weight.data_ptr(),
-            head=_packed(self._head),
+            norm=self.norm.weight.data_ptr(),
+            head=_packed(self.head),
             num_layers=len(layers),
             hidden=hidden,
             wide=wide,
-            eps=self._norm.eps,
+            eps=self.norm.eps,
             add_up=AddUp() if self._sums is None else self._sums.add_up,
         )
         self._numbers_per_token = 2 * (hidden + wide)

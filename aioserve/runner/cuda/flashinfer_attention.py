@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec
-from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.attention.backend import AttentionCall, AttentionOptions, KVCacheSpec
 from aioserve.runner.cuda.attention import DeviceAttention, DeviceStep, PagedCache
 from aioserve.runner.cuda.device import Device, Event
 from aioserve.runner.cuda.plan import Limits, Sections, StepPlan

@@ -21,8 +21,12 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import stored_parameters
 from aioserve.runner.architecture import has_states
-from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, ModelInputs
-from aioserve.runner.attention.bridge import AttentionCall
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    AttentionOptions,
+    KVCacheSpec,
+    ModelInputs,
+)
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,

@@ -6,15 +6,21 @@
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from aioserve.errors import ConfigError
 from aioserve.model_source.quantized import attached, unpacked, unpacked_in_turn
 from aioserve.progress import stage
-from aioserve.runner.attention.backend import LayerAttention, ModelInputs
-from aioserve.runner.attention.bridge import AttentionProbe
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    KVCacheSpec,
+    LayerAttention,
+    ModelInputs,
+)
 from aioserve.runner.fused.adapters import fused_sites
 from aioserve.runner.fused.decoder import (
     LOGITS_DTYPE,
@@ -39,9 +45,22 @@ from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel, Taps
 from aioserve.runner.tensor_parallel.group import Ranks
 
+if TYPE_CHECKING:  # it brings `transformers`, which takes seconds
+    from aioserve.runner.attention.bridge import AttentionProbe
+    from aioserve.runner.image_encoder import ImageEncoder
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["FusedModel", "NotFusedError", "Place", "fuse"]
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a fused model says of itself, as `ServedModel` has it."""
+
+    name: str
+    num_parameters: int
+    kv_cache_spec: KVCacheSpec
+    attention_calls: tuple[AttentionCall, ...]
 
 
 class FusedModel(ServedModel, Halves):
@@ -49,21 +68,23 @@ class FusedModel(ServedModel, Halves):
 
     def __init__(
         self,
-        original: ServedModel,
+        facts: ModelFacts,
         decoder: FusedDecoder,
         is_compiled: bool,
         device: torch.device,
         own_turns: OwnTurns | None = None,
+        image_encoder: "ImageEncoder | None" = None,
     ) -> None:
+        self.facts = facts
         self._own_turns = own_turns
-        self.name = f"{original.name}, fused"
-        self.num_parameters = original.num_parameters
-        self.kv_cache_spec = original.kv_cache_spec
-        self.attention_calls = original.attention_calls
+        self.name = facts.name
+        self.num_parameters = facts.num_parameters
+        self.kv_cache_spec = facts.kv_cache_spec
+        self.attention_calls = facts.attention_calls
         self.decoder = decoder
         self.is_compiled = is_compiled
-        self.image_encoder = original.image_encoder
-        self.adapter_sites = fused_sites(decoder, original.kv_cache_spec.dtype, device)
+        self.image_encoder = image_encoder
+        self.adapter_sites = fused_sites(decoder, facts.kv_cache_spec.dtype, device)
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
         return self.decoder.forward(self._turned(inputs), attention)
@@ -95,7 +116,7 @@ class FusedModel(ServedModel, Halves):
 def fuse(
     original: ServedModel,
     module: nn.Module,
-    probe: AttentionProbe,
+    probe: "AttentionProbe",
     max_model_len: int,
     place: Place,
     num_turns: int = 0,
@@ -131,7 +152,14 @@ def fuse(
             logger.warning(
                 "%s: the compiled loop over layers is not used: %s", original.name, difference
             )
-    return FusedModel(original, decoder, ops.is_compiled, place.device, parts.own_turns)
+    facts = ModelFacts(
+        f"{original.name}, fused",
+        original.num_parameters,
+        original.kv_cache_spec,
+        original.attention_calls,
+    )
+    encoder = original.image_encoder
+    return FusedModel(facts, decoder, ops.is_compiled, place.device, parts.own_turns, encoder)
 
 
 def _prove(

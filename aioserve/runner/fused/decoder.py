@@ -117,7 +117,7 @@ class FusedDecoder:
         self.embedding = embedding
         self.layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
-        self._head = head
+        self.norm, self.head = norm, head
         self.ops = ops
         self.taps: Taps | None = None  # as `ServedModel.tap`
 
@@ -165,7 +165,7 @@ class FusedDecoder:
         """As `ServedModel.logits`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
-        logits = self._head(hidden)
+        logits = self.head(hidden)
         if adapters is not None:
             adapters.add(HEAD, hidden, logits)
         return logits

@@ -5,16 +5,18 @@ Whether the parts are used as Llama uses them is for `proof` to show.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aioserve.runner.attention.bridge import AttentionProbe
 from aioserve.runner.fused.experts import ExpertParts, find_experts
 from aioserve.runner.fused.ops import Activation, AttentionLayer, RMSNorm
 from aioserve.runner.fused.structure import NotFusedError, child, expect, find_activation
+
+if TYPE_CHECKING:  # it brings `transformers`, which takes seconds
+    from aioserve.runner.attention.bridge import AttentionProbe
 
 _ROPE_CHUNK = 4096  # positions: bounds what a table needs beside itself
 
@@ -77,7 +79,7 @@ class OwnTurns:
 
 
 def find_parts(
-    module: nn.Module, probe: AttentionProbe, max_model_len: int, num_turns: int = 0
+    module: nn.Module, probe: "AttentionProbe", max_model_len: int, num_turns: int = 0
 ) -> DecoderParts:
     """The parts of a causal language model, of which so many tokens of a step may turn by axes.
     Raises `NotFusedError`.
@@ -113,7 +115,7 @@ def find_parts(
     )
 
 
-def _layer_parts(layer: Any, index: int, probe: AttentionProbe, cos_sin: Tensor) -> LayerParts:
+def _layer_parts(layer: Any, index: int, probe: "AttentionProbe", cos_sin: Tensor) -> LayerParts:
     expect(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
     attention = layer.self_attn
     names = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -15,9 +15,11 @@ from aioserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig
 from aioserve.errors import ConfigError
 from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
-from aioserve.runner.cpu import load, machine
+from aioserve.runner.cpu import load, machine, models
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.load import load_model_on_cpu, load_on_cpu, with_dtype
+from aioserve.runner.cpu.compute_type import with_dtype
+from aioserve.runner.cpu.load import load_on_cpu
+from aioserve.runner.cpu.models import load_model_on_cpu
 from tests.models import make_model
 from tests.runner.cpu.resident import resident_bytes
 from tests.runner.driver import make_config
@@ -42,7 +44,7 @@ def test_too_little_memory_is_said_with_numbers_before_loading(
     # 1,024 tokens of 3 layers, K and V, 2 heads of 16: 0.75 MiB
     config = make_config(tmp_path, dtype="float32")
     monkeypatch.setattr(machine, "available_memory", lambda: 5 << 20)
-    monkeypatch.setattr(load, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError) as caught:
         load_on_cpu(config, ModelInfo(config.model))
     assert "5 MiB for the weights and 1 MiB for the KV pool" in str(caught.value)
@@ -56,7 +58,7 @@ def test_host_memory_of_a_connector_counts(
     cache = msgspec.structs.replace(config.cache, kv_connector="memory", kv_connector_gib=1.0)
     config = msgspec.structs.replace(config, cache=cache)
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
-    monkeypatch.setattr(load, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load_model_on_cpu", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"and 1,024 MiB for KV blocks outside of it.*connector_"):
         load_on_cpu(config, ModelInfo(config.model))
 
@@ -68,12 +70,12 @@ def test_what_every_rank_has_whole_counts_for_each(
     """The embedding, and K and V of all heads if the plan does not share them."""
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        load, "check_memory", lambda _, weights, per_token, *__: seen.append((weights, per_token))
+        models, "check_memory", lambda _, weights, per_token, *__: seen.append((weights, per_token))
     )
     config = make_config(model_path(kind), dtype="float32")
     info = ModelInfo(config.model)
     for num_ranks in (1, 2):
-        load._check_memory(config, info, None, num_ranks)
+        models._check_memory(config, info, None, num_ranks)
     (weights, per_token), (of_two, per_token_of_two) = seen
     assert of_two - weights == info.vocab_size * info.hidden_size * 4
     assert per_token_of_two == per_token * num_pools

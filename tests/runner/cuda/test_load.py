@@ -16,9 +16,13 @@ from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerCo
 from aioserve.errors import ConfigError
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.attention.backend import AttentionOptions, KVCacheSpec, LayerSpec
-from aioserve.runner.attention.bridge import AttentionCall
-from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.attention.backend import (
+    AttentionCall,
+    AttentionOptions,
+    KVCacheSpec,
+    LayerSpec,
+)
+from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cuda import load as loading
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import why_not

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
-from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor

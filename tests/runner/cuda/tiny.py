@@ -7,13 +7,13 @@ from torch import Tensor
 
 from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import (
+    AttentionCall,
     AttentionOptions,
     KVCacheSpec,
     LayerAttention,
     LayerSpec,
     ModelInputs,
 )
-from aioserve.runner.attention.bridge import AttentionCall
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor

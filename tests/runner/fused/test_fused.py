@@ -15,7 +15,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.runner import fused
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
-from aioserve.runner.cpu.load import load_model_on_cpu
+from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
 from aioserve.runner.fused import FusedModel, NotFusedError
 from aioserve.runner.fused.decoder import FusedDecoder
