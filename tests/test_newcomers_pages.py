@@ -1,0 +1,83 @@
+"""The pages for newcomers say what is so: flags and codes exist, commands and code run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioserve.cli import TOOLS, build_parser, load_config
+from tests.processes import PATIENCE
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FLAGS = {flag for action in build_parser()._actions for flag in action.option_strings}
+
+
+def table(page: str) -> list[list[str]]:
+    """The cells of the rows of a page's tables, but for heads and rules."""
+    rows = re.findall(r"^\|(.+)\|$", (DOCS / page).read_text(), re.M)
+    cells = [[cell.strip() for cell in row.split(" | ")] for row in rows]
+    return [row for row in cells if not set(row[0]) <= set("-|")]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def test_every_flag_that_is_put_beside_vllms_exists() -> None:
+    rows = table("coming-from-vllm.md")[1:]
+    assert len(rows) > 30
+    for row in rows:
+        for flag in re.findall(r"`(--[a-z-]+)", row[1]):
+            assert flag in FLAGS, row
+
+
+def test_every_flag_and_code_of_troubleshooting_exists() -> None:
+    rows = table("troubleshooting.md")[1:]
+    assert len(rows) > 15
+    code = "\n".join(path.read_text() for path in (ROOT / "aioserve").rglob("*.py"))
+    for row in rows:
+        for flag in re.findall(r"`(--[a-z-]+)", " ".join(row)):
+            assert flag in FLAGS, row
+        for name in re.findall(r"`([a-z]+_[a-z_]+)`", row[0]):
+            assert f'"{name}"' in code, row
+
+
+def test_the_code_of_the_first_page_runs() -> None:
+    (block,) = blocks("start-here.md", "python")
+    done = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        line.partition("#")[0].strip()
+        for block in blocks("start-here.md", "bash")
+        for line in block.splitlines()
+    ],
+)
+def test_the_commands_of_the_first_page_are_understood(line: str) -> None:
+    words = shlex.split(line)
+    if words[:3] == ["python", "-m", "aioserve"]:
+        command = words[3] if words[3:] and not words[3].startswith("-") else "serve"
+        if command == "serve":
+            given = [word if word != "mine.py" else "policies/fcfs.py" for word in words[3:]]
+            load_config(build_parser().parse_args(given))
+        else:
+            assert command in TOOLS
+        for word in words[3:]:
+            if word.startswith("configs/"):
+                assert (ROOT / word).is_file()
+    elif words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+    elif words[0] == "cp":
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert words[:2] == ["pytest", "--aioserve-policy"]
