@@ -8,12 +8,18 @@ import inspect
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import PATIENCE, until
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/shortest_first"
@@ -120,3 +126,34 @@ async def test_the_notebook_runs_in_a_loop_that_runs_already(
     assert "chunks of 256" in printed
     assert re.search(r"fcfs: gap p99 \d+ ms", printed)
     assert len(names["replies"]["fcfs"]) == 2
+
+
+def test_the_fastapi_program_streams_and_ends_what_a_client_leaves(tmp_path: Path) -> None:
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package, reason="pip install fastapi uvicorn")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["-m", "uvicorn", "--app-dir", "examples", "fastapi_app:app", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}/say?prompt=To%20be&max_tokens="
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=log, stdout=log)
+    try:
+
+        def listens() -> bool:
+            with socket.socket() as sock:
+                return sock.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, "the program listens")
+        with urllib.request.urlopen(f"{url}20", timeout=PATIENCE) as response:
+            assert response.read()
+        with urllib.request.urlopen(f"{url}900", timeout=PATIENCE) as response:
+            response.read(1)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(f"{url}-1", timeout=PATIENCE)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -1,0 +1,281 @@
+"""The first hour with aioserve, walked as a newcomer walks it, with the time of each step.
+
+    python benchmarks/first_hour.py [--folder DIR] [--only serve chat ...] [--port 8000]
+
+Clones this repository as it is committed into a new folder, and there follows the README: set up,
+serve the embedded model, ask it, serve SmolLM2 and put ten questions to it, draw the page while
+sixty requests run (in light, dark and at 390 px, where a chromium is installed), try another policy
+until there is a verdict, compare two, install the wheel in an empty environment, run the FastAPI
+program. What is not installed here is skipped, and said. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 900.0  # seconds for a step
+KEY = "sk-first-hour-operator-0123456789"
+# What the model's test asks, too: tests/server/test_real_model.py.
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of England?": "London",
+    "What is the capital of Egypt?": "Cairo",
+    "What is the largest ocean on Earth?": "Pacific",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "What is the chemical symbol for water?": "H2O",
+    "What star is at the center of our solar system?": "Sun",
+    "What is the opposite of hot?": "cold",
+}
+
+
+class SkippedError(Exception):
+    """What the step needs is not installed here."""
+
+
+class Hour:
+    """One walk: a folder with a clone in it, and a port to serve on."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.clone, self.url = folder, folder / "aioserve", f"http://127.0.0.1:{port}"
+        self.port = port
+        self.environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def run(self, *words: str | Path, cwd: Path | None = None) -> str:
+        """What a command prints. Raises `CalledProcessError`."""
+        done = subprocess.run(
+            list(map(str, words)),
+            cwd=cwd or self.clone,
+            env=self.environ,
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=PATIENCE,
+        )
+        return done.stdout
+
+    @contextmanager
+    def serving(self, *words: str, ready: str = "/ready") -> Iterator[float]:
+        """A command that serves inside the block; yields the seconds until it does. It ends by
+        Ctrl-C, without an error.
+        """
+        begin = time.perf_counter()
+        with (self.folder / "server.log").open("a") as log:
+            process = subprocess.Popen(
+                words, cwd=self.clone, env=self.environ, stdout=log, stderr=log
+            )
+        try:
+            while not self._answers(ready):
+                if process.poll() is not None or time.perf_counter() - begin > PATIENCE:
+                    raise RuntimeError(f"{' '.join(words)} does not serve: see {log.name}")
+                time.sleep(0.02)
+            yield time.perf_counter() - begin
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(60)
+        if code:
+            raise RuntimeError(f"{' '.join(words)} ended with {code} after Ctrl-C")
+
+    def _answers(self, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """The answer to a body, asked as an operator."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        body = json.dumps(fields).encode()
+        request = urllib.request.Request(f"{self.url}{path}", body, headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            return json.load(response)
+
+    def complete(self, number: int) -> None:
+        """One of some mixed requests."""
+        self.post(
+            "/v1/completions",
+            model="embedded",
+            prompt="What news? " * (1 + number % 7 * 20),
+            max_tokens=20 + number % 5 * 40,
+            user=("ann", "bob", "cid")[number % 3],
+        )
+
+    def crowd(self, count: int) -> None:
+        """Mixed requests, sixteen at a time."""
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(self.complete, range(count)))
+
+
+def clone(hour: Hour) -> str:
+    """git clone, as the README begins."""
+    hour.run("git", "clone", "-q", ROOT, hour.clone, cwd=hour.folder)
+    return hour.run("git", "log", "-1", "--format=%h %s").strip()
+
+
+def set_up(hour: Hour) -> str:
+    """What `make serve` does before it serves: an environment, packages, kernels."""
+    hour.run("make", "install")
+    return f"{len(hour.run('.venv/bin/pip', 'list', '--format=freeze').splitlines())} packages"
+
+
+def serve(hour: Hour) -> str:
+    """The README's first command and its curl, then the same once more."""
+    seconds, texts = [], []
+    for _ in range(2):
+        with hour.serving("make", "serve", f"ARGS=--port {hour.port}") as ready:
+            seconds.append(ready)
+            message = {"role": "user", "content": "What news, my lord?"}
+            fields = {"model": "embedded", "temperature": 0.7, "seed": 9, "messages": [message]}
+            answer = hour.post("/v1/chat/completions", **fields)
+            texts.append(answer["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1]
+    return f"ready after {seconds[0]:.1f} s, then {seconds[1]:.1f} s: {texts[0]!r}"
+
+
+def chat(hour: Hour) -> str:
+    """Ten questions to SmolLM2, sampled as a client that states nothing is."""
+    seconds, right = [], 0
+    for turn in range(2):
+        words = ("make", "serve", "MODEL=smollm2", f"ARGS=--port {hour.port}")
+        with hour.serving(*words) as ready:
+            seconds.append(ready)
+            for question, answer in QUESTIONS.items() if not turn else ():
+                message = {"role": "user", "content": question}
+                said = hour.post("/v1/chat/completions", model="smollm2", messages=[message])
+                right += answer in said["choices"][0]["message"]["content"]
+    told = f"ready after {seconds[0]:.1f} s with its download, then {seconds[1]:.1f} s"
+    return f"{told}; {right} of {len(QUESTIONS)} answers right"
+
+
+def page(hour: Hour) -> str:
+    """Pictures of the page while sixty requests run."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SkippedError("no chromium")
+    shots = {"light": (1280, 900, 0), "dark": (1280, 900, 1), "phone": (390, 1600, 0)}
+    with hour.serving(".venv/bin/python", "-m", "aioserve", "--port", str(hour.port)):
+        for name, (width, height, is_dark) in shots.items():
+            drawing = threading.Thread(target=hour.crowd, args=(60,))
+            timer = threading.Timer(1.5, drawing.start)
+            timer.start()
+            hour.run(
+                *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+                *("--disable-background-networking", "--no-first-run"),
+                f"--user-data-dir={hour.folder}/chromium",
+                f"--window-size={width},{height}",
+                f"--screenshot={hour.folder}/page-{name}.png",
+                "--timeout=5000",
+                *(("--force-dark-mode", "--enable-features=WebContentsForceDark") * is_dark),
+                hour.url,
+            )
+            timer.join()
+            drawing.join()
+    return f"{hour.folder}/page-light.png, -dark.png, -phone.png"
+
+
+def try_policy(hour: Hour) -> str:
+    """Another policy on the same traffic, until there is a verdict."""
+    keys = hour.folder / "keys.yaml"
+    keys.write_text(f"keys: [{{name: me, key: {KEY}, admin: true}}]\n")
+    keys.chmod(0o600)
+    words = ("--port", str(hour.port), "--enable-admin", "--api-keys-file", str(keys))
+    served = hour.serving(".venv/bin/python", "-m", "aioserve", *words)
+    with served, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(hour.post, "/admin/try_policy", policy="fcfs")
+        while not asked.done():
+            hour.crowd(64)
+        report = asked.result()
+    lines = [line for line in str(report["words"]).splitlines() if line.strip()]
+    verdicts = [line for line in lines if "worse" in line or "better" in line]
+    return f"{report['num_requests']} requests; {'; '.join(verdicts[:2]) or lines[-1]}"
+
+
+def compare(hour: Hour) -> str:
+    """Two policies on one workload, in virtual time."""
+    configs = ("configs/fcfs.yaml", "configs/chunked_prefill.yaml")
+    words = (*configs, "--workload", "configs/workloads/mixed.yaml")
+    printed = hour.run(".venv/bin/python", "-m", "aioserve", "compare", *words)
+    return next(line.strip() for line in printed.splitlines() if "gap p99" in line)
+
+
+def wheel(hour: Hour) -> str:
+    """The wheel in an empty environment, from which the embedded model is served."""
+    hour.run("make", "wheel")
+    (file,) = (hour.clone / "dist").glob("*.whl")
+    empty = hour.folder / "empty"
+    hour.run(sys.executable, "-m", "venv", empty)
+    torch = next(
+        line
+        for line in (hour.clone / "requirements/runtime.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    hour.run(empty / "bin/pip", "install", "-q", torch, file)
+    with hour.serving(str(empty / "bin/aioserve"), "--port", str(hour.port)) as ready:
+        return f"{file.stat().st_size / 1e6:.1f} MB; ready after {ready:.1f} s"
+
+
+def fastapi(hour: Hour) -> str:
+    """The program of examples/, in the clone's environment."""
+    hour.run(".venv/bin/pip", "install", "-q", "fastapi", "uvicorn")
+    words = ("--app-dir", "examples", "fastapi_app:app", "--port", str(hour.port))
+    uvicorn = (".venv/bin/python", "-m", "uvicorn", *words)
+    with (
+        hour.serving(*uvicorn, ready="/docs") as ready,
+        urllib.request.urlopen(f"{hour.url}/say?prompt=To%20be", timeout=60) as response,
+    ):
+        return f"ready after {ready:.1f} s: {response.read().decode()[:40]!r}"
+
+
+STEPS: Sequence[Callable[[Hour], str]] = (
+    *(clone, set_up, serve, chat, page, try_policy, compare, wheel, fastapi),
+)
+
+
+def main() -> int:
+    """Walk, and print a line of each step. Returns 1 if one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="default: a new one, which is left there")
+    parser.add_argument("--only", nargs="+", choices=[step.__name__ for step in STEPS])
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="first-hour-"))
+    folder.mkdir(exist_ok=True)
+    hour, found, has_failed = Hour(folder.absolute(), given.port), {}, False
+    print(f"in {folder}")
+    for step in STEPS:
+        if given.only and step.__name__ not in given.only:
+            continue
+        begin = time.perf_counter()
+        try:
+            told = step(hour)
+        except SkippedError as error:
+            told = f"skipped: {error}"
+        except Exception as error:
+            told, has_failed = f"FAILED: {error!r}", True
+        seconds = time.perf_counter() - begin
+        found[step.__name__] = {"seconds": round(seconds, 1), "told": told}
+        print(f"{step.__name__:12} {seconds:6.1f} s  {told}", flush=True)
+    print(msgspec.json.encode(found).decode())
+    return 1 if has_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
