@@ -10,6 +10,7 @@ program. What is not installed here is skipped, and said. The last line is JSON.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +67,7 @@ class Hour:
             check=True,
             text=True,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             timeout=PATIENCE,
         )
         return done.stdout
@@ -79,7 +80,12 @@ class Hour:
         begin = time.perf_counter()
         with (self.folder / "server.log").open("a") as log:
             process = subprocess.Popen(
-                words, cwd=self.clone, env=self.environ, stdout=log, stderr=log
+                words,
+                cwd=self.clone,
+                env=self.environ,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for all of a terminal's group
             )
         try:
             while not self._answers(ready):
@@ -88,9 +94,9 @@ class Hour:
                 time.sleep(0.02)
             yield time.perf_counter() - begin
         finally:
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
             code = process.wait(60)
-        if code:
+        if code and words[0] != "make":  # which ends by the signal itself
             raise RuntimeError(f"{' '.join(words)} ended with {code} after Ctrl-C")
 
     def _answers(self, path: str) -> bool:
@@ -113,7 +119,7 @@ class Hour:
         self.post(
             "/v1/completions",
             model="embedded",
-            prompt="What news? " * (1 + number % 7 * 20),
+            prompt=f"{number * 7919 % 1009} " + "What news? " * (1 + number % 7 * 20),
             max_tokens=20 + number % 5 * 40,
             user=("ann", "bob", "cid")[number % 3],
         )
@@ -166,29 +172,28 @@ def chat(hour: Hour) -> str:
 
 
 def page(hour: Hour) -> str:
-    """Pictures of the page while sixty requests run."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
+    """Pictures of the page two seconds after its button for sixty requests was pressed."""
+    if shutil.which("chromium") is None:
         raise SkippedError("no chromium")
-    shots = {"light": (1280, 900, 0), "dark": (1280, 900, 1), "phone": (390, 1600, 0)}
     with hour.serving(".venv/bin/python", "-m", "aioserve", "--port", str(hour.port)):
-        for name, (width, height, is_dark) in shots.items():
-            drawing = threading.Thread(target=hour.crowd, args=(60,))
-            timer = threading.Timer(1.5, drawing.start)
-            timer.start()
-            hour.run(
-                *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--disable-background-networking", "--no-first-run"),
-                f"--user-data-dir={hour.folder}/chromium",
-                f"--window-size={width},{height}",
-                f"--screenshot={hour.folder}/page-{name}.png",
-                "--timeout=5000",
-                *(("--force-dark-mode", "--enable-features=WebContentsForceDark") * is_dark),
-                hour.url,
-            )
-            timer.join()
-            drawing.join()
+        asyncio.run(draw(hour))
     return f"{hour.folder}/page-light.png, -dark.png, -phone.png"
+
+
+async def draw(hour: Hour) -> None:
+    """Press the button and take a picture, in each of the shapes."""
+    sys.path.insert(0, str(ROOT))
+    from tests.page.browser import chromium
+
+    shapes = {"light": (1280, 1000), "dark": (1280, 1000), "phone": (390, 1600)}
+    async with chromium() as browser:
+        for name, (width, height) in shapes.items():
+            async with browser.tab(hour.url) as tab:
+                await tab.shape(width, height, is_phone=name == "phone")
+                await tab.prefer(prefers_color_scheme="dark" if name == "dark" else "light")
+                await tab.run("document.querySelector('button.traffic').click()")
+                await asyncio.sleep(2.0)
+                (hour.folder / f"page-{name}.png").write_bytes(await tab.picture())
 
 
 def try_policy(hour: Hour) -> str:
@@ -203,9 +208,9 @@ def try_policy(hour: Hour) -> str:
         while not asked.done():
             hour.crowd(64)
         report = asked.result()
-    lines = [line for line in str(report["words"]).splitlines() if line.strip()]
-    verdicts = [line for line in lines if "worse" in line or "better" in line]
-    return f"{report['num_requests']} requests; {'; '.join(verdicts[:2]) or lines[-1]}"
+    lines = [" ".join(line.split()) for line in report["table"].splitlines() if line.strip()]
+    verdict = next(line for line in lines if line.startswith("gap p99"))
+    return f"{report['requests']} requests, {report['missing']} missing; {verdict}"
 
 
 def compare(hour: Hour) -> str:

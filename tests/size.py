@@ -30,7 +30,7 @@ LIMITS = {
     "aioserve/testing": 4_390,
     "aioserve/watch": 2_290,
     "aioserve/workers": 1_960,
-    "benchmarks": 6_665,
+    "benchmarks": 6_970,
     "policies": 600,
     "tests": 53_900,
 }
