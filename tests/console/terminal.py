@@ -61,6 +61,8 @@ def at_terminal(
     outer, inner = pty.openpty()
     termios.tcsetwinsize(inner, (25, columns))
     given = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull, **(environment or {})}
+    for name in ("COLUMNS", "LINES"):  # readline sets them in the process that starts test workers
+        given.pop(name, None)
     streams = {"stdin": inner, "stdout": inner, "stderr": inner}
     try:
         with started(
