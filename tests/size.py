@@ -32,7 +32,7 @@ LIMITS = {
     "aioserve/workers": 1_960,
     "benchmarks": 6_970,
     "policies": 600,
-    "tests": 53_900,
+    "tests": 54_000,
 }
 SUFFIXES = {".py", ".c", ".h"}
 
