@@ -1,6 +1,7 @@
 """What it is worth that logits are written in float32, not rounded to bfloat16 as the weights are.
 
     python benchmarks/logits.py [TEXT] [--model smollm2] [--prompts 200]
+    python benchmarks/logits.py --cost     # of a head that writes float32, to one that rounds
 
 Pieces of TEXT, by default of Python's own help pages, are prompts. A reference in float32
 continues each greedily; then the model in bfloat16 reads prompt and reply, once with its logits
@@ -13,6 +14,8 @@ JSON.
 import argparse
 import asyncio
 import math
+import statistics
+import time
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -22,7 +25,9 @@ import torch
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig
+from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused import FusedModel
 
 PROMPT_TOKENS = 64
@@ -88,13 +93,37 @@ async def read(
     return Read(replies, loss, num_same, num_ties)
 
 
+def cost() -> None:
+    """Time the product of SmolLM2's head in alternation, and print the median ratio."""
+    kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
+    weight = torch.randn(49152, 576, generator=generator).bfloat16()
+    types = (torch.bfloat16, torch.float32)
+    heads = [PanelLinear.of(kernels, weight, None, dtype) for dtype in types]
+    print(f"{'rows':>6} {'bfloat16, ms':>13} {'float32, ms':>13} {'ratio':>7}")
+    for num_rows in (1, 16, 64, 256):
+        x = torch.randn(num_rows, 576, generator=generator).bfloat16()
+        times: list[list[float]] = [[], []]
+        for _ in range(60):
+            for head, own in zip(heads, times, strict=True):
+                begin = time.perf_counter()
+                head(x)
+                own.append(1e3 * (time.perf_counter() - begin))
+        ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+        narrow, wide = map(statistics.median, times)
+        print(f"{num_rows:6} {narrow:13.2f} {wide:13.2f} {ratio:7.3f}")
+
+
 def main() -> None:
     """Print a row per type."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path, nargs="?", default=Path(topics.__file__))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--cost", action="store_true", help="time the head alone")
     args = parser.parse_args()
+    if args.cost:
+        cost()
+        return
     info = ModelInfo(ModelConfig(model=args.model))
     ids = info.tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"]
     stride = (len(ids) - PROMPT_TOKENS) // args.prompts

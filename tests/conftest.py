@@ -3,11 +3,13 @@ its name; torch starts with one thread.
 """
 
 import asyncio
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import uvloop
@@ -23,8 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-# What servers keep for their next start is kept for the tests alone. Read by processes, too.
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "cache")
+# What servers keep for their next start is kept for this run alone: all workers inherit it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="aioserve-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A shell that starts this in its background lets it ignore Ctrl-C, and every process that a test
 # starts would inherit that.

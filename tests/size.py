@@ -30,9 +30,9 @@ LIMITS = {
     "aioserve/testing": 4_390,
     "aioserve/watch": 2_290,
     "aioserve/workers": 1_960,
-    "benchmarks": 6_970,
+    "benchmarks": 7_010,
     "policies": 600,
-    "tests": 54_000,
+    "tests": 54_100,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

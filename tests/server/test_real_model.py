@@ -75,7 +75,9 @@ def log() -> Iterator[list[logging.LogRecord]]:
 def server(file: Path, log: list[logging.LogRecord]) -> Iterator[Server]:
     """One for all tests here, on a loop in a thread: it takes seconds to load."""
     config = EngineConfig(
-        model=ModelConfig(model="smollm2", dtype="float32"), runner=RunnerConfig(threads=1)
+        # From its own file, whatever another test has kept of it.
+        model=ModelConfig(model="smollm2", dtype="float32", keep_prepared=False),
+        runner=RunnerConfig(threads=1),
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

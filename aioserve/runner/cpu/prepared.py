@@ -43,6 +43,8 @@ MOST_BYTES = 2 << 30  # of one model; a larger one takes longer to write than it
 MOST_BYTES_IN_ALL = 4 << 30  # what was read longest ago goes first
 
 _MAGIC = b"aioserve prepared model 1\n"
+_WRITING = ".writing-"  # how the names of files begin that are not whole
+_GIVEN_UP = 3600.0  # seconds after which nothing writes such a file any more
 _ALIGNMENT = 64  # bytes: a line of the CPU's cache
 _PACKAGE = Path(__file__).parents[2]
 _CODE = ("runner", "kernels", "model_source")  # what decides how weights are read and lie
@@ -182,7 +184,7 @@ class PreparedModel:
 
     def _write(self, head: bytes, tensors: list[Tensor]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=self._folder, prefix=".writing-", delete=False) as file:
+        with NamedTemporaryFile(dir=self._folder, prefix=_WRITING, delete=False) as file:
             try:
                 file.write(_MAGIC + len(head).to_bytes(8, "little") + head)
                 for tensor in tensors:
@@ -361,9 +363,20 @@ def _digest(what: list[Any]) -> str:
 
 
 def _make_room(folder: Path) -> None:
-    """Let go what was read longest ago, while all together are too large."""
-    files = sorted(folder.glob("*.model"), key=lambda file: file.stat().st_mtime)
-    in_all = sum(file.stat().st_size for file in files)
-    while in_all > MOST_BYTES_IN_ALL and len(files) > 1:
-        in_all -= files[0].stat().st_size
-        files.pop(0).unlink()
+    """Let go what was read longest ago, while all together are too large, and what was never
+    written to its end.
+    """
+    found = []
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process does the same
+            stat = file.stat()
+            if file.suffix == ".model":
+                found.append((stat.st_mtime, stat.st_size, file))
+            elif file.name.startswith(_WRITING) and stat.st_mtime < time.time() - _GIVEN_UP:
+                file.unlink()
+    found.sort()
+    in_all = sum(size for _, size, _ in found)
+    for _, size, file in found[:-1]:
+        if in_all > MOST_BYTES_IN_ALL:
+            in_all -= size
+            file.unlink(missing_ok=True)
