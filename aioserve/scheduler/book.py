@@ -60,7 +60,9 @@ class RequestBook:
         self.waiting = RequestQueue()
         self.loading = Loading(kv_cache)  # in no line until their blocks have been read
         self.running: list[Request] = []  # replaced, never shrunk in place
-        self.ended: set[Request] = set()  # finished, but a step in flight may write their blocks
+        #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
+        #: depend on: the same events give the same plan.
+        self.ended: dict[Request, None] = {}
         self.in_flight = StepsInFlight()
         self.timers = Timers(queue_timeout)
         self.num_steps = 0  # planned so far
@@ -267,7 +269,7 @@ class RequestBook:
         """After a step is back: blocks are freed that were only held for it."""
         for request in requests:
             if request in self.ended and not self.in_flight.carries(request):
-                self.ended.remove(request)
+                del self.ended[request]
                 self.kv_cache.free(request)
 
     # Who ends.
@@ -314,7 +316,7 @@ class RequestBook:
         if request.block_ids and status is not RequestStatus.FINISHED_ERROR:
             self.kv_cache.cache_full_blocks(request, self._num_written_tokens(request))
         if self.in_flight.carries(request):
-            self.ended.add(request)
+            self.ended[request] = None
         else:
             self.kv_cache.free(request)
 

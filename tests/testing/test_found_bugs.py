@@ -105,3 +105,17 @@ def test_whoever_reads_an_image_computed_by_another_goes_when_the_other_goes() -
         harness.add_request(f"r{number}", [number] * 5, encoder_inputs=[SMALL], max_tokens=3)
     assert harness.schedule().num_scheduled_tokens == {}
     harness.run_until_idle()
+
+
+def test_requests_that_failed_together_are_forgotten_in_their_order() -> None:
+    """Else slots come back in another order each time, and the same events give other plans."""
+    for _ in range(10):  # the order of a set of requests is one of chance
+        harness = SchedulerHarness(SoundScheduler, num_state_slots=9, pipeline_depth=2)
+        harness.add_request("r4", [0] * 5 + [1] * 3, max_tokens=6)
+        harness.add_request("r5", [0] * 8)
+        harness.step()
+        harness.fail_steps()
+        harness.add_request("r2", [0])
+        harness.add_request("r10", [0] * 4)
+        harness.run_until_idle()
+        harness.check_repeatable()
