@@ -316,7 +316,7 @@ class FreesTheInFlight(SoundScheduler):
     ) -> list[str]:
         finished = super().finish_requests(request_ids, finished_status)
         for request in list(self.book.ended):
-            self.book.ended.discard(request)
+            del self.book.ended[request]
             self.kv_cache.free(request)
         return finished
 
