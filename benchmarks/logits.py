@@ -27,6 +27,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig
 from aioserve.kernels import load_kernels
 from aioserve.model_info import ModelInfo
+from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused import FusedModel
 
@@ -95,6 +96,7 @@ async def read(
 
 def cost() -> None:
     """Time the product of SmolLM2's head in alternation, and print the median ratio."""
+    machine.keep_freed_memory()  # as a server does
     kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
     weight = torch.randn(49152, 576, generator=generator).bfloat16()
     types = (torch.bfloat16, torch.float32)
