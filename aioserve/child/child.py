@@ -91,11 +91,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the engine."""
         return self._process.pid
 
     def ended(self, seconds: float = 0.0) -> str | None:
-        """How it ended, in words, if it has or does within so many seconds; None while it lives."""
+        """How it ended, in words, if it has or does within `seconds`; None while it lives."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -109,7 +109,7 @@ class Child:
         return f"the engine's process has ended {how}" + (f"; it said last: {said}" if said else "")
 
     def failure(self, how: str) -> ConfigError | EngineStartError:
-        """Why it never served."""
+        """The error that says why the process never served."""
         words = [line for line in self._last_words if line.startswith("aioserve: error: ")]
         if self._process.returncode == EXIT_USAGE and words:
             return ConfigError(words[-1].removeprefix("aioserve: error: "))

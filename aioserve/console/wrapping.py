@@ -55,7 +55,7 @@ class WordWrap:
 
 
 def _width(char: str) -> int:
-    """Columns of a character."""
+    """How many columns a character fills."""
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1

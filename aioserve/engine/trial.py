@@ -126,7 +126,7 @@ class Trials:
         return Report(report_id, num_requests, missing, words)
 
     async def _record(self, path: Path, seconds: float, enough: int | None) -> int:
-        """How many requests came: for so many seconds, or until `enough` came and have ended."""
+        """How many requests came: in `seconds`, or until `enough` came and have ended."""
         sink = LogWriter(path)
         recorder, end = self._begin(sink), self._clock() + seconds
         there = self._request_ids()
@@ -152,7 +152,7 @@ class Trials:
         return {request.request_id for request in policy.get_requests()}
 
     async def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Until that is true, for so many seconds at most."""
+        """Wait until `is_over` is true, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not is_over():  # noqa: ASYNC110 - a scheduler has nothing to wait for

@@ -297,7 +297,7 @@ class RequestBook:
         return finished
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """A step of these requests may not have written what is listed as computed by it."""
+        """Drop from the caches what the requests were to compute: a step of theirs failed."""
         for request in requests:
             self.kv_cache.forget(request)
             self.encoder_cache.forget(request.encoder_inputs)

@@ -16,7 +16,7 @@ SIMULATED = ("--runner", "simulated", "--port", "0")
 
 @pytest.fixture
 def manager(tmp_path: Path) -> socket.socket:
-    """What systemd listens on."""
+    """The socket on which systemd would listen."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sock.bind(str(tmp_path / "notify"))
     sock.settimeout(processes.PATIENCE)
