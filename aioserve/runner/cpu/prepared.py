@@ -149,12 +149,17 @@ class PreparedModel:
     def keep(self, model: ServedModel) -> None:
         """Write the model for the next start, if it is of a kind that can be kept. What cannot be
         written is not kept, and neither are weights that are not finite, of which each start says
-        so.
+        so. Raises nothing: the model is loaded, and serves.
         """
         try:
-            state = _state_of(model)
+            self._keep(model)
         except _NotKeptError:
-            return
+            pass
+        except Exception as error:
+            logger.info("%s is not kept for the next start: %s", model.name, one_line(error))
+
+    def _keep(self, model: ServedModel) -> None:
+        state = _state_of(model)
         tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
 
@@ -177,10 +182,7 @@ class PreparedModel:
             return
         told = _Head(self._key, model.kv_cache_spec, end, places, packed)
         head = msgspec.msgpack.encode(told, enc_hook=_named)
-        try:
-            self._write(head, tensors)
-        except OSError as error:
-            logger.info("%s is not kept for the next start: %s", model.name, error)
+        self._write(head, tensors)
 
     def _write(self, head: bytes, tensors: list[Tensor]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve.config import EngineConfig
@@ -172,6 +173,27 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert not tokens_of(config)[2]
     (line,) = [line for line in caplog.messages if "is not kept for the next start" in line]
     assert "Not a directory" in line
+
+
+def test_a_model_with_a_part_that_cannot_be_written_is_served_and_not_kept(
+    tmp_path: Path,
+    tokens_of: Callable[..., Any],
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = config_of(make_model("llama", tmp_path / "model"))
+    layer = prepared._layer_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            prepared,
+            "_layer_state",
+            lambda own: msgspec.structs.replace(layer(own), activation=object()),
+        )
+        first = tokens_of(config)
+        assert [line for line in caplog.messages if "is not kept for the next start" in line]
+    assert not own_cache.exists()
+    assert tokens_of(config) == first
 
 
 def test_without_kernels_or_a_home_a_model_is_served_all_the_same(
