@@ -24,7 +24,7 @@ LIMITS = {
     "aioserve/model_source": 2_350,
     "aioserve/ray": 1_510,
     "aioserve/routing": 390,
-    "aioserve/runner": 16_600,
+    "aioserve/runner": 16_650,
     "aioserve/scheduler": 2_780,
     "aioserve/server": 10_930,
     "aioserve/testing": 4_390,

@@ -15,6 +15,7 @@ from torch import Tensor
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import BlockPart, PackedWeight
 from aioserve.model_source.quantized import Codes, QuantizedWeight
+from aioserve.runner.cpu.logits_memory import LogitsMemory
 
 _PIECE = 1 << 15  # weights packed at a time: few enough that torch calls no second thread
 _SIGN = 128  # added to codes of 8 bits with a sign
@@ -66,6 +67,7 @@ class BlockLinear:
             len(self._parts),
             blocks.out_dtype is not blocks.dtype,
         )
+        self._logits_memory = LogitsMemory() if self.packed.is_wide else None
 
     @classmethod
     def of(
@@ -86,7 +88,11 @@ class BlockLinear:
         return cls(kernels, Blocks(parts, padded, weights[0].shape[1], dtype, out_dtype or dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self.state.out_dtype)
+        shape = x.shape[0], self.packed.outputs
+        if self._logits_memory is not None:
+            out = self._logits_memory.take(*shape)
+        else:
+            out = x.new_empty(shape, dtype=self.state.out_dtype)
         self.kernels.linear(self.packed, x, out)
         return out
 

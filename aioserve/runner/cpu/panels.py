@@ -6,6 +6,7 @@ from torch import Tensor
 
 from aioserve.kernels import Kernels
 from aioserve.kernels.structs import PackedWeight, pack_bias, pack_weight
+from aioserve.runner.cpu.logits_memory import LogitsMemory
 
 
 class Panels(msgspec.Struct, frozen=True, tag="panels"):
@@ -37,6 +38,7 @@ class PanelLinear:
             0,
             panels.out_dtype is not panels.weight.dtype,
         )
+        self._logits_memory = LogitsMemory() if self.packed.is_wide else None
 
     @classmethod
     def of(
@@ -59,6 +61,10 @@ class PanelLinear:
         return weight.dtype in kernels.panel_shapes and weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed.outputs, dtype=self.state.out_dtype)
+        shape = x.shape[0], self.packed.outputs
+        if self._logits_memory is not None:
+            out = self._logits_memory.take(*shape)
+        else:
+            out = x.new_empty(shape, dtype=self.state.out_dtype)
         self._kernels.linear(self.packed, x, out)
         return out

@@ -24,11 +24,11 @@ from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.cpu.blocks import BlockEmbedding, BlockLinear
 from aioserve.runner.cpu.compiled_attention import CompiledAttention
 from aioserve.runner.cpu.experts import CompiledExperts
+from aioserve.runner.cpu.logits_memory import LogitsMemory
 from aioserve.runner.cpu.low_rank import CompiledAdapter
 from aioserve.runner.cpu.panels import PanelLinear
 from aioserve.runner.fused.decoder import (
     HEAD,
-    LOGITS_DTYPE,
     DecoderLayer,
     FusedDecoder,
     GatedMLP,
@@ -57,6 +57,7 @@ class WholeDecoder(FusedDecoder):
         self._attention: CompiledAttention | None = None  # whose caches are in the structs
         self._scratch = torch.empty(0, dtype=embedding.dtype)
         self._tapped = torch.empty(0, dtype=embedding.dtype)
+        self._logits_memory = LogitsMemory()
         output = layers[0].output
         self._sums = _Sums(output.ranks) if isinstance(output, AddedUp) else None
         # Gone with their adapters.
@@ -103,9 +104,7 @@ class WholeDecoder(FusedDecoder):
             self._scratch = self._scratch.new_empty(size)
             if self._sums is not None:
                 self._sums.scratch = self._scratch
-        logits = self._scratch.new_empty(
-            num_sampling, _packed(self.head).outputs, dtype=LOGITS_DTYPE
-        )
+        logits = self._logits_memory.take(num_sampling, _packed(self.head).outputs)
         taps = self.taps
         num_taps = 0 if taps is None else len(taps.layers)
         if num_taps:

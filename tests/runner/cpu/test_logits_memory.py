@@ -1,0 +1,28 @@
+"""Memory that logits use again."""
+
+import torch
+
+from aioserve.runner.cpu.logits_memory import LogitsMemory
+
+
+def test_memory_is_used_again_when_no_tensor_shows_it_any_more() -> None:
+    memory = LogitsMemory()
+    first = memory.take(4, 10)
+    address = first.data_ptr()
+    del first
+    assert memory.take(3, 10).data_ptr() == address
+
+
+def test_memory_that_a_part_of_a_tensor_still_shows_is_left_alone() -> None:
+    memory = LogitsMemory()
+    kept = memory.take(4, 10).fill_(1.0)[2:]  # the whole tensor is gone
+    memory.take(4, 10).fill_(2.0)
+    assert torch.equal(kept, torch.ones(2, 10))
+
+
+def test_more_rows_and_none_get_tensors_of_their_shape() -> None:
+    memory = LogitsMemory()
+    for num_rows in (2, 0, 50, 1):
+        logits = memory.take(num_rows, 10)
+        assert (logits.shape, logits.dtype) == ((num_rows, 10), torch.float32)
+        assert logits.data_ptr() % 64 == 0
