@@ -28,6 +28,6 @@ class LogitsMemory:
             return torch.empty(num_rows, num_columns)
         if size > self._memory.size or (self._shown is not None and self._shown() is not None):
             self._memory = torch.empty(size).numpy()
-        view = memoryview(self._memory)
+        view = self._memory.data
         self._shown = ref(view)
         return torch.frombuffer(view, dtype=torch.float32, count=size).view(num_rows, num_columns)
