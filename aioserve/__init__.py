@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aioserve.child import EngineProcess
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
-    from aioserve.engine import AsyncEngine, RequestStream
+    from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
     from aioserve.images import Illustrated
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.pooling_params import PoolingParams
@@ -24,6 +24,7 @@ _HOMES = {
     "EmbeddingOutput": "aioserve.outputs",
     "EngineConfig": "aioserve.config",
     "EngineProcess": "aioserve.child",
+    "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
     "Illustrated": "aioserve.images",
     "PoolingParams": "aioserve.pooling_params",
@@ -39,6 +40,7 @@ __all__ = [
     "EmbeddingOutput",
     "EngineConfig",
     "EngineProcess",
+    "EngineSnapshot",
     "FinishReason",
     "Illustrated",
     "PoolingParams",

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 # A little above what there is. What stands alone is the folder's own files.
 LIMITS = {
-    "aioserve": 3_950,
+    "aioserve": 3_960,
     "aioserve/child": 570,
     "aioserve/console": 1_460,
-    "aioserve/engine": 7_200,
+    "aioserve/engine": 7_430,
     "aioserve/grammars": 640,
     "aioserve/images": 610,
     "aioserve/kernels": 3_690,
@@ -32,7 +32,7 @@ LIMITS = {
     "aioserve/workers": 1_960,
     "benchmarks": 7_010,
     "policies": 600,
-    "tests": 54_100,
+    "tests": 54_500,
 }
 SUFFIXES = {".py", ".c", ".h"}
 

@@ -4,6 +4,14 @@ from aioserve.engine.async_engine import AsyncEngine
 from aioserve.engine.chat_template import Conversation
 from aioserve.engine.client import EngineClient
 from aioserve.engine.input_processor import Prompt
+from aioserve.engine.snapshot import EngineSnapshot
 from aioserve.engine.stream import RequestStream
 
-__all__ = ["AsyncEngine", "Conversation", "EngineClient", "Prompt", "RequestStream"]
+__all__ = [
+    "AsyncEngine",
+    "Conversation",
+    "EngineClient",
+    "EngineSnapshot",
+    "Prompt",
+    "RequestStream",
+]

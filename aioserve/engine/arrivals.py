@@ -41,8 +41,8 @@ class Arrivals:
         self._metrics = metrics
         self._clock = clock
         self._image_memory = image_memory
-        self._num_arriving = 0
-        self._arriving_tokens = 0  # of these, at least
+        self.num_arriving = 0  # now
+        self.num_tokens = 0  # of these, at least
 
     @contextmanager
     def counted(self, num_tokens: int) -> Iterator[None]:
@@ -50,14 +50,14 @@ class Arrivals:
         `EngineOverloadedError`, before the work is done, if that is too much for the queue.
         """
         try:
-            self._core.scheduler.check_queue(num_tokens, self._num_arriving, self._arriving_tokens)
-            self._num_arriving += 1
-            self._arriving_tokens += num_tokens
+            self._core.scheduler.check_queue(num_tokens, self.num_arriving, self.num_tokens)
+            self.num_arriving += 1
+            self.num_tokens += num_tokens
             try:
                 yield
             finally:
-                self._num_arriving -= 1
-                self._arriving_tokens -= num_tokens
+                self.num_arriving -= 1
+                self.num_tokens -= num_tokens
         except EngineOverloadedError as error:
             error.retry_after = self._estimate_wait()
             raise
@@ -99,5 +99,5 @@ class Arrivals:
         rate = self._metrics.prompt_token_rate.per_second(self._clock())
         if stats is None or rate <= 0:
             return MIN_RETRY_SECONDS
-        seconds = (stats.num_waiting_tokens + self._arriving_tokens) / rate
+        seconds = (stats.num_waiting_tokens + self.num_tokens) / rate
         return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)

@@ -54,6 +54,7 @@ from aioserve.engine.questions import (
     Wake,
 )
 from aioserve.engine.samples import Origin, Samples, SampleState
+from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.trial import Trials
 from aioserve.engine.watchdog import Watchdog
@@ -458,6 +459,16 @@ class AsyncEngine(EngineFront[EngineParts]):
     def get_stats(self) -> SchedulerStats | None:
         """The scheduler's state and totals; None before the start and after the end."""
         return None if self._parts is None else self._parts.core.scheduler.make_stats()
+
+    def inspect(self) -> EngineSnapshot | None:
+        """What it is doing now: every request and why it waits, steps in flight, what memory is
+        held. None before the start and after the end.
+        """
+        if (parts := self._parts) is None:
+            return None
+        is_fallback = parts.core.replaced_after is not None
+        policy = FALLBACK_POLICY if is_fallback else self.config.scheduler.policy
+        return take_snapshot(parts, policy, self.state, is_fallback=is_fallback)
 
     async def wait_ended(self) -> None:
         """Return once `shutdown` has ended the engine task; raises `EngineDeadError` if it dies."""

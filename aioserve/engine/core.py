@@ -94,7 +94,9 @@ class EngineCore:
         self._is_paused = False
         self._is_quiet = asyncio.Event()  # of a pause: no step is in flight any more
         self._wakeup = asyncio.Event()
-        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        #: What was planned, what will come of it, and when it was handed over.
+        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput], float]]
+        self._in_flight = deque()
         # Ids that have finished or were preempted: to be told again, told with a step in flight.
         self._untold = self._retold = _NOBODY
         # Not yet told: their tokens go first.
@@ -165,6 +167,10 @@ class EngineCore:
         """When the runner began its step; None if it is idle. Other threads may read it."""
         return self._step_since if self._in_flight else None
 
+    def steps_in_flight(self) -> list[tuple[SchedulerOutput, float]]:
+        """The steps that are with the runner, the oldest first, and when each was handed over."""
+        return [(output, since) for output, _, since in self._in_flight]
+
     def step_seconds(self) -> float:
         """For how long the runner has been at the step that it computes; 0 if it is idle."""
         return self._clock() - self._step_since if self._in_flight else 0.0
@@ -229,8 +235,9 @@ class EngineCore:
         return True
 
     def _hand_over(self, output: SchedulerOutput) -> None:
+        now = self._clock()
         if not self._in_flight:
-            self._step_since = self._clock()
+            self._step_since = now
         told = output
         if self._untold != _NOBODY:  # with the first step after those that failed
             finished, preempted = self._retold = self._untold
@@ -245,7 +252,7 @@ class EngineCore:
         except Exception as error:  # as good as in its result
             future = asyncio.get_running_loop().create_future()
             future.set_exception(error)
-        self._in_flight.append((output, future))
+        self._in_flight.append((output, future, now))
 
     def _schedule(self) -> SchedulerOutput | None:
         """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
@@ -351,7 +358,7 @@ class EngineCore:
             self._blame_policy(failed, error)
 
     async def _take_result(self) -> dict[int, EngineCoreOutputs]:
-        output, future = self._in_flight[0]
+        output, future, _ = self._in_flight[0]
         try:
             result = await future
         except RunnerDeadError:
@@ -409,21 +416,21 @@ class EngineCore:
         self.failures.log("the runner's step", error)
         steps = list(self._in_flight)
         self._in_flight.clear()
-        results = await asyncio.gather(*(future for _, future in steps), return_exceptions=True)
+        results = await asyncio.gather(*(future for _, future, _ in steps), return_exceptions=True)
         for result in results:
             if isinstance(result, RunnerDeadError):
                 raise result
         # The runner may not know which requests left: steps may have died before it read that.
         finished, preempted = map(list, self._retold)
-        for output, _ in steps:
+        for output, *_ in steps:
             finished += output.finished_req_ids
             preempted += output.preempted_req_ids
         self._untold, self._retold = (finished, preempted), _NOBODY
         failed: list[str] = []
-        for output, _ in steps:
+        for output, *_ in steps:
             req_ids = list(output.num_scheduled_tokens)
             failed += self.scheduler.finish_requests(req_ids, RequestStatus.FINISHED_ERROR)
-        for output, _ in steps:
+        for output, *_ in steps:
             if output.total_num_scheduled_tokens:
                 req_ids = list(output.num_scheduled_tokens)
                 self._update(output, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))

@@ -198,6 +198,10 @@ class OutputProcessor:
         """The reader of a request; None if there is none any more. An id may be another's later."""
         return self._states.get(request_id)
 
+    def reader_ids(self) -> list[str]:
+        """The requests whose readers have not been told of an end."""
+        return list(self._states)
+
     def ended_among(self, request_ids: Iterable[str] | None) -> list[str]:
         """Of the given requests, or of all: those that the scheduler has ended and whose readers
         have not been told.

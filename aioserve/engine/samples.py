@@ -93,6 +93,14 @@ class Claims:
         samples = self._claims.get(request_id)
         return samples if samples is not None and samples.request_id == request_id else None
 
+    def ids(self) -> list[str]:
+        """All that are taken, of requests and of samples."""
+        return list(self._claims)
+
+    def arriving_ids(self) -> list[str]:
+        """The requests that are being tokenized, by the ids that their callers know."""
+        return [key for key, of in self._claims.items() if of.is_arriving and of.request_id == key]
+
     def release(self, samples: Samples) -> bool:
         """Give the ids back. False if that was done before: they may be another's."""
         if self._claims.get(samples.request_id) is not samples:

@@ -113,7 +113,7 @@ async def test_prompts_that_are_being_tokenized_wait_as_well() -> None:
         await asyncio.wait([first])
         assert engine._parts is not None
         arrivals = engine._parts.arrivals
-        assert arrivals._num_arriving == arrivals._arriving_tokens == 0
+        assert arrivals.num_arriving == arrivals.num_tokens == 0
 
 
 async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypatch) -> None:
@@ -135,7 +135,7 @@ async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypat
         first.cancel()
         await asyncio.wait([first])
         assert engine._parts is not None
-        assert engine._parts.arrivals._num_arriving == 0
+        assert engine._parts.arrivals.num_arriving == 0
 
 
 def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:

@@ -320,7 +320,7 @@ class Rig:
             "blocks": stats.num_used_kv_blocks,
             "readers": len(parts.output_processor),
             "ids": len(parts.claims._claims),
-            "arriving": parts.arrivals._num_arriving,
+            "arriving": parts.arrivals.num_arriving,
             "rows": sorted(rows_of(self.engine)),
             "tasks": +(self._tasks() - self._tasks_before),
             "descriptors": +(self._descriptors() - self._descriptors_before),
