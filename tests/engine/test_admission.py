@@ -15,7 +15,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine.chat_template import ChatTemplate, Conversation
 from aioserve.engine.histogram import RATE_SECONDS, RecentRate
-from aioserve.engine.input_processor import INLINE_CHARACTERS, SHORT_MESSAGES
+from aioserve.engine.input_processor import INLINE_CHARACTERS, SHORT_MESSAGES, InputProcessor
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from tests.processes import PATIENCE
@@ -93,8 +93,7 @@ async def test_a_full_queue_refuses_before_tokenizing(monkeypatch: pytest.Monkey
         running = await engine.add_request([5] * 9, ENDLESS)
         await anext(running)
         waiting = await engine.add_request([5] * 400, ENDLESS)
-        assert engine._parts is not None
-        monkeypatch.setattr(engine._parts.input_processor, "tokenize", None)
+        monkeypatch.setattr(InputProcessor, "tokenize", None)
         with pytest.raises(EngineOverloadedError, match=r"400 prompt tokens are waiting already"):
             await engine.add_request("word " * 500, SHORT)
         waiting.close()
@@ -111,31 +110,31 @@ async def test_prompts_that_are_being_tokenized_wait_as_well() -> None:
             await engine.add_request(text, SHORT)
         first.cancel()
         await asyncio.wait([first])
-        assert engine._parts is not None
-        arrivals = engine._parts.arrivals
-        assert arrivals.num_arriving == arrivals.num_tokens == 0
+        snapshot = engine.inspect()
+        assert snapshot is not None
+        assert snapshot.num_arriving == snapshot.num_arriving_tokens == 0
 
 
 async def test_requests_whose_grammars_are_being_compiled_wait_as_well(monkeypatch) -> None:
     config = make_config(max_waiting_requests=1)
     async with AsyncEngine(config) as engine:
-        assert engine._parts is not None
         compiling, never = asyncio.Event(), asyncio.Event()
 
-        async def check(params: SamplingParams) -> None:
+        async def check(door: InputProcessor, params: SamplingParams) -> None:
             assert not compiling.is_set(), "the second is let by"
             compiling.set()
             await never.wait()
 
-        monkeypatch.setattr(engine._parts.input_processor, "check_grammar", check)
+        monkeypatch.setattr(InputProcessor, "check_grammar", check)
         first = asyncio.create_task(engine.add_request([5], SHORT))
         await compiling.wait()
         with pytest.raises(EngineOverloadedError, match="1 requests are waiting already"):
             await engine.add_request([5], SHORT)
         first.cancel()
         await asyncio.wait([first])
-        assert engine._parts is not None
-        assert engine._parts.arrivals.num_arriving == 0
+        snapshot = engine.inspect()
+        assert snapshot is not None
+        assert snapshot.num_arriving == 0
 
 
 def test_who_is_refused_hears_how_long_the_queue_will_take() -> None:

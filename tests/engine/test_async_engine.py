@@ -43,8 +43,7 @@ def in_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    assert engine._parts is not None
-    stats = engine._parts.core.scheduler.make_stats()
+    stats = engine.get_stats()
     assert stats is not None
     return stats
 

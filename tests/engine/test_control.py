@@ -18,6 +18,7 @@ from aioserve.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from aioserve.engine.core import EngineCore
 from aioserve.engine.questions import HowAreYou
 from aioserve.errors import (
     ConfigError,
@@ -27,10 +28,13 @@ from aioserve.errors import (
     RunnerDeadError,
 )
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason
+from aioserve.runner.cpu.sleeper import SleepingRunner
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
 from tests.models import make_model
+from tests.tokenizing import hold_tokenizing
 
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0, detokenize=False)
 CACHE = CacheConfig(num_kv_blocks=64)
@@ -155,15 +159,7 @@ def test_a_paused_engine_can_be_shut_down(sleeps: bool) -> None:
 
 async def test_who_is_tokenized_when_a_pause_begins_is_refused_as_it_says(monkeypatch: Any) -> None:
     async with AsyncEngine(simulated()) as engine:
-        assert engine._parts is not None
-        door, paused = engine._parts.input_processor, asyncio.Event()
-        tokenize = door.tokenize
-
-        async def late(*args: Any) -> Any:
-            await paused.wait()
-            return await tokenize(*args)
-
-        monkeypatch.setattr(door, "tokenize", late)
+        paused = hold_tokenizing(monkeypatch)
         asking = asyncio.create_task(engine.add_request([5], PARAMS))
         await asyncio.sleep(0)
         await engine.pause(running="abort", arrivals="refuse")
@@ -389,11 +385,12 @@ async def test_a_drain_waits_for_what_an_operator_has_begun(
         ("sleep", lambda engine: engine.sleep(weights=True), FinishReason.ABORT),
         ("vacate", lambda engine: engine.sleep(), FinishReason.LENGTH),
     ):
-        async with serving(of_model(model)) as engine:
+        config = of_model(model)
+        runner = SleepingRunner(config, ModelInfo(config.model))
+        async with AsyncEngine(config, runner=runner) as engine:
             begun = await begin(engine)
             has_begun = asyncio.Event()
-            assert engine._parts is not None
-            place = engine._parts.core if begins_at == "vacate" else engine._runner
+            place = EngineCore if begins_at == "vacate" else runner
             monkeypatch.setattr(place, begins_at, telling(getattr(place, begins_at), has_begun))
             doing = asyncio.create_task(does(engine))
             if begins_at == "vacate":  # the pause before it

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
@@ -53,6 +53,11 @@ class Moody(ChunkedPrefillScheduler):
     """Raises after it has planned a step, once it is told to."""
 
     mood = ""
+    requests: ClassVar[dict[str, Request]] = {}  # that came, by id
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self.requests[request.request_id] = request
 
     def schedule(self) -> SchedulerOutput:
         mood, Moody.mood = Moody.mood, ""
@@ -60,13 +65,6 @@ class Moody(ChunkedPrefillScheduler):
         if mood == "after":
             raise ValueError("on second thoughts")
         return output
-
-
-def request_of(engine: AsyncEngine, request_id: str) -> Request:
-    assert engine._parts is not None
-    request = engine._parts.core.scheduler.get_request(request_id)  # type: ignore[attr-defined]
-    assert isinstance(request, Request)
-    return request
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
@@ -147,7 +145,7 @@ def test_an_end_from_outside_takes_no_token_that_has_come(
             reader = asyncio.create_task(
                 read(await engine.add_request([5, 6, 7], SILENT, request_id="a"))
             )
-            request = request_of(engine, "a")
+            request = Moody.requests["a"]
             await asyncio.sleep(0.0501)
             await end(engine, runner)
             token_ids, got, _ = await reader

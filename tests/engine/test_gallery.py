@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
@@ -15,9 +16,9 @@ from aioserve.engine.gallery import AWAY_SECONDS, NUM_KEPT
 from aioserve.engine.questions import Seen, ShowSteps
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.onlooker import Onlooker
 from aioserve.watch.shown_id import shown_id
+from tests.foreign_policy import FOREIGN
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated"),
@@ -26,18 +27,24 @@ CONFIG = EngineConfig(
 )
 
 
-def run(main: Callable[[AsyncEngine], Coroutine[Any, Any, None]]) -> None:
+def run(
+    main: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
+    scheduler: SchedulerConfig = CONFIG.scheduler,
+) -> None:
+    config = msgspec.structs.replace(CONFIG, scheduler=scheduler)
+
     async def with_engine() -> None:
-        async with AsyncEngine(CONFIG) as engine:
+        async with AsyncEngine(config) as engine:
             await main(engine)
 
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
         runner.run(with_engine())
 
 
-def scheduler_of(engine: AsyncEngine) -> Any:
-    assert engine._parts is not None
-    return engine._parts.core.scheduler
+def watchers_of(engine: AsyncEngine) -> list[str]:
+    snapshot = engine.inspect()
+    assert snapshot is not None
+    return snapshot.watchers
 
 
 async def look(engine: AsyncEngine, after: int) -> tuple[int, list[Any]]:
@@ -53,18 +60,17 @@ async def generate(engine: AsyncEngine, num_tokens: int) -> None:
 
 def test_it_stands_before_the_scheduler_while_somebody_looks_and_not_before_or_after() -> None:
     async def main(engine: AsyncEngine) -> None:
-        assert engine._parts is not None
-        before = scheduler_of(engine)
+        before = watchers_of(engine)
         assert engine.metrics.latencies is None
         number, [snapshot] = await look(engine, 0)
         assert snapshot["kind"] == "snapshot"
-        assert isinstance(scheduler_of(engine), Onlooker)
+        assert watchers_of(engine)[0] == "Onlooker"
         await asyncio.sleep(AWAY_SECONDS / 2)
         await look(engine, number)
         await asyncio.sleep(AWAY_SECONDS * 0.8)  # asked again in time
-        assert isinstance(scheduler_of(engine), Onlooker)
+        assert watchers_of(engine)[0] == "Onlooker"
         await asyncio.sleep(AWAY_SECONDS)
-        assert scheduler_of(engine) is before
+        assert watchers_of(engine) == before
         assert engine.metrics.latencies is None
 
     run(main)
@@ -159,7 +165,7 @@ def test_a_switch_is_told_and_watched_on() -> None:
         engine.switch_policy("fcfs")
         _, [frame] = await look(engine, number)
         assert frame["events"]["switched"][0][1:] == ["fcfs", {}]
-        assert isinstance(scheduler_of(engine), Onlooker)
+        assert watchers_of(engine)[0] == "Onlooker"
         _, [snapshot] = await look(engine, 0)
         assert snapshot["about"]["policy"] == "fcfs"
 
@@ -200,19 +206,11 @@ def test_who_comes_while_the_engine_ends_does_not_begin_to_look(
 
 def test_a_scheduler_that_is_no_policy_of_ours_is_refused_in_words() -> None:
     async def main(engine: AsyncEngine) -> None:
-        assert engine._parts is not None
-        engine._parts.core.scheduler = DelegatingScheduler(Foreign(scheduler_of(engine)))
-        with pytest.raises(RequestError, match="Foreign does not derive from BaseScheduler"):
+        assert watchers_of(engine) == ["ShadowedScheduler"]
+        with pytest.raises(RequestError, match="ForeignScheduler does not derive from Base"):
             await look(engine, 0)
 
-    class Foreign:
-        def __init__(self, live: Any) -> None:
-            self._live = live
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._live, name)
-
-    run(main)
+    run(main, SchedulerConfig(policy=FOREIGN))
 
 
 def test_what_fails_while_it_watches_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

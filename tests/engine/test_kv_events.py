@@ -3,20 +3,27 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.config import CacheConfig, RunnerConfig
+from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.lab import VirtualClockEventLoop
 
 
-def run(main: Callable[[AsyncEngine], Any], on_kv_event: Callable[[KVEvent], None]) -> Any:
+def run(
+    main: Callable[[AsyncEngine], Any],
+    on_kv_event: Callable[[KVEvent], None],
+    policy: str = "chunked_prefill",
+) -> Any:
     """On the virtual clock, with a pool in which every other request evicts."""
     config = EngineConfig(
-        runner=RunnerConfig(runner="simulated"), cache=CacheConfig(num_kv_blocks=8)
+        runner=RunnerConfig(runner="simulated"),
+        cache=CacheConfig(num_kv_blocks=8),
+        scheduler=SchedulerConfig(policy=policy),
     )
 
     async def with_engine() -> Any:
@@ -58,24 +65,30 @@ def test_an_observer_that_raises_hurts_nobody_and_is_logged_once_a_second(
     assert "on_kv_event failed: no idea" in caplog.text
 
 
+class Known(ChunkedPrefillScheduler):
+    """Can be asked while it plans."""
+
+    latest: ClassVar["Known | None"] = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        Known.latest = self
+
+
 def test_an_observer_is_called_only_when_no_step_is_under_construction() -> None:
     under_construction: list[bool] = []
 
     async def main(engine: AsyncEngine) -> None:
-        assert engine._parts is not None
-        scheduler: Any = engine._parts.core.scheduler
-        holder.append(scheduler)
         await serve(engine, 8)
 
-    holder: list[Any] = []
-
     def observer(event: KVEvent) -> None:
-        (scheduler,) = holder
+        scheduler = Known.latest
+        assert scheduler is not None
         under_construction.append(scheduler.book.open_step is not None)
         if isinstance(event, BlockRemoved):
             assert scheduler.kv_cache.pool.lookup(event.block_hash) is None
 
-    run(main, observer)
+    run(main, observer, f"{__name__}:Known")
     assert len(under_construction) > 20
     assert not any(under_construction)
 

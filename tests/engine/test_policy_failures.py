@@ -173,12 +173,11 @@ def test_the_error_names_the_policy_and_the_rule_and_the_engine_goes_on(
             await generate(engine, [BAD] * 20)
         for length in (3, 40):
             assert await generate(engine, [2] * length) == 5
-        assert engine._parts is not None
-        stats = engine._parts.core.scheduler.make_stats()
+        stats = engine.get_stats()
         assert stats is not None
         assert stats.num_waiting_reqs == stats.num_running_reqs == 0
         await asyncio.sleep(1)
-        stats = engine._parts.core.scheduler.make_stats()
+        stats = engine.get_stats()
         assert stats is not None
         assert stats.num_used_kv_blocks == 0
 

@@ -1,7 +1,6 @@
 """An id belongs to one request until that has ended, and so do the ids of its samples."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -9,11 +8,14 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.input_processor import INLINE_CHARACTERS
 from aioserve.engine.stream import RequestStream
-from aioserve.errors import EngineOverloadedError, RequestIdInUseError
-from aioserve.request import RequestStatus
+from aioserve.errors import EngineOverloadedError, RequestFailedError, RequestIdInUseError
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.simulated import SimulatedRunner
+from aioserve.scheduler import SchedulerOutput
 from tests.processes import PATIENCE
+from tests.tokenizing import hold_tokenizing
 
 CONFIG = EngineConfig(
     model=ModelConfig(skip_tokenizer_init=True),
@@ -72,10 +74,7 @@ async def test_the_id_of_a_sample_that_has_ended_is_its_requests_until_all_have(
 ) -> None:
     stream = await add(engine, "x", SAMPLES)
     await anext(stream)
-    assert engine._parts is not None
-    # the first sample ends, as if by a stop string
-    ended = engine._parts.core.finish_requests(["x-0"], RequestStatus.FINISHED_STOPPED)
-    engine._parts.output_processor.end_requests(ended, FinishReason.STOP, 0.0)
+    engine.end_stopped({"x-0": 1})  # as if by a stop string
     with pytest.raises(RequestIdInUseError):
         await add(engine, "x-0", ENDLESS)
     stream.close()
@@ -116,28 +115,41 @@ async def test_a_refused_request_leaves_its_id_free() -> None:
         assert len(await tokens(await add(engine, "x", SHORT))) == 3
 
 
-async def test_when_one_sample_fails_closing_the_stream_ends_the_others(
-    engine: AsyncEngine,
-) -> None:
-    async with await add(engine, "x", SAMPLES) as stream:
-        await anext(stream)
-        assert engine._parts is not None
-        engine._parts.output_processor.fail_requests(["x-0"], ValueError("its step"), 0.0)
-        with pytest.raises(ValueError, match="its step"):
-            await tokens(stream)
-    await asyncio.sleep(0)
-    assert len(engine._parts.output_processor) == 0
-    assert len(await tokens(await add(engine, "x", SHORT))) == 3
+class FailsOne(SimulatedRunner):
+    """One sample of each request cannot go on, once this is told so."""
+
+    is_told = False
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
+        seconds, output = super()._compute(scheduler_output)
+        if self.is_told and "x-0" in output.req_ids:
+            output = msgspec.structs.replace(output, failed={"x-0": "its step"})
+        return seconds, output
+
+
+async def test_when_one_sample_fails_closing_the_stream_ends_the_others() -> None:
+    runner = FailsOne(CONFIG, ModelInfo(CONFIG.model))
+    async with AsyncEngine(CONFIG, runner=runner) as engine:
+        async with await add(engine, "x", SAMPLES) as stream:
+            await anext(stream)
+            runner.is_told = True
+            with pytest.raises(RequestFailedError, match="its step"):
+                await tokens(stream)
+        await asyncio.sleep(0)
+        snapshot = engine.inspect()
+        assert snapshot is not None
+        assert snapshot.reader_ids == []
+        assert len(await tokens(await add(engine, "x", SHORT))) == 3
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_request_that_is_being_tokenized_can_be_aborted_and_its_id_is_taken(n: int) -> None:
+async def test_a_request_that_is_being_tokenized_can_be_aborted_and_its_id_is_taken(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = msgspec.structs.replace(CONFIG, model=ModelConfig())
-    text, params = "x" * (INLINE_CHARACTERS + 1), SamplingParams(n=n, max_tokens=50)
+    text, params = "Who's there?", SamplingParams(n=n, max_tokens=50)
     async with AsyncEngine(config) as engine, asyncio.timeout(PATIENCE):
-        assert engine._parts is not None
-        may_go_on = threading.Event()
-        engine._parts.input_processor._executor.submit(may_go_on.wait)
+        may_go_on = hold_tokenizing(monkeypatch)
         adding = asyncio.create_task(engine.add_request(text, params, request_id="x"))
         await asyncio.sleep(0)
         with pytest.raises(RequestIdInUseError):

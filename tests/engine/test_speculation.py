@@ -72,8 +72,7 @@ async def generate(
         found = []
         for _ in range(2):
             found += await asyncio.gather(*map(one, WAYS))
-        assert engine._parts is not None
-        stats = engine._parts.core.scheduler.make_stats()
+        stats = engine.get_stats()
         assert stats is not None
         return found, stats
 

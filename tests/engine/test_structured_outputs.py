@@ -54,8 +54,7 @@ def of_schema(name: str) -> StructuredOutputs:
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    assert engine._parts is not None
-    stats = engine._parts.core.scheduler.make_stats()
+    stats = engine.get_stats()
     assert stats is not None
     return stats
 

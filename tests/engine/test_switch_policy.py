@@ -12,7 +12,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import ConfigError, PolicyError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.scheduler import BaseScheduler, Request, load_policy
+from aioserve.scheduler import BaseScheduler, Request
 
 
 def run(main: Callable[[AsyncEngine], Any], depth: int = 1) -> Any:
@@ -54,13 +54,12 @@ def test_switching_back_and_forth_under_load_changes_no_token(depth: int) -> Non
             switches += 1
             await asyncio.sleep(0.017)
         assert switches > 30
-        assert engine._parts is not None
-        stats = engine._parts.core.scheduler.make_stats()
+        stats = engine.get_stats()
         assert stats is not None
         assert stats.num_preemptions > 5
         assert stats.num_running_reqs == stats.num_waiting_reqs == 0
         await asyncio.sleep(1)
-        assert engine._parts.core.scheduler.make_stats().num_used_kv_blocks == 0  # type: ignore[union-attr]
+        assert engine.get_stats().num_used_kv_blocks == 0  # type: ignore[union-attr]
         return task.result()
 
     assert run(switched, depth) == run(undisturbed, depth)
@@ -122,8 +121,9 @@ def test_a_bad_switch_is_refused_and_the_old_policy_goes_on(
         await asyncio.sleep(0.1)
         with pytest.raises((ConfigError, PolicyError), match=message):
             engine.switch_policy(policy, options)
-        assert engine._parts is not None
-        assert isinstance(engine._parts.core.scheduler, load_policy("chunked_prefill"))
+        snapshot = engine.inspect()
+        assert snapshot is not None
+        assert snapshot.policy_class == "ChunkedPrefillScheduler"
         return await task
 
     assert run(main) == run(serve_many)

@@ -10,7 +10,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
+from aioserve.engine import builder
 from aioserve.errors import ConfigError
+from aioserve.watch.timeline import TimelineScheduler
 from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -172,25 +174,35 @@ async def test_a_client_that_is_not_sampled_gets_no_spans(exporter: InMemorySpan
     assert not exporter.get_finished_spans()
 
 
-async def test_notes_go_when_their_requests_end(exporter: InMemorySpanExporter) -> None:
+async def test_notes_go_when_their_requests_end(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TimelineScheduler] = []
+
+    class Kept(TimelineScheduler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(builder, "TimelineScheduler", Kept)
     async with AsyncEngine(traced()) as engine:
-        assert engine._parts is not None
-        timelines = engine._parts.core.scheduler
+        [timelines] = made
         stream = await engine.add_request([5] * 200, PARAMS)
         other = await engine.add_request([6] * 200, PARAMS)
-        assert len(timelines._timelines) == 2  # type: ignore[attr-defined]
+        assert len(timelines._timelines) == 2
         stream.close()
         async for _ in other:
             pass
-        assert not timelines._timelines  # type: ignore[attr-defined]
-        assert not timelines._prefilling  # type: ignore[attr-defined]
+        assert not timelines._timelines
+        assert not timelines._prefilling
 
 
-async def test_without_an_endpoint_nobody_watches() -> None:
+async def test_without_an_endpoint_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "Tracing", None)  # it would raise
     async with AsyncEngine(SIMULATED) as engine:
-        assert engine._parts is not None
-        assert engine._parts.tracing is None
-        assert type(engine._parts.core.scheduler) is engine._parts.core.scheduler.policy
+        snapshot = engine.inspect()
+        assert snapshot is not None
+        assert snapshot.watchers == []
 
 
 async def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioserve import AsyncEngine, EngineConfig, SamplingParams
+from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
 from aioserve.engine.questions import FindReport, TryPolicy
 from aioserve.engine.trial import ENOUGH_REQUESTS
@@ -19,9 +20,7 @@ from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.logs.traffic import make_workload, read_traffic
 from aioserve.watch.reader import DecisionLog
-from aioserve.watch.recorder import RecordingScheduler
 from aioserve.watch.replay import replay
-from aioserve.watch.writer import LogWriter
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated", step_base_ms=2, step_decode_us=1),
@@ -29,9 +28,10 @@ CONFIG = EngineConfig(
 )
 
 
-def scheduler_of(engine: AsyncEngine) -> Any:
-    assert engine._parts is not None
-    return engine._parts.core.scheduler
+def look(engine: AsyncEngine) -> EngineSnapshot:
+    snapshot = engine.inspect()
+    assert snapshot is not None
+    return snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,7 @@ async def busy() -> AsyncIterator[AsyncEngine]:
     async with AsyncEngine(CONFIG) as engine:
         tasks = [asyncio.create_task(generate(engine, 50, 3000)) for _ in range(4)]
         tasks.append(asyncio.create_task(come_and_go()))
-        chain = scheduler_of(engine)
-        while sum(r.num_output_tokens > 0 for r in chain.get_requests()) < 7:  # noqa: ASYNC110
+        while sum(bool(r.num_output_tokens) for r in look(engine).requests) < 7:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         try:
             yield engine
@@ -76,33 +75,24 @@ async def test_a_log_that_begins_amid_traffic_tells_of_what_came_and_what_steps_
     tmp_path: Path,
 ) -> None:
     async with busy() as engine:
-        assert engine._parts is not None
-        core, chain = engine._parts.core, scheduler_of(engine)
-        sink = LogWriter(tmp_path / "log")
-        num_there = len(chain.get_requests())
-        core.scheduler = recorder = RecordingScheduler(
-            lambda *args, **kwargs: chain,
-            CONFIG.scheduler,
-            chain.kv_cache,
-            max_model_len=engine.max_model_len,
-            clock=engine._parts.clock,
-            sink=sink,
-            there=chain.get_requests(),
-        )
-        while recorder.num_added < 30:  # noqa: ASYNC110 - of which most have ended
-            await asyncio.sleep(0.01)
-        core.scheduler = chain
-        sink.close()
+        num_there = len(look(engine).requests)
+        asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60, 30)))
+        while not (folder := sorted(folders())):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        while not list(folder[0].glob("*.yaml")):  # noqa: ASYNC110 - written after the recording
+            await asyncio.sleep(0.001)
+        shutil.copy(folder[0] / "recording", tmp_path / "log")
+        report = await asked
     log = DecisionLog(tmp_path / "log")
     assert log.header.num_there == num_there >= 4
     traffic = read_traffic(log)
-    assert len(traffic.lives) == recorder.num_added > 5
+    assert len(traffic.lives) == report.num_requests >= 30
     assert all(life.arrival >= 0 for life in traffic.lives)
     assert {life.num_prompt_tokens for life in traffic.lives} == {100}
     ended = [life for life in traffic.lives if life.end is not None]
     assert ended
     assert all(len(life.tokens) == 20 for life in ended)
-    assert len(make_workload(traffic, "log").requests) == recorder.num_added
+    assert len(make_workload(traffic, "log").requests) == report.num_requests
     long = [
         life for life in traffic.chronicle.lives if life.spec.sampling_params.max_tokens == 3000
     ]
@@ -115,13 +105,12 @@ async def test_a_log_that_begins_amid_traffic_tells_of_what_came_and_what_steps_
 async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
     before = folders()
     async with busy() as engine:
-        chain = scheduler_of(engine)
         asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 1.5)))
         await asyncio.sleep(0.3)
         with pytest.raises(EngineOverloadedError, match="another trial goes on"):
             await engine.ask(TryPolicy("hrrn", {}, 2))
         report = await asked
-        assert scheduler_of(engine) is chain
+        assert look(engine).watchers == []
         assert report.num_requests > 0
         assert "chunked_prefill" in report.words
         assert "fcfs" in report.words
@@ -187,7 +176,7 @@ async def test_what_cannot_be_tried_is_refused_in_words(
 async def test_blocks_are_not_taken_while_a_trial_records() -> None:
     async with busy() as engine:
         asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
-        while not isinstance(scheduler_of(engine), RecordingScheduler):  # noqa: ASYNC110
+        while look(engine).watchers != ["RecordingScheduler"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         with pytest.raises(ConfigError, match="recorded to try a policy on"):
             await engine.sleep()
@@ -200,12 +189,11 @@ async def test_blocks_are_not_taken_while_a_trial_records() -> None:
 
 async def test_who_leaves_ends_the_recording() -> None:
     async with busy() as engine:
-        chain = scheduler_of(engine)
         asked = asyncio.create_task(engine.ask(TryPolicy("fcfs", {}, 60)))
         await asyncio.sleep(0.2)
-        assert isinstance(scheduler_of(engine), RecordingScheduler)
+        assert look(engine).watchers == ["RecordingScheduler"]
         asked.cancel()
         await asyncio.wait([asked])
-        assert scheduler_of(engine) is chain
+        assert look(engine).watchers == []
         with pytest.raises(RequestError, match="seconds must be"):  # and another may begin
             await engine.ask(TryPolicy("fcfs", {}, 0))
