@@ -88,8 +88,7 @@ async def serve_all(
             return received
 
         tokens = await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
-        assert engine._parts is not None
-        stats = engine._parts.core.scheduler.make_stats()
+        stats = engine.get_stats()
         assert stats is not None
         return tokens, stats
 

@@ -146,8 +146,7 @@ async def serve(config: EngineConfig, prompts: Sequence[tuple[str, Sequence[Any]
 
 
 def stats_of(engine: AsyncEngine) -> Any:
-    assert engine._parts is not None
-    return engine._parts.core.scheduler.make_stats()
+    return engine.get_stats()
 
 
 def encoder_of(engine: AsyncEngine) -> Any:

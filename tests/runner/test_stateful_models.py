@@ -92,8 +92,7 @@ async def tokens_of(engine: AsyncEngine, prompt: list[int], num_tokens: int) -> 
 
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
-    assert engine._parts is not None
-    stats = engine._parts.core.scheduler.make_stats()
+    stats = engine.get_stats()
     assert stats is not None
     return stats
 
