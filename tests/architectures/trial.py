@@ -113,8 +113,8 @@ async def _serve(
                 for wave in prompts
                 for found in await asyncio.gather(*(one(prompt) for prompt in wave))
             ]
-            scheduler = engine._parts.core.scheduler  # type: ignore[union-attr]
-            stats = scheduler.make_stats()
+            stats = engine.get_stats()
+            assert stats is not None
             model = engine._runner._executor._model  # type: ignore[union-attr]
             return _Served(
                 model.name,
@@ -122,7 +122,7 @@ async def _serve(
                 stats.num_preemptions,
                 stats.num_prefix_hit_tokens,
                 model.states is not None,
-                scheduler.kv_cache.windows is not None,
+                stats.num_window_blocks > 0,
                 log.reasons,
             )
     except ConfigError as error:

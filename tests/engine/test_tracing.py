@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine import builder
+from aioserve.engine.tracing import Tracing
 from aioserve.errors import ConfigError
 from aioserve.watch.timeline import TimelineScheduler
 from tests.server.serving import SIMULATED
@@ -178,13 +178,13 @@ async def test_notes_go_when_their_requests_end(
     exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[TimelineScheduler] = []
+    begin = TimelineScheduler.__init__
 
-    class Kept(TimelineScheduler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
+    def noting(timelines: TimelineScheduler, *args: Any) -> None:
+        begin(timelines, *args)
+        made.append(timelines)
 
-    monkeypatch.setattr(builder, "TimelineScheduler", Kept)
+    monkeypatch.setattr(TimelineScheduler, "__init__", noting)
     async with AsyncEngine(traced()) as engine:
         [timelines] = made
         stream = await engine.add_request([5] * 200, PARAMS)
@@ -198,7 +198,7 @@ async def test_notes_go_when_their_requests_end(
 
 
 async def test_without_an_endpoint_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "Tracing", None)  # it would raise
+    monkeypatch.setattr(Tracing, "__init__", None)  # it would raise
     async with AsyncEngine(SIMULATED) as engine:
         snapshot = engine.inspect()
         assert snapshot is not None

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, Illustrated, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
@@ -19,7 +20,7 @@ from aioserve.engine.illustrations import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
 from aioserve.images.decoding import EncodedImage
 from aioserve.images.families import FAMILIES
-from aioserve.images.processing import load_processor
+from aioserve.images.processing import ImageProcessor, load_processor
 from aioserve.model_info import ModelInfo
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
@@ -251,21 +252,19 @@ async def test_a_request_waits_for_room_for_its_image(
     prompts = [(f"{model.mark} number {i}", [picture(i, 60, 60)]) for i in range(4)]
     reasons: set[WaitReason] = set()
     async with AsyncEngine(make_config(model, policy="fcfs", max_encoder_tokens=40)) as engine:
-        assert engine._parts is not None
-        scheduler = engine._parts.core.scheduler
-        schedule = scheduler.schedule
+        schedule, add_request = FCFSScheduler.schedule, FCFSScheduler.add_request
 
-        def noting() -> Any:
-            output = schedule()
+        def noting(scheduler: FCFSScheduler) -> SchedulerOutput:
+            output = schedule(scheduler)
             reasons.update(scheduler.get_wait_reasons().values())
             return output
 
-        monkeypatch.setattr(scheduler, "schedule", noting)
-        add_request, encode = scheduler.add_request, encoder_of(engine)._encode
+        monkeypatch.setattr(FCFSScheduler, "schedule", noting)
+        encode = encoder_of(engine)._encode
         all_are_here = threading.Event()
 
-        def counting(request: Request) -> None:
-            add_request(request)
+        def counting(scheduler: FCFSScheduler, request: Request) -> None:
+            add_request(scheduler, request)
             if scheduler.get_num_unfinished_requests() == len(prompts):
                 all_are_here.set()
 
@@ -273,7 +272,7 @@ async def test_a_request_waits_for_room_for_its_image(
             assert all_are_here.wait(PATIENCE)
             encode(batch)
 
-        monkeypatch.setattr(scheduler, "add_request", counting)
+        monkeypatch.setattr(FCFSScheduler, "add_request", counting)
         monkeypatch.setattr(encoder_of(engine), "_encode", when_all_are_here)
         tokens = await asyncio.gather(*(collect(engine, *prompt) for prompt in prompts))
     assert tokens == [model.tokens(*prompt) for prompt in prompts]
@@ -509,9 +508,7 @@ async def test_prompts_too_long_with_their_images_are_refused_unprepared(
 ) -> None:
     model = seeing(ONE)
     async with AsyncEngine(make_config(model)) as engine:
-        assert engine._parts is not None
-        illustrations = engine._parts.input_processor._illustrations
-        monkeypatch.setattr(illustrations._processor, "prepare", None)
+        monkeypatch.setattr(ImageProcessor, "prepare", None)
         with pytest.raises(RequestError, match=r"at least \d+ tokens"):
             await collect(engine, model.mark * 40, [picture(0, 70, 70)] * 40)
         with pytest.raises(RequestError, match="truncate_prompt_tokens cannot be served"):

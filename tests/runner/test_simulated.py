@@ -7,8 +7,9 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
+from aioserve.engine.illustrations import Encoded
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.request import EncoderInput, Request, RequestSpec
+from aioserve.request import EncoderInput
 from aioserve.runner import simulated
 
 
@@ -55,7 +56,7 @@ def test_two_steps_in_flight_change_no_token() -> None:
 
 
 def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
-    """Through the scheduler of a running engine: the embedded model's door takes none."""
+    """As far as the first token."""
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated"),
         scheduler=SchedulerConfig(max_encoder_tokens=100, encoder_cache_tokens=150),
@@ -65,29 +66,12 @@ def test_images_are_encoded_before_their_tokens_and_cost_time() -> None:
         times: dict[str, float] = {}
         loop = asyncio.get_running_loop()
         async with AsyncEngine(config) as engine:
-            assert engine._parts is not None
-            core = engine._parts.core
-            deliver = core._deliver
-
-            def note(client_index: int, outputs: list[Any]) -> list[str]:
-                for output in outputs:
-                    times.setdefault(output.request_id, loop.time())
-                return deliver(client_index, outputs)
-
-            core._deliver = note
             for name, images in (("plain", []), ("image", [(10, 80, "cat")])):
-                spec = RequestSpec(
-                    name,
-                    [7 + len(images)] * 200,
-                    SamplingParams(max_tokens=2),
-                    encoder_inputs=[EncoderInput(*image) for image in images],
-                )
+                inputs = [EncoderInput(*image) for image in images]
+                prompt = Encoded([7 + len(images)] * 200, inputs)
                 began = loop.time()
-                core.add_request(Request(spec))
-                while core.scheduler.has_requests():
-                    assert engine.errored is None
-                    await asyncio.sleep(0.001)
-                times[name] -= began
+                async for _ in engine.generate(prompt, SamplingParams(max_tokens=2)):
+                    times.setdefault(name, loop.time() - began)
         return times
 
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:

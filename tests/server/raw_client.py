@@ -6,6 +6,9 @@ import socket
 import struct
 from collections.abc import Callable
 
+import pytest
+
+from aioserve import RequestStream
 from tests.processes import PATIENCE
 
 #: The beginning of a request whose body is JSON.
@@ -55,13 +58,13 @@ async def until(server, is_reached: Callable[[dict[str, float]], bool]) -> dict[
     return gauges
 
 
-async def fail_what_runs(server) -> None:
-    """As if a step of the only request had raised, when it has streamed for a while."""
+async def fail_what_runs(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if what the only reader gets had raised, when it has streamed for a while."""
     await until(server, lambda gauges: gauges["num_requests_running"] == 1)
     await asyncio.sleep(0.05)
-    output_processor = server.engine._parts.output_processor
-    [request_id] = output_processor._states
-    output_processor.fail_requests([request_id], ValueError("secret"), 0.0)
+    monkeypatch.setattr(
+        RequestStream, "put", lambda stream, output: stream.fail(ValueError("secret"))
+    )
 
 
 async def until_idle(server, *, num_aborted: int) -> None:

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import threading
 
 import pytest
 
 from tests.processes import PATIENCE
 from tests.server.raw_client import until
+from tests.tokenizing import hold_tokenizing
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -39,11 +39,10 @@ async def test_the_reader_of_an_aborted_request_gets_what_there_is(server, strea
     assert (gone.status, gone.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_prompts_that_still_are_to_come_are_aborted_with_the_response(server):
-    may_go_on = threading.Event()
-    server.front._parts.input_processor._executor.submit(may_go_on.wait)
+async def test_prompts_that_still_are_to_come_are_aborted_with_the_response(server, monkeypatch):
+    may_go_on = hold_tokenizing(monkeypatch)
     fields = {**LONG, "request_id": "x"}
-    answering = asyncio.create_task(server.complete(["x" * 2100, "y" * 2100], **fields))
+    answering = asyncio.create_task(server.complete(["x", "y"], **fields))
     async with asyncio.timeout(PATIENCE):
         while (await abort(server, "x")).status == 404:  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -59,7 +59,7 @@ async def test_the_policy_of_a_running_server_can_be_switched(start_server):
 POLICY = """
 from aioserve.policies.fcfs import FCFSScheduler
 class Mine(FCFSScheduler):
-    number = {number}
+    keeps_decoding = True
     {line}
 """
 
@@ -68,10 +68,11 @@ async def test_a_policys_file_that_was_edited_is_read_again(start_server, tmp_pa
     path = tmp_path / "mine.py"
     async with start_server(server={"enable_admin": True}) as server:
         for number in range(3):
-            path.write_text(POLICY.format(number=number, line=""))
+            name = f'\nMine.__name__ = "Mine{number}"\n'
+            path.write_text(POLICY.format(line="") + name)
             body = {"policy": str(path)}
             assert (await server.request("POST", "/admin/policy", json=body)).status == 200
-            assert server.engine._parts.core.scheduler.number == number
+            assert server.engine.inspect().policy_class == f"Mine{number}"
             assert (await server.complete(max_tokens=3)).status == 200
 
 
@@ -90,7 +91,7 @@ async def test_a_policys_file_that_is_wrong_is_a_400_with_its_line(
     line, message, start_server, tmp_path
 ):
     path = tmp_path / "mine.py"
-    path.write_text(POLICY.format(number=0, line=line))
+    path.write_text(POLICY.format(line=line))
     async with start_server(server={"enable_admin": True}) as server:
         body = {"policy": f"{path}:Mine"}
         refused = await server.request("POST", "/admin/policy", json=body)

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from aioserve.scheduler import BaseScheduler
+
 
 async def test_a_completion_has_the_shape_of_openai(server):
     answer = await server.complete(model="embedded", max_tokens=5, ignore_eos=True)
@@ -199,14 +201,13 @@ async def test_a_request_id_of_the_caller_comes_back(server):
 
 async def test_what_is_said_of_a_request_reaches_the_scheduler(server, monkeypatch):
     seen = []
-    scheduler = server.engine._parts.core.scheduler
-    add_request = scheduler.add_request
+    add_request = BaseScheduler.add_request
 
-    def spy(request):
+    def spy(scheduler, request):
         seen.append((request.priority, request.user, request.cache_salt))
-        return add_request(request)
+        return add_request(scheduler, request)
 
-    monkeypatch.setattr(scheduler, "add_request", spy)
+    monkeypatch.setattr(BaseScheduler, "add_request", spy)
     await server.complete(priority=-3, user="will", cache_salt="mine", max_tokens=1)
     await server.chat(max_tokens=1)
     assert seen == [(-3, "will", "mine"), (0, "", "")]

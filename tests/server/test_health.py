@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from aioserve.engine import AsyncEngine
+from aioserve.engine.core import EngineCore
 from aioserve.engine.questions import HowAreYou
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
@@ -81,19 +82,20 @@ class Idle(FCFSScheduler):
 """
 
 
-async def test_a_policy_that_serves_nobody_makes_it_not_ready(start_server, tmp_path):
+async def test_a_policy_that_serves_nobody_makes_it_not_ready(start_server, tmp_path, monkeypatch):
     (tmp_path / "idle.py").write_text(IDLE)
     policy = {"policy": f"{tmp_path / 'idle.py'}:Idle", "options": {}, "stall_timeout": 1000.0}
     async with start_server(scheduler=policy, server={"enable_admin": True}) as server:
         assert await status_of(server, "/ready") == (200, "ready")  # there is nobody to serve
         answer = asyncio.create_task(server.complete(max_tokens=3))
-        core = server.engine._parts.core
+        stalled = EngineCore.stalled_seconds
         async with asyncio.timeout(PATIENCE):
-            while not core.stalled_seconds():  # noqa: ASYNC110
+            while not server.engine.inspect().stalled_seconds:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert await status_of(server, "/ready") == (200, "ready")  # for a while it may
-        clock = core._clock
-        core._clock = lambda: clock() + 600
+        monkeypatch.setattr(
+            EngineCore, "stalled_seconds", lambda core: (s := stalled(core)) and s + 600
+        )
         assert await status_of(server, "/ready") == (503, "stalled")
         assert await status_of(server, "/health") == (200, "ok")
         await server.request("POST", "/admin/policy", json={"policy": "fcfs"})

@@ -1,7 +1,14 @@
 """Tokens of a prompt or of messages are those that a request of them has."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
+import aioserve
+
+EMBEDDED = Path(aioserve.__file__).parent / "embedded"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who's there?"}]
 
 
@@ -46,19 +53,27 @@ async def test_more_tokens_than_the_model_takes_are_counted(start_server):
         assert tokens["count"] >= 30 > tokens["max_model_len"] == 16
 
 
-async def test_special_tokens_are_left_out_of_a_prompt_when_asked(server, monkeypatch):
-    backend = server.front._parts.input_processor._backend
-    asked = []
-
-    class Noting:
-        def encode_batch_fast(self, texts, add_special_tokens):
-            asked.append(add_special_tokens)
-            return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(server.front._parts.input_processor, "_backend", Noting())
-    for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-        await server.request("POST", "/tokenize", json={"prompt": "x", **fields})
-    assert asked == [True, True, False]
+async def test_special_tokens_are_left_out_of_a_prompt_when_asked(start_server, tmp_path):
+    model = shutil.copytree(EMBEDDED, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    special = tokenizer["added_tokens"][0]["content"]
+    number = tokenizer["added_tokens"][0]["id"]
+    before = [{"SpecialToken": {"id": special, "type_id": 0}}]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {special: {"id": special, "ids": [number], "tokens": [special]}},
+    }
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    async with start_server(model={"model": str(model)}) as server:
+        tokens = [
+            (await server.request("POST", "/tokenize", json={"prompt": "x", **fields})).json()
+            for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False})
+        ]
+    [plain] = tokens[2]["tokens"]
+    assert plain != number
+    assert tokens[0]["tokens"] == tokens[1]["tokens"] == [number, plain]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.request import Request, RequestSpec
+from aioserve.request import RequestSpec
 from aioserve.watch.chronicle import Chronicle
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.records import Added, Closed, Discarded, Planned, Updated
@@ -33,8 +32,9 @@ async def serve_one(engine: AsyncEngine) -> int:
 def test_without_the_setting_nothing_stands_before_the_scheduler() -> None:
     async def main() -> None:
         async with AsyncEngine(make_config(None, policy="chunked_prefill")) as engine:
-            assert engine._parts is not None
-            assert type(engine._parts.core.scheduler) is ChunkedPrefillScheduler
+            snapshot = engine.inspect()
+            assert snapshot is not None
+            assert snapshot.watchers == []
 
     asyncio.run(main())
 
@@ -208,10 +208,9 @@ async def test_what_cannot_be_noted_ends_the_log_not_the_server(
     path = tmp_path / "log"
     async with AsyncEngine(make_config(path)) as engine:
         assert await serve_one(engine) == 5
-        assert engine._parts is not None
-        params = SamplingParams(max_tokens=5)
-        bad = RequestSpec("bad", [1, 2, 3], params, client_index=object())  # type: ignore[arg-type]
-        engine._parts.core.add_request(Request(bad))
+        params, bad = SamplingParams(max_tokens=5), object()
+        async for _ in engine.generate([1, 2, 3], params, key_name=bad):  # type: ignore[arg-type]
+            pass
         assert await serve_one(engine) == 5
     assert "ends here: TypeError" in caplog.text
     assert replay(DecisionLog(path)).divergence is None

@@ -2,18 +2,20 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.engine.core import EngineCore
 from aioserve.engine.illustrations import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import EncoderInput, RequestStatus
-from aioserve.scheduler import SchedulerOutput
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput
 from aioserve.watch.delegate import DelegatingScheduler, innermost, without
 from aioserve.watch.frames import Ended, Events
 from aioserve.watch.onlooker import Onlooker
@@ -114,6 +116,25 @@ async def make_traffic(engine: AsyncEngine) -> None:
     await asyncio.gather(*(one(i) for i in range(60)), again(), switch())
 
 
+@asynccontextmanager
+async def looked_at(
+    config: EngineConfig, watch: Callable[[SchedulerInterface], SchedulerInterface]
+) -> AsyncIterator[tuple[AsyncEngine, Onlooker]]:
+    """An engine with an onlooker before what `watch` makes of its scheduler."""
+    found: list[Onlooker] = []
+    begin = EngineCore.__init__
+
+    def watched(core: EngineCore, scheduler: SchedulerInterface, *args: Any, **more: Any) -> None:
+        policy: Any = innermost(scheduler)
+        found.append(Onlooker(watch(scheduler), policy, asyncio.get_running_loop().time))
+        begin(core, found[-1], *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "__init__", watched)
+        async with AsyncEngine(config) as engine:
+            yield engine, found[0]
+
+
 def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated"),
@@ -125,12 +146,9 @@ def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
 
     async def main() -> tuple[Told, Truth, Onlooker]:
         told = Told()
-        async with AsyncEngine(config) as engine:
-            assert engine._parts is not None
-            core = engine._parts.core
-            truth = Truth(core.scheduler)
-            policy: Any = innermost(truth)
-            core.scheduler = onlooker = Onlooker(truth, policy, asyncio.get_running_loop().time)
+        async with looked_at(config, Truth) as (engine, onlooker):
+            truth = onlooker.live
+            assert isinstance(truth, Truth)
 
             async def look() -> None:
                 while True:
@@ -166,12 +184,7 @@ def test_whose_images_a_step_encodes_is_told_once() -> None:
     images = [EncoderInput(2, 3, "a"), EncoderInput(8, 5, "b")]
 
     async def main() -> Events:
-        async with AsyncEngine(config) as engine:
-            assert engine._parts is not None
-            core = engine._parts.core
-            policy: Any = innermost(core.scheduler)
-            clock = asyncio.get_running_loop().time
-            core.scheduler = onlooker = Onlooker(core.scheduler, policy, clock)
+        async with looked_at(config, lambda live: live) as (engine, onlooker):
             for _ in range(2):
                 params = SamplingParams(max_tokens=3)
                 async for _ in engine.generate(Encoded(list(range(20)), images), params):

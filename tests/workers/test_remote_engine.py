@@ -10,6 +10,7 @@ import pytest
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import async_engine
+from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.questions import (
     AbortElsewhere,
     Counted,
@@ -36,6 +37,7 @@ from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
+from aioserve.scheduler import BaseScheduler
 from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
@@ -169,12 +171,19 @@ async def test_what_waits_for_a_reader_that_has_left_is_not_sent(monkeypatch):
         await idle(engine)
 
 
-async def test_workers_draw_seeds_of_their_own():
+async def test_workers_draw_seeds_of_their_own(monkeypatch):
     """For requests without one: equal prompts at two workers are to get two replies."""
+    drawn, add_request = [], BaseScheduler.add_request
+
+    def note(scheduler, request):
+        drawn.append(request.sampling_params.seed)
+        add_request(scheduler, request)
+
+    monkeypatch.setattr(BaseScheduler, "add_request", note)
     async with joined(SIMULATED, 2) as (_, _, remotes, _):
-        drawn = [
-            remote._parts.input_processor.sampling._random.getrandbits(62) for remote in remotes
-        ]
+        for remote in remotes:
+            await read(remote, [1], SamplingParams(max_tokens=1))
+    assert None not in drawn
     assert drawn[0] != drawn[1]
 
 
@@ -200,7 +209,7 @@ async def test_a_late_word_of_a_stop_string_ends_nobody_who_has_the_id_since():
             await anext(two)
             other._say(Stopped({"x": 1, "y-0": 1}))
             assert not await other.ask(AbortElsewhere("nobody's"))  # what came before was read
-            assert len(engine._parts.output_processor) == 3
+            assert len(engine.inspect().reader_ids) == 3
         await idle(engine)
 
 
@@ -364,10 +373,19 @@ async def test_a_worker_that_is_not_there_yet_is_not_waited_for_and_misses_nothi
 
 
 async def test_a_worker_that_fails_tells_its_clients_and_ends(monkeypatch):
+    process = OutputProcessor.process_outputs
+
+    def fail_here(processor, outputs, now):
+        """In the worker's half: the engine goes on."""
+        readers = [processor.reader_of(output.request_id) for output in outputs]
+        if any(reader is not None and reader.is_read_here for reader in readers):
+            raise TypeError("no idea")
+        return process(processor, outputs, now)
+
     async with joined(SLOW) as (_, _, [remote], _):
         async with await remote.add_request([1], ENDLESS) as stream:
             await anext(stream)
-            monkeypatch.setattr(remote._parts.output_processor, "process_outputs", None)
+            monkeypatch.setattr(OutputProcessor, "process_outputs", fail_here)
             with pytest.raises(EngineDeadError, match=r"this worker has failed \(TypeError\)"):
                 async for _ in stream:
                     pass

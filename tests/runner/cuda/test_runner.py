@@ -190,7 +190,9 @@ async def test_a_device_is_paused_between_steps_and_does_not_sleep(
         for _ in range(4):
             await asyncio.sleep(0.02)
             await engine.pause()
-            assert not engine._parts.core._in_flight  # type: ignore[union-attr]
+            snapshot = engine.inspect()
+            assert snapshot is not None
+            assert snapshot.steps_in_flight == []
             for refused in (engine.sleep(), engine.reload("anywhere")):
                 with pytest.raises(ConfigError, match="served on a CPU alone"):
                     await refused

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioserve.errors import ConfigError
+from aioserve.scheduler import BaseScheduler
 from aioserve.server.access.access import MainAccess
 from aioserve.server.routes import ADMIN_ROUTES, ROUTES
 from tests.server.access.conftest import ADMIN, ANN, BEN, CARL
@@ -89,14 +90,13 @@ async def test_metrics_can_be_kept_to_those_with_a_key(start_server, keys_file):
 
 async def test_the_user_is_the_keys_name_unless_the_client_names_one(locked, monkeypatch):
     seen = []
-    scheduler = locked.engine._parts.core.scheduler
-    add_request = scheduler.add_request
+    add_request = BaseScheduler.add_request
 
-    def note(request):
+    def note(scheduler, request):
         seen.append((request.user, request.spec.key_name, request.priority))
-        return add_request(request)
+        return add_request(scheduler, request)
 
-    monkeypatch.setattr(scheduler, "add_request", note)
+    monkeypatch.setattr(BaseScheduler, "add_request", note)
     await ask(locked, ANN)
     await ask(locked, ANN, user="will", priority=-9)
     await ask(locked, CARL)

@@ -164,10 +164,10 @@ async def test_why_it_stopped_is_told_in_anthropics_words(start_server, stream):
         assert await stop(max_tokens=4000) == ("model_context_window_exceeded", None)
 
 
-async def test_a_stream_that_fails_ends_with_anthropics_error(start_server):
+async def test_a_stream_that_fails_ends_with_anthropics_error(start_server, monkeypatch):
     async with start_server(runner={"step_base_ms": 5}) as server:
         answering = asyncio.create_task(ask(server, max_tokens=4000, stream=True))
-        await fail_what_runs(server)
+        await fail_what_runs(server, monkeypatch)
         *_, (name, event) = (await answering).named_events()
         assert name == "error"
         assert event["error"] == {"type": "api_error", "message": "internal server error"}

@@ -95,10 +95,10 @@ async def test_the_store_forgets_what_was_not_asked_for_the_longest():
     assert await store.get("e") is await store.get("f") is None
 
 
-async def test_a_stream_that_fails_ends_with_openais_error(start_server):
+async def test_a_stream_that_fails_ends_with_openais_error(start_server, monkeypatch):
     async with start_server(runner={"step_base_ms": 5}) as server:
         answering = asyncio.create_task(ask_for(server, max_output_tokens=4000, stream=True))
-        await fail_what_runs(server)
+        await fail_what_runs(server, monkeypatch)
         events = [data for _, data in (await answering).named_events()]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         EVENT.validate_python(events[-1])
