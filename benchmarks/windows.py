@@ -43,8 +43,7 @@ REPLY = 96  # tokens
 
 def stats_of(engine: AsyncEngine) -> SchedulerStats:
     """As it is now."""
-    assert engine._parts is not None
-    stats = engine._parts.core.scheduler.make_stats()
+    stats = engine.get_stats()
     assert stats is not None
     return stats
 

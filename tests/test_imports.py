@@ -471,6 +471,14 @@ print([m for m in ("torch", "transformers") if m in sys.modules])
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+def test_no_test_reaches_into_the_parts_of_an_engine() -> None:
+    """`AsyncEngine.inspect` tells what they do; a fault is put around a class."""
+    private = f".{'_parts'}"
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    assert len(files) > 100
+    assert [str(path) for path in files if private in path.read_text(encoding="utf-8")] == []
+
+
 def test_every_public_name_can_be_had() -> None:
     import aioserve
 

@@ -8,9 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from aioserve import AsyncEngine, EngineConfig
+from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
+
+from aioserve import AsyncEngine, EngineConfig, EngineSnapshot
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
+from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.request_log import RequestLog
+from aioserve.engine.sampling_door import SamplingDoor
 from aioserve.errors import EngineDeadError
+from aioserve.runner.simulated_kv import SimulatedDirectory
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
 from aioserve.testing.faults import (
@@ -41,30 +48,36 @@ ASKS: tuple[dict[str, Any], ...] = (
 LENGTHS = (1, 4, 12)
 MAX_TOKENS = max(LENGTHS)
 
-#: Parts around which faults are put, besides lines: how to find what is asked there.
+
+class Observer:
+    """Hears of the KV cache, and does nothing."""
+
+    def __call__(self, event: object) -> None:
+        pass
+
+
+#: Parts around which faults are put, besides lines: the class, or how to find the object, and what
+#: is asked there.
 PARTS: "Parts" = {
-    "tokenizer": (lambda engine: engine._parts.input_processor, "_encode"),
-    "lengths": (lambda engine: engine._parts.input_processor, "least_tokens"),
-    "sampling": (lambda engine: engine._parts.input_processor.sampling, "complete"),
-    "schedule": (lambda engine: engine._parts.core.scheduler, "schedule"),
-    "update": (lambda engine: engine._parts.core.scheduler, "update_from_output"),
-    "arrival": (lambda engine: engine._parts.core.scheduler, "add_request"),
-    "reader": (lambda engine: engine._parts.output_processor, "add_request"),
-    "request log": (lambda engine: engine._parts.request_log, "write"),
+    "tokenizer": (InputProcessor, "_encode"),
+    "lengths": (InputProcessor, "least_tokens"),
+    "sampling": (SamplingDoor, "complete"),
+    "schedule": (ChunkedPrefillScheduler, "schedule"),
+    "update": (ChunkedPrefillScheduler, "update_from_output"),
+    "arrival": (ChunkedPrefillScheduler, "add_request"),
+    "reader": (OutputProcessor, "add_request"),
+    "request log": (RequestLog, "write"),
 }
 
 #: Likewise, of those that are there before the engine starts.
 EARLY_PARTS: "Parts" = {
     "metrics": (lambda engine: engine.metrics, "on_finished"),
     "first metrics": (lambda engine: engine.metrics, "on_prompt_computed"),
-    "observer": (lambda engine: engine, "_on_kv_event"),
+    "observer": (Observer, "__call__"),
 }
 
 #: Of the store behind the prefix cache, where there is one: what a request asks of it.
-STORE: "Parts" = {
-    f"store {name}": (lambda engine: engine._parts.core.scheduler.get_kv_connector()._store, name)
-    for name in ("find", "read", "write")
-}
+STORE: "Parts" = {f"store {name}": (SimulatedDirectory, name) for name in ("find", "read", "write")}
 
 #: Whose faults nobody must notice but who reads the log. A forward pass is computed again.
 HARMLESS_PARTS = (
@@ -78,7 +91,7 @@ HARMLESS_PARTS = (
 )
 
 Reference = dict[str, dict[int, str]]  # texts by choice
-Parts = dict[str, tuple[Callable[[AsyncEngine], Any], str]]
+Parts = dict[str, tuple[type | Callable[[AsyncEngine], Any], str]]
 
 #: In which every client has its end, and nothing is left: steps take a millisecond.
 END_SECONDS = PATIENCE / 3
@@ -145,7 +158,7 @@ class Rig:
     ) -> None:
         """`asks` are the bodies that clients send, `parts` others than those of any server."""
         self.config, self.faults, self._reference = config, faults, reference
-        self._asks, self._parts = asks, parts or {}
+        self._asks, self._more_parts = asks, parts or {}
         self._stack = AsyncExitStack()
         self.log = _Lines()
         self.is_strange = False  # something has happened besides faults
@@ -154,16 +167,23 @@ class Rig:
 
     async def __aenter__(self) -> "Rig":
         """With all its parts wrapped."""
+        try:
+            await self._begin()
+        except BaseException:
+            await self._stack.aclose()  # classes are to be as they were
+            raise
+        return self
+
+    async def _begin(self) -> None:
         logging.getLogger().addHandler(self.log)
         self._stack.callback(logging.getLogger().removeHandler, self.log)
         self._loop = asyncio.get_running_loop()
         sockets = bind("127.0.0.1", 0)
-        self.engine = AsyncEngine(self.config, on_kv_event=lambda event: None)
+        self.engine = AsyncEngine(self.config, on_kv_event=Observer())
         self._wrap(EARLY_PARTS)
         await self._stack.enter_async_context(self.engine)
         FaultyRunner(self.engine._runner, self.faults)
-        self._scheduler = self.engine._parts.core.scheduler
-        self._wrap(PARTS | self._parts)
+        self._wrap(PARTS | self._more_parts)
         url = await self._stack.enter_async_context(listening(self.engine, sockets))
         self.host, port = url.removeprefix("http://").split(":")
         self.port = int(port)
@@ -176,11 +196,15 @@ class Rig:
         self.lines = FaultyLines(self.faults, self._lines)
         if self._lines:
             self._stack.enter_context(self.lines)
-        return self
 
     def _wrap(self, parts: Parts) -> None:
-        for part, (find, name) in parts.items():
-            faulty(self.faults, part, find(self.engine), name, spoilt_logits)
+        for part, (place, name) in parts.items():
+            owner = place
+            if isinstance(place, type):  # its objects are all of this engine
+                self._stack.callback(_restore, place, name, vars(place).get(name))
+            else:
+                owner = place(self.engine)
+            faulty(self.faults, part, owner, name, spoilt_logits)
 
     async def __aexit__(self, *error: Any) -> None:
         self.faults.disarm()
@@ -201,7 +225,7 @@ class Rig:
     @property
     def is_worn(self) -> bool:
         """Whether its parts are not those any more that faults were put around."""
-        return self.is_dead or self._scheduler is not self.engine._parts.core.scheduler
+        return self.is_dead or self._look().is_fallback
 
     def begin_again(self) -> None:
         """After all was well: what comes from here on is told by itself, and finds no prefix."""
@@ -313,19 +337,26 @@ class Rig:
 
     def _left(self) -> dict[str, Any]:
         """What should not be there when nobody asks anything."""
-        parts, stats = self.engine._parts, self.engine.get_stats()
+        seen = self._look()
         found: dict[str, Any] = {
-            "running": stats.num_running_reqs,
-            "waiting": stats.num_waiting_reqs,
-            "blocks": stats.num_used_kv_blocks,
-            "readers": len(parts.output_processor),
-            "ids": len(parts.claims._claims),
-            "arriving": parts.arrivals.num_arriving,
+            "running": seen.num_running,
+            "waiting": seen.num_waiting,
+            "requests": seen.requests,
+            "blocks": seen.cache.num_used_blocks,
+            "readers": seen.reader_ids,
+            "ids": seen.ids_in_use,
+            "arriving": seen.num_arriving,
+            "arriving tokens": seen.num_arriving_tokens,
             "rows": sorted(rows_of(self.engine)),
             "tasks": +(self._tasks() - self._tasks_before),
             "descriptors": +(self._descriptors() - self._descriptors_before),
         }
         return {name: left for name, left in found.items() if left}
+
+    def _look(self) -> EngineSnapshot:
+        seen = self.engine.inspect()
+        assert seen is not None
+        return seen
 
     def _tasks(self) -> Counter[str]:
         """Of the engine and the server, by what they run."""
@@ -364,6 +395,14 @@ class _bounded:  # as an `asyncio.timeout` that says what was waited for
             await self._timeout.__aexit__(*error)
         except TimeoutError:
             self._rig._want(False, self._what())
+
+
+def _restore(owner: type, name: str, own: Any) -> None:
+    """As the class was: with a method of its own, or with that of its base."""
+    if own is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)
 
 
 def spoilt_logits(result: Any) -> Any:
