@@ -17,6 +17,7 @@ from aioserve.config import (
     ShadowConfig,
 )
 from aioserve.engine.questions import ShowSteps
+from aioserve.kv_cache import WindowSpec
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
@@ -138,6 +139,43 @@ def test_steps_in_flight_are_told_with_their_age_and_their_tokens(depth: int) ->
         assert [step.age for step in steps] == [pytest.approx(STEP_SECONDS * 0.75)] * depth
 
     run(main, make_config(pipeline_depth=depth))
+
+
+class OfStates(SimulatedRunner):
+    """As of a model with states."""
+
+    num_state_slots = 8
+
+
+class OfWindows(SimulatedRunner):
+    """As of a model with a sliding window of two blocks."""
+
+    windows = WindowSpec(num_tokens=32, num_blocks=50, max_chunk=512, max_drafts=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "num_window_blocks"),
+    [
+        (SimulatedRunner, (None, None), None),
+        (OfStates, (8, 1), None),
+        (OfWindows, (None, None), 50),
+    ],
+)
+def test_states_and_windows_are_told_where_the_model_has_them(
+    kind: type[SimulatedRunner], slots: tuple[int | None, int | None], num_window_blocks: int | None
+) -> None:
+    async def main() -> None:
+        config = make_config()
+        async with AsyncEngine(config, runner=kind(config, ModelInfo(config.model))) as engine:
+            await anext(await engine.add_request([5] * 40, LONG))
+            cache = look(engine).cache
+            assert cache is not None
+            assert (cache.num_state_slots, cache.num_used_state_slots) == slots
+            assert cache.num_window_blocks == num_window_blocks
+            assert bool(cache.num_used_window_blocks) == (num_window_blocks is not None)
+
+    with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
+        runner.run(main())
 
 
 class Stuck(SimulatedRunner):
