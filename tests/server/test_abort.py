@@ -40,9 +40,10 @@ async def test_the_reader_of_an_aborted_request_gets_what_there_is(server, strea
 
 
 async def test_prompts_that_still_are_to_come_are_aborted_with_the_response(server, monkeypatch):
+    """They are long, so that no token comes before a worker's word of the abort."""
     may_go_on = hold_tokenizing(monkeypatch)
     fields = {**LONG, "request_id": "x"}
-    answering = asyncio.create_task(server.complete(["x", "y"], **fields))
+    answering = asyncio.create_task(server.complete(["x" * 2100, "y" * 2100], **fields))
     async with asyncio.timeout(PATIENCE):
         while (await abort(server, "x")).status == 404:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
