@@ -195,9 +195,8 @@ class FailingRunner(SimulatedRunner):
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(depth: int) -> None:
     config = make_config(pipeline_depth=depth)
-    engine = AsyncEngine(config)
-    engine._runner = FailingRunner(config, engine.model_info)
-    async with engine:
+    runner = FailingRunner(config, ModelInfo(config.model))
+    async with AsyncEngine(config, runner=runner) as engine:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         with pytest.raises(RequestFailedError, match="ValueError") as caught:
             await collect(engine, [13, 1, 2], params)
@@ -229,11 +228,9 @@ async def test_a_step_that_fails_at_once_or_is_cancelled_is_lost_alone(
     is_cancelling: bool, name: str, depth: int
 ) -> None:
     config = make_config(pipeline_depth=depth)
-    engine = AsyncEngine(config)
-    runner = OddRunner(config, engine.model_info)
+    runner = OddRunner(config, ModelInfo(config.model))
     runner.is_cancelling = is_cancelling
-    engine._runner = runner
-    async with engine:
+    async with AsyncEngine(config, runner=runner) as engine:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         for _ in range(2):
             with pytest.raises(RequestFailedError, match=name):
@@ -245,11 +242,9 @@ async def test_a_step_that_fails_at_once_or_is_cancelled_is_lost_alone(
 
 async def test_a_dead_runner_tells_everybody_and_refuses_who_comes_later() -> None:
     config = make_config()
-    engine = AsyncEngine(config)
-    runner = FailingRunner(config, engine.model_info)
+    runner = FailingRunner(config, ModelInfo(config.model))
     runner.error = RunnerDeadError("the device is gone")
-    engine._runner = runner
-    async with engine:
+    async with AsyncEngine(config, runner=runner) as engine:
         stream = await engine.add_request([12] * 5, SamplingParams(max_tokens=500, ignore_eos=True))
         await anext(stream)
         with pytest.raises(EngineDeadError, match="the device is gone"):
