@@ -73,7 +73,7 @@ test-arm:  ## every kernel on an emulated Arm
 	$(ARM)-gcc -O2 -std=gnu11 -o build/arm/check_kernels tests/kernels/check_kernels.c -ldl -lm
 	OMP_NUM_THREADS=2 qemu-aarch64 -L /usr/$(ARM) build/arm/check_kernels build/arm/kernels.so
 
-check: .venv/test-packages size  ## ruff, mypy and the limits of size alone
+check: .venv/test-packages size  ## ruff, mypy and the size of the core alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -82,7 +82,7 @@ audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advi
 	$(BIN)/ruff check .
 	@.venv/audit/bin/python requirements/audit.py $(ARGS)
 
-size:  ## lines per folder, and the limits that the project sets itself
+size:  ## lines per folder, and how many of them are the core
 	@$(PYTHON) -m tests.size
 
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
