@@ -79,11 +79,11 @@ class StepBench:
         )
         self._info = ModelInfo(config.model)
         self.runner = load_on_cpu(config, self._info)
-        self.runner._backend.memory.commit(self.runner.num_kv_blocks)
-        if _resident_bytes() < self.runner.num_kv_blocks * BLOCK_SIZE * kv_bytes_per_token:
+        self.runner._backend.memory.commit(self.runner.info.num_kv_blocks)
+        if _resident_bytes() < self.runner.info.num_kv_blocks * BLOCK_SIZE * kv_bytes_per_token:
             # All its pages would be one page of zeros, which never leaves the cache.
             raise SystemExit("the KV pool is not in memory yet: reading it would look too fast")
-        self._blocks = list(range(self.runner.num_kv_blocks))
+        self._blocks = list(range(self.runner.info.num_kv_blocks))
         random.Random(0).shuffle(self._blocks)
         self._num_steps = 0
 

@@ -132,6 +132,7 @@ ALLOWED = {
         "aioserve.outputs",
         "aioserve.pooling_params",
         "aioserve.request",
+        "aioserve.runner.info",
         "aioserve.runner.interface",
         "aioserve.sampling_defaults",
         "aioserve.sampling_params",
@@ -161,6 +162,7 @@ ALLOWED = {
         "aioserve.engine.clock",
         "aioserve.engine.core",
         "aioserve.engine.illustrations",
+        "aioserve.engine.kv_cache",
         "aioserve.engine.request_log",
         "aioserve.errors",
         "aioserve.images",
@@ -168,6 +170,7 @@ ALLOWED = {
         "aioserve.model_info",
         "aioserve.outputs",
         "aioserve.request",
+        "aioserve.runner.info",
         "aioserve.runner.interface",
         "aioserve.runner.simulated",
         "aioserve.runner.profile",
@@ -205,6 +208,7 @@ ALLOWED = {
     "aioserve.testing.faults": {
         "aioserve",
         "aioserve.outputs",
+        "aioserve.runner.info",
         "aioserve.runner.interface",
         "aioserve.runner.unsound",
         "aioserve.scheduler.output",
@@ -235,6 +239,7 @@ ALLOWED = {
         "aioserve.yaml_file",
     },
     "aioserve.workers": {
+        "aioserve.runner.info",
         "aioserve",
         "aioserve.arguments",
         "aioserve.config",
@@ -267,6 +272,7 @@ ALLOWED = {
         "aioserve.version",
     },
     "aioserve.ray": {
+        "aioserve.runner.info",
         "aioserve.config",
         "aioserve.engine",
         "aioserve.engine.client",

@@ -69,6 +69,7 @@ from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface
 from aioserve.version import __version__
@@ -210,7 +211,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     async def _start(self) -> None:
         builder = EngineBuilder(self.config, self.model_info, self._runner, self.metrics)
-        self.config, self._runner = builder.config, builder.runner
+        self._runner = builder.runner
         self._adapters, self._builder = builder.adapters, builder
         try:
             if told := str(self.sampling_defaults):  # which also refuses values that make no sense
@@ -219,14 +220,15 @@ class AsyncEngine(EngineFront[EngineParts]):
                     "(model.generation_config)",
                     told,
                 )
-            await self._runner.load()
+            runner_info = await self._runner.load()
             if self._is_closing:
                 raise EngineStartError("shutdown() was called meanwhile")
             await self._adapters.load_configured()
-            parts = builder.build(self._on_kv_event)
+            parts = builder.build(runner_info, self._on_kv_event)
         except BaseException:
             await builder.close()
             raise
+        self.config = builder.config
         self._parts, self.max_model_len = parts, parts.max_model_len
         self._task = asyncio.create_task(parts.core.run(), name="aioserve-engine")
         self._task.add_done_callback(lambda task: self._on_task_done(task, parts))
@@ -594,19 +596,11 @@ class AsyncEngine(EngineFront[EngineParts]):
     # What follows is for front ends in other processes.
 
     @property
-    def can_pool(self) -> bool:
-        """Whether prompts can be made into vectors."""
-        return self._runner is not None and self._runner.can_pool
-
-    @property
-    def tells_prompts(self) -> bool:
-        """Whether it says how likely the tokens of prompts are."""
-        return self._runner is not None and self._runner.tells_prompts
-
-    @property
-    def reads_images(self) -> bool:
-        """Likewise."""
-        return self._runner is not None and self._runner.reads_images
+    def runner_info(self) -> RunnerInfo:
+        """What the runner can do and has room for. Raises `EngineDeadError` before the start and
+        after the end.
+        """
+        return self._alive().runner_info
 
     def connect(self, send_off: Callable[[], None]) -> int:
         """A number for a new client; `send_off` is called when a step's outputs were delivered to

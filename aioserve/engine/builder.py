@@ -20,6 +20,7 @@ from aioserve.engine.core import EngineCore
 from aioserve.engine.delivery import Delivery
 from aioserve.engine.image_memory import ImageMemory
 from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
 from aioserve.engine.kv_events import KVEventRelay
 from aioserve.engine.metrics import EngineMetrics
@@ -32,6 +33,7 @@ from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.output_file import check_writable
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 class EngineParts(NamedTuple):
     """What an engine that serves is made of, besides its runner."""
 
+    runner_info: RunnerInfo
     core: EngineCore
     input_processor: InputProcessor
     pooling: PoolingDoor
@@ -84,7 +87,7 @@ class EngineParts(NamedTuple):
 class EngineBuilder:
     """Says what cannot work before weights are loaded. Then load `runner`, and `build` the rest.
 
-    `config` is what the settings amount to with that runner.
+    Of what is built, `config` is what the settings amount to with that runner.
     """
 
     def __init__(
@@ -115,11 +118,10 @@ class EngineBuilder:
             config.check_effects()
             runner = make_runner(config, model_info)
         self.runner = runner
-        self.config, self._metrics = _with_runner(config, runner), metrics
+        self.config, self._metrics = config, metrics
         self.adapters = Adapters(config, runner, metrics.adapters)
         self._connector: KVConnectorBase | None = None
         self._request_log: RequestLog | None = None
-        self._num_kv_blocks = 0
         if config.scheduler.request_log is not None:
             self._request_log = RequestLog(config.scheduler.request_log, self._clock())
 
@@ -132,26 +134,24 @@ class EngineBuilder:
         await self.adapters.close()
         await self.runner.close()
 
-    def build(self, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
-        """The parts around the runner, which is loaded. Raises `ConfigError` or `PolicyError`."""
-        config, clock, metrics = self.config, self._clock, self._metrics
+    def build(self, info: RunnerInfo, on_kv_event: Callable[[KVEvent], None] | None) -> EngineParts:
+        """The parts around the runner, which is loaded and has told this `info`. Raises
+        `ConfigError` or `PolicyError`.
+        """
+        self.config = config = _with_runner(self.config, info)
+        clock, metrics = self._clock, self._metrics
         self._connector = make_connector(
             config, self._model_info, self.runner, metrics.kv_connector
         )
-        kv_cache = self._make_kv_cache(
-            self.runner.num_kv_blocks,
-            record_events=on_kv_event is not None,
-            connector=self._connector,
+        kv_cache = make_kv_cache(
+            config.cache, info, record_events=on_kv_event is not None, connector=self._connector
         )
-        self._num_kv_blocks = kv_cache.pool.num_blocks
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
-        _check_windows(config, self.runner.windows, max_model_len)
+        _check_windows(config, info.windows, max_model_len)
         scheduler = self._make_scheduler(kv_cache, max_model_len)
         turns = None
         if self._shadow_policy is not None:
-            shadow = self._make_shadow(
-                self._shadow_policy, kv_cache.pool.num_blocks, max_model_len, metrics
-            )
+            shadow = self._make_shadow(self._shadow_policy, info, max_model_len, metrics)
             scheduler = ShadowedScheduler(scheduler, shadow, clock)
             turns = ShadowTurns(shadow, clock)
         input_processor = InputProcessor(
@@ -159,10 +159,9 @@ class EngineBuilder:
             max_model_len,
             config.runner.seed,
             self.runner.grammars,
-            tells_prompts=self.runner.tells_prompts,
-            reads_images=self.runner.reads_images,
+            runner_info=info,
         )
-        pooling = PoolingDoor(self._model_info, can_pool=self.runner.can_pool)
+        pooling = PoolingDoor(self._model_info, info)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
         tracing = None
         if config.server.otlp_traces_endpoint is not None:
@@ -198,6 +197,7 @@ class EngineBuilder:
             ),
         )
         return EngineParts(
+            info,
             core,
             input_processor,
             pooling,
@@ -233,8 +233,9 @@ class EngineBuilder:
         try:
             if config.shadow.shadow_policy is not None:
                 policy = _load_shadow_policy(_shadow_settings(config), self._model_info)
-                num_blocks = self._num_kv_blocks
-                shadow = self._make_shadow(policy, num_blocks, parts.max_model_len, self._metrics)
+                shadow = self._make_shadow(
+                    policy, parts.runner_info, parts.max_model_len, self._metrics
+                )
         except BaseException:
             self.config = before
             raise
@@ -248,25 +249,6 @@ class EngineBuilder:
             turns = ShadowTurns(shadow, self._clock)
         parts.core.scheduler, parts.delivery.shadow_turns = watched, turns
         return turns
-
-    def _make_kv_cache(
-        self,
-        num_blocks: int,
-        *,
-        record_events: bool = False,
-        connector: KVConnectorBase | None = None,
-    ) -> KVCacheManager:
-        cache = self.config.cache
-        return KVCacheManager(
-            num_blocks,
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            watermark=cache.watermark,
-            record_events=record_events,
-            connector=connector,
-            num_state_slots=self.runner.num_state_slots,
-            windows=self.runner.windows,
-        )
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:
         """The live one; recorded, if a log is wanted."""
@@ -295,14 +277,14 @@ class EngineBuilder:
     def _make_shadow(
         self,
         policy: type[BaseScheduler],
-        num_blocks: int,
+        info: RunnerInfo,
         max_model_len: int,
         metrics: EngineMetrics,
     ) -> Shadow:
         settings = _shadow_settings(self.config)
 
         def make_scheduler(clock: Clock) -> BaseScheduler:
-            kv_cache = self._make_kv_cache(num_blocks)
+            kv_cache = make_kv_cache(self.config.cache, info)
             with blamed(policy, "__init__()"):
                 return policy(settings, kv_cache, max_model_len=max_model_len, clock=clock)
 
@@ -313,29 +295,24 @@ class EngineBuilder:
         return shadow
 
     def _fit_max_model_len(self, num_slots: int) -> int:
-        """Every request that is accepted must be able to run alone in the KV pool."""
-        max_model_len = self._model_info.max_model_len
-        if max_model_len - 1 <= num_slots:
-            return max_model_len
-        if self.config.model.max_model_len is not None:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, but the KV cache holds {num_slots} tokens: "
-                "lower max_model_len or raise kv_cache_gib (or num_kv_blocks)"
+        """As `fit_max_model_len`; a model that is cut short is said."""
+        wanted = self._model_info.max_model_len
+        fitting = fit_max_model_len(self.config.model, wanted, num_slots)
+        if fitting < wanted:
+            logger.warning(
+                "the KV cache holds %d tokens: serving at most that many per request, not the "
+                "model's %d (raise kv_cache_gib for more)",
+                num_slots,
+                wanted,
             )
-        logger.warning(
-            "the KV cache holds %d tokens: serving at most that many per request, not the model's "
-            "%d (raise kv_cache_gib for more)",
-            num_slots,
-            max_model_len,
-        )
-        return num_slots
+        return fitting
 
 
-def _with_runner(config: EngineConfig, runner: RunnerInterface) -> EngineConfig:
+def _with_runner(config: EngineConfig, info: RunnerInfo) -> EngineConfig:
     """What the scheduler's settings amount to with this runner."""
     scheduler, speculation = config.scheduler, config.speculation
     if scheduler.pipeline_depth is None:
-        scheduler = msgspec.structs.replace(scheduler, pipeline_depth=runner.pipeline_depth)
+        scheduler = msgspec.structs.replace(scheduler, pipeline_depth=info.pipeline_depth)
     if speculation.speculative_method == "draft":  # it writes K and V of what it guesses
         ahead = max(scheduler.num_lookahead_tokens, speculation.num_speculative_tokens)
         scheduler = msgspec.structs.replace(scheduler, num_lookahead_tokens=ahead)

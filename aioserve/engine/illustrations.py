@@ -15,6 +15,7 @@ from aioserve.images.families import family_of
 from aioserve.images.processing import ImageProcessor
 from aioserve.model_info import ModelInfo
 from aioserve.request import EncoderInput
+from aioserve.runner.info import RunnerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,12 @@ class Encoded(NamedTuple):
 class Illustrations:
     """Of one model and its tokenizer."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Any, *, reads_images: bool) -> None:
-        """`reads_images` is the runner's. What its processor lacks is logged: text is served."""
+    def __init__(self, info: ModelInfo, tokenizer: Any, runner_info: RunnerInfo) -> None:
+        """What its processor lacks is logged: text is served."""
         self._processor: ImageProcessor | None = None
         family = family_of(info)
         self.refusal = NO_IMAGES if family is None else NOT_READ  # empty: images are read
-        if family is not None and reads_images:
+        if family is not None and runner_info.supports_images:
             try:
                 self._processor = ImageProcessor(family, info, tokenizer)
                 self.refusal = ""

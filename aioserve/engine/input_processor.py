@@ -21,6 +21,7 @@ from aioserve.images import Illustrated
 from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.pooling_params import PoolingParams
+from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 
 R = TypeVar("R")
@@ -48,24 +49,19 @@ class InputProcessor:
         seed: int,
         grammars: GrammarCompiler | None = None,
         *,
-        tells_prompts: bool = False,
-        reads_images: bool = False,
+        runner_info: RunnerInfo,
     ) -> None:
-        """`grammars` is what the runner masks by; None if it does not. `tells_prompts` and
-        `reads_images` are the runner's.
-        """
+        """`grammars` is what the runner masks by; None if it does not."""
         self._grammars = grammars
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
-        family = family_of(model_info) if reads_images else None
+        family = family_of(model_info) if runner_info.supports_images else None
         self._arrays = () if family is None else family.arrays  # that each encoder input must have
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocab_size)]]
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
-            self._illustrations = Illustrations(
-                model_info, self._tokenizer, reads_images=reads_images
-            )
+            self._illustrations = Illustrations(model_info, self._tokenizer, runner_info)
             self._chat_template = self._illustrations.template
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
@@ -75,9 +71,7 @@ class InputProcessor:
             self._max_token_bytes = max(map(len, vocabulary), default=1)
             # A tokenizer may know tokens that were added without weights for them.
             self._has_strangers = max(vocabulary.values(), default=0) >= self._vocab_size
-        self.sampling = SamplingDoor(
-            model_info, seed, self._encode_word, tells_prompts=tells_prompts
-        )
+        self.sampling = SamplingDoor(model_info, seed, self._encode_word, runner_info=runner_info)
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")

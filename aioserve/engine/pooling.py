@@ -15,6 +15,7 @@ from aioserve.errors import (
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EmbeddingOutput, FinishReason
 from aioserve.pooling_params import PoolingParams
+from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 
 #: What stands for sampling parameters where a prompt is pooled.
@@ -24,10 +25,10 @@ NOTHING_SAMPLED = SamplingParams(max_tokens=1, detokenize=False, output_kind="fi
 class PoolingDoor:
     """Completes parameters, or raises `RequestError`."""
 
-    def __init__(self, model_info: ModelInfo, *, can_pool: bool) -> None:
-        """`can_pool` is the runner's. Raises `ConfigError` for a damaged file."""
+    def __init__(self, model_info: ModelInfo, runner_info: RunnerInfo) -> None:
+        """Raises `ConfigError` for a damaged file."""
         self._model_info = model_info
-        self._can_pool = can_pool
+        self._can_pool = can_pool = runner_info.supports_pooling
         self._stated = (model_info.stated_pooling or "last") if can_pool else None
 
     def complete(self, params: PoolingParams) -> PoolingParams:

@@ -10,6 +10,7 @@ import msgspec
 
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
+from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
@@ -24,12 +25,12 @@ class SamplingDoor:
         seed: int,
         encode: Callable[[str], list[int]],
         *,
-        tells_prompts: bool,
+        runner_info: RunnerInfo,
     ) -> None:
-        """`encode` gives the token ids of a word, where there is a tokenizer; `tells_prompts` is
-        the runner's. Of requests without a seed, `seed` is where theirs come from.
+        """`encode` gives the token ids of a word, where there is a tokenizer. `seed` is where the
+        seeds of requests without one come from.
         """
-        self._tells_prompts = tells_prompts
+        self._runner_info = runner_info
         self._encode = encode
         self._has_tokenizer = not model_info.config.skip_tokenizer_init
         self._vocab_size = model_info.vocab_size
@@ -42,7 +43,7 @@ class SamplingDoor:
         """
         if params.detokenize and not self._has_tokenizer:
             raise RequestError(f"{NO_TOKENIZER}: set detokenize=False", param="detokenize")
-        if params.prompt_logprobs is not None and not self._tells_prompts:
+        if params.prompt_logprobs is not None and not self._runner_info.supports_prompt_logprobs:
             raise RequestError(
                 "prompt_logprobs cannot be served: this engine's runner, or this model, does not "
                 "give the logits of prompts",

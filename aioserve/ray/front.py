@@ -88,10 +88,9 @@ class RayFront(EngineFront[RayParts]):
                 self.model_info,
                 info.max_model_len,
                 self._seed,
-                tells_prompts=info.tells_prompts,
-                reads_images=info.reads_images,
+                runner_info=info.runner_info,
             ),
-            PoolingDoor(self.model_info, can_pool=info.can_pool),
+            PoolingDoor(self.model_info, info.runner_info),
             clock_of(asyncio.get_running_loop()),
             Claims(),
         )

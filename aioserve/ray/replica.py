@@ -19,6 +19,7 @@ from aioserve.outputs import RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.ray.gauges import StatsGauges
 from aioserve.ray.kv_feed import KVFeed
+from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.version import __version__
 
@@ -30,9 +31,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     adapters: dict[str, Path]
     adapter_ids: dict[str, str]  # by name, of those in memory
-    can_pool: bool
-    tells_prompts: bool
-    reads_images: bool
+    runner_info: RunnerInfo
     started_at: int  # of this one; of the others about then
 
 
@@ -99,9 +98,7 @@ class EngineReplica:
             max_model_len=engine.max_model_len,
             adapters=engine.adapters.paths,
             adapter_ids=engine.adapters.ids,
-            can_pool=engine.can_pool,
-            tells_prompts=engine.tells_prompts,
-            reads_images=engine.reads_images,
+            runner_info=engine.runner_info,
             started_at=engine.started_at,
         )
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from aioserve.errors import ConfigError
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.info import RunnerInfo
 from aioserve.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler
-    from aioserve.kv_cache import WindowSpec
     from aioserve.kv_connector import KVConnectorWorker
     from aioserve.model_source.adapter import AdapterFiles
 
@@ -25,49 +25,14 @@ if TYPE_CHECKING:
 class RunnerInterface(ABC):
     """Runs steps in the order in which they are handed over. Used from one event loop."""
 
-    #: Steps that should be handed over before the first is back, if nobody has set it.
-    pipeline_depth: int = 1
-
     #: What its masks are made by. None: it masks nothing, and structured outputs are refused.
     grammars: "GrammarCompiler | None" = None
 
-    @property
-    def tells_prompts(self) -> bool:
-        """Whether it says how likely the tokens of prompts are, in its outputs' `prompt_logprobs`;
-        asked after `load`. Else those who ask are refused.
-        """
-        return False
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether it runs the encoder inputs of requests; likewise."""
-        return False
-
-    @property
-    def can_pool(self) -> bool:
-        """Whether it makes vectors of prompts, in its outputs' `pooled`; likewise."""
-        return False
-
     @abstractmethod
-    async def load(self) -> None:
-        """Load weights and allocate the KV cache. Raises `ConfigError` if that cannot work."""
-
-    @property
-    @abstractmethod
-    def num_kv_blocks(self) -> int:
-        """Size of the KV pool in blocks of `block_size` tokens; known after `load`."""
-
-    @property
-    def num_state_slots(self) -> int | None:
-        """Slots for what layers remember of a request in a fixed size; None if they do not; known
-        after `load`.
+    async def load(self) -> RunnerInfo:
+        """Load weights and allocate the KV cache; return what the runner can do and has room for.
+        Raises `ConfigError` if that cannot work.
         """
-        return None
-
-    @property
-    def windows(self) -> "WindowSpec | None":
-        """Of layers with a sliding window, if they have blocks of their own; known after `load`."""
-        return None
 
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
         """What copies blocks between its KV cache and at most `num_bytes` of host memory, as steps

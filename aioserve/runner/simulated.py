@@ -18,6 +18,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.draft_length import DraftLength
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.kv_pool import window_spec
 from aioserve.runner.profile import StepTimeModel, load_profile
@@ -155,42 +156,28 @@ class SimulatedRunner(RunnerInterface):
         scheduler, cache = config.scheduler, config.cache
         slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
         slots = max(slots, model_info.max_model_len)
-        self._num_state_slots = cache.num_state_slots
-        self._windows: WindowSpec | None = None
+        windows: WindowSpec | None = None
         if config.runner.simulated_window is not None:
-            self._windows = window_spec(
+            windows = window_spec(
                 config,
                 model_info.max_model_len,
                 config.runner.simulated_window,
                 cache.num_window_blocks,
             )
-        self._num_kv_blocks = cache.num_kv_blocks or -(-slots // cache.block_size)
+        #: What `load` answers; known before, as nothing is loaded.
+        self.info = RunnerInfo(
+            num_kv_blocks=cache.num_kv_blocks or -(-slots // cache.block_size),
+            num_state_slots=cache.num_state_slots,
+            windows=windows,
+            supports_prompt_logprobs=True,
+            supports_pooling=True,
+        )
 
     def check_sleep(self, *, frees_weights: bool) -> None:
         pass  # there is nothing to give back
 
-    async def load(self) -> None:
-        pass
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self._num_kv_blocks
-
-    @property
-    def num_state_slots(self) -> int | None:
-        return self._num_state_slots
-
-    @property
-    def windows(self) -> WindowSpec | None:
-        return self._windows
-
-    @property
-    def tells_prompts(self) -> bool:
-        return True
-
-    @property
-    def can_pool(self) -> bool:
-        return True
+    async def load(self) -> RunnerInfo:
+        return self.info
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

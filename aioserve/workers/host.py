@@ -398,9 +398,7 @@ class WorkerClient:
             self._client_index,
             engine.started_at,
             engine.max_model_len,
-            engine.can_pool,
-            engine.tells_prompts,
-            engine.reads_images,
+            engine.runner_info,
             dict(engine.adapters.paths),
             list(self._host.access.keyring.keys),
         )

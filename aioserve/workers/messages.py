@@ -38,6 +38,7 @@ from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
+from aioserve.runner.info import RunnerInfo
 from aioserve.server.access.keyring import Key
 from aioserve.server.responses.store import Kept
 from aioserve.workers.line import Attachments
@@ -56,9 +57,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     client_index: int
     started_at: int
     max_model_len: int
-    can_pool: bool
-    tells_prompts: bool
-    reads_images: bool
+    runner_info: RunnerInfo
     adapters: dict[str, Path]
     keys: list[Key]
 

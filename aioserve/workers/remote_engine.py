@@ -190,10 +190,9 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 welcome.max_model_len,
                 # Of workers with the same seed, all would draw the same.
                 config.runner.seed + (welcome.client_index << 32),
-                tells_prompts=welcome.tells_prompts,
-                reads_images=welcome.reads_images,
+                runner_info=welcome.runner_info,
             ),
-            PoolingDoor(info, can_pool=welcome.can_pool),
+            PoolingDoor(info, welcome.runner_info),
             OutputProcessor(info.tokenizer, self._counts, clock=clock, may_wait=False),
             clock,
         )

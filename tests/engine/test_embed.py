@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -30,6 +31,7 @@ from aioserve.errors import (
 )
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import available_policies
 from aioserve.watch.reader import DecisionLog
@@ -260,7 +262,9 @@ async def test_a_model_pools_as_it_was_saved(
         (path / "modules.json").write_text(json.dumps(modules))
     config = EngineConfig(model=ModelConfig(model=str(path)), runner=SIMULATED.runner)
     if pools_by in ("mean", "last"):
-        door = PoolingDoor(ModelInfo(config.model), can_pool=True)
+        door = PoolingDoor(
+            ModelInfo(config.model), RunnerInfo(num_kv_blocks=1, supports_pooling=True)
+        )
         assert door.complete(PoolingParams()).pooling == pools_by
     async with AsyncEngine(config) as engine:
         if pools_by in ("mean", "last"):
@@ -281,7 +285,8 @@ async def test_a_damaged_file_about_pooling_is_told_at_the_start(tmp_path: Path)
 
 
 class Unable(SimulatedRunner):
-    can_pool = False  # type: ignore[assignment]
+    async def load(self) -> RunnerInfo:
+        return msgspec.structs.replace(await super().load(), supports_pooling=False)
 
 
 class Forgetful(SimulatedRunner):

@@ -21,6 +21,7 @@ from aioserve.kv_cache import WindowSpec
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler import SchedulerOutput
 from tests.foreign_policy import FOREIGN
@@ -144,13 +145,16 @@ def test_steps_in_flight_are_told_with_their_age_and_their_tokens(depth: int) ->
 class OfStates(SimulatedRunner):
     """As of a model with states."""
 
-    num_state_slots = 8
+    async def load(self) -> RunnerInfo:
+        return msgspec.structs.replace(self.info, num_state_slots=8)
 
 
 class OfWindows(SimulatedRunner):
     """As of a model with a sliding window of two blocks."""
 
-    windows = WindowSpec(num_tokens=32, num_blocks=50, max_chunk=512, max_drafts=0)
+    async def load(self) -> RunnerInfo:
+        windows = WindowSpec(num_tokens=32, num_blocks=50, max_chunk=512, max_drafts=0)
+        return msgspec.structs.replace(self.info, windows=windows)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from aioserve.errors import (
     RunnerDeadError,
 )
 from aioserve.model_info import ModelInfo
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE
 
@@ -31,9 +32,10 @@ class SlowToLoad(SimulatedRunner):
         self.may_load = asyncio.Event()
         self.num_loads = self.num_closes = 0
 
-    async def load(self) -> None:
+    async def load(self) -> RunnerInfo:
         self.num_loads += 1
         await self.may_load.wait()
+        return self.info
 
     async def close(self) -> None:
         self.num_closes += 1
@@ -134,7 +136,7 @@ async def test_a_start_after_shutdown_is_refused(was_started: bool) -> None:
 
 async def test_a_start_after_one_that_failed_is_refused() -> None:
     class Unloadable(SlowToLoad):
-        async def load(self) -> None:
+        async def load(self) -> RunnerInfo:
             raise ConfigError("no weights")
 
     runner = Unloadable()

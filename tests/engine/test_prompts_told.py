@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.errors import RequestError
 from aioserve.outputs import RequestOutput, TokenLogprobs
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.greedy import GreedyReference
 from tests.models import VOCAB_SIZE, make_model
@@ -174,7 +176,10 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, int], message: str) ->
 async def test_a_runner_without_logits_of_prompts_refuses_at_the_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(SimulatedRunner, "tells_prompts", False)
+    async def load(runner: SimulatedRunner) -> RunnerInfo:
+        return msgspec.structs.replace(runner.info, supports_prompt_logprobs=False)
+
+    monkeypatch.setattr(SimulatedRunner, "load", load)
     async with AsyncEngine(SIMULATED) as engine:
         with pytest.raises(RequestError, match="prompt_logprobs cannot be served"):
             await ask(engine, [1, 2], prompt_logprobs=0)

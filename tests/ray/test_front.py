@@ -13,6 +13,7 @@ from aioserve.errors import ConfigError, RequestError, RequestIdInUseError
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestSpec
+from aioserve.runner.info import RunnerInfo
 from aioserve.sampling_params import SamplingParams
 from aioserve.version import __version__
 
@@ -30,9 +31,7 @@ INFO = ReplicaInfo(
     max_model_len=200_000,
     adapters={},
     adapter_ids={},
-    can_pool=False,
-    tells_prompts=False,
-    reads_images=False,
+    runner_info=RunnerInfo(num_kv_blocks=1),
     started_at=1,
 )
 PARAMS = SamplingParams(max_tokens=1)

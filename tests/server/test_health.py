@@ -208,6 +208,7 @@ from aioserve.runner.simulated import SimulatedRunner
 async def load(runner):
     while not Path({file!r}).exists():
         await asyncio.sleep(0.01)
+    return runner.info
 
 
 class Slow(FCFSScheduler):

@@ -7,6 +7,7 @@ import asyncio
 from array import array
 
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler.features import step_features
@@ -16,8 +17,10 @@ from aioserve.scheduler.output import SchedulerOutput
 class RepliesRunner(RunnerInterface):
     """Replies as the log has them, after the time that the model says."""
 
-    def __init__(self, replies: dict[str, "array[int]"], step_time: StepTimeModel) -> None:
-        self._replies = replies
+    def __init__(
+        self, replies: dict[str, "array[int]"], step_time: StepTimeModel, info: RunnerInfo
+    ) -> None:
+        self._replies, self._info = replies, info
         self._step_time = step_time
         self._num_known: dict[str, int] = {}  # tokens of each request in the batch
         self._num_prompt: dict[str, int] = {}
@@ -25,15 +28,11 @@ class RepliesRunner(RunnerInterface):
         self._pooled: set[str] = set()  # they get no token
         self._busy_until = 0.0
 
-    async def load(self) -> None:
-        pass
+    async def load(self) -> RunnerInfo:
+        return self._info
 
     async def close(self) -> None:
         pass
-
-    @property
-    def num_kv_blocks(self) -> int:
-        raise NotImplementedError("the log says how many")
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

@@ -15,14 +15,16 @@ import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.core import EngineCore
+from aioserve.engine.kv_cache import make_kv_cache
 from aioserve.errors import AioserveError, ConfigError
-from aioserve.kv_cache import KVCacheManager, WindowSpec
+from aioserve.kv_cache import WindowSpec
 from aioserve.lab.logs.replies import RepliesRunner
 from aioserve.lab.logs.traffic import Traffic, read_traffic
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.run import raised_not_logged
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import Request, RequestStatus
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.watch.chronicle import Chronicle, Life
@@ -186,24 +188,22 @@ class _Rerun(RecordSink):
     def _make_core(self, clock: Callable[[], float]) -> EngineCore:
         cache, scheduler = self._config.cache, self._config.scheduler
         assert cache.num_kv_blocks is not None
+        info = RunnerInfo(
+            num_kv_blocks=cache.num_kv_blocks,
+            num_state_slots=cache.num_state_slots,
+            windows=self._windows(),
+        )
         self._recorder = RecordingScheduler(
             load_policy(scheduler.policy),
             scheduler,
-            KVCacheManager(
-                cache.num_kv_blocks,
-                cache.block_size,
-                enable_prefix_caching=cache.enable_prefix_caching,
-                watermark=cache.watermark,
-                num_state_slots=cache.num_state_slots,
-                windows=self._windows(),
-            ),
+            make_kv_cache(cache, info),
             max_model_len=self._traffic.header.max_model_len,
             clock=clock,
             sink=self,
         )
         return EngineCore(
             self._recorder,
-            RepliesRunner(self._replies, self._traffic.step_time),
+            RepliesRunner(self._replies, self._traffic.step_time, info),
             pipeline_depth=scheduler.depth,
             stall_timeout=scheduler.stall_timeout,
             clock=clock,

@@ -60,7 +60,7 @@ def check_fits(config: EngineConfig, workload: Workload) -> None:
     """Raises `ConfigError` if some request can never run under a simulated `config`."""
     model_info = ModelInfo(config.model)
     workload.check_fits(model_info.max_model_len)
-    blocks = SimulatedRunner(config, model_info).num_kv_blocks
+    blocks = SimulatedRunner(config, model_info).info.num_kv_blocks
     # The last token is never computed, so a request needs one slot less than its length.
     num_slots = blocks * config.cache.block_size + 1
     workload.check_fits(num_slots, f"the KV pool of {blocks} blocks of {config.cache.block_size}")

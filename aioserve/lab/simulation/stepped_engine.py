@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from aioserve.config import EngineConfig
 from aioserve.engine.core import IDLE_POLL_SECONDS
-from aioserve.errors import ConfigError, PolicyError
+from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
+from aioserve.errors import PolicyError
 from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
@@ -35,18 +36,11 @@ class Blueprint:
         self.model_info = ModelInfo(config.model)
         self._step_time = step_time_model(config.runner)
         self.policy = load_policy(config.scheduler.policy)
-        self.max_model_len = self.model_info.max_model_len
-        runner = self.make_runner()
-        blocks = runner.num_kv_blocks
-        num_slots = blocks * config.cache.block_size
-        if self.max_model_len - 1 > num_slots:  # as the engine's builder has it
-            if config.model.max_model_len is not None:
-                raise ConfigError(
-                    f"max_model_len is {self.max_model_len}, but the KV cache holds {num_slots} "
-                    "tokens: lower max_model_len or raise num_kv_blocks"
-                )
-            self.max_model_len = num_slots
-        self.num_kv_blocks, self._windows = blocks, runner.windows
+        self.runner_info = self.make_runner().info
+        num_slots = self.runner_info.num_kv_blocks * config.cache.block_size
+        self.max_model_len = fit_max_model_len(
+            config.model, self.model_info.max_model_len, num_slots
+        )
 
     def make_runner(self) -> SimulatedRunner:
         """One of its own for each engine."""
@@ -54,16 +48,7 @@ class Blueprint:
 
     def make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
         """Likewise."""
-        cache = self.config.cache
-        return KVCacheManager(
-            self.num_kv_blocks,
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            watermark=cache.watermark,
-            record_events=record_events,
-            num_state_slots=cache.num_state_slots,
-            windows=self._windows,
-        )
+        return make_kv_cache(self.config.cache, self.runner_info, record_events=record_events)
 
     def make_scheduler(
         self, kv_cache: KVCacheManager, clock: Callable[[], float]

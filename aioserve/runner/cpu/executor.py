@@ -24,6 +24,7 @@ from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.cpu.step_memory import StepMemory
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.host_blocks import HostBlocks
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
@@ -61,7 +62,6 @@ class StepExecutor:
         """
         self._model, self._backend, self._threads = model, backend, threads
         self._memory = StepMemory(backend, block_size)
-        self.windows = windows
         self._batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -78,18 +78,15 @@ class StepExecutor:
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, self._batch.adapter_rows)
         self._drafter, self._takes_guesses = drafter, takes_guesses
-        self._block_size, self.num_kv_blocks = block_size, backend.memory.num_blocks
-        self.num_state_slots = None if model.states is None else model.states.num_slots
-
-    @property
-    def tells_prompts(self) -> bool:
-        """Whether it has log probabilities and vectors of prompts."""
-        return self._model.halves is not None
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether it runs encoder inputs."""
-        return self._encoder is not None
+        self._block_size = block_size
+        self.info = RunnerInfo(
+            num_kv_blocks=backend.memory.num_blocks,
+            num_state_slots=None if model.states is None else model.states.num_slots,
+            windows=windows,
+            supports_prompt_logprobs=model.halves is not None,
+            supports_pooling=model.halves is not None,
+            supports_images=model.image_encoder is not None,
+        )
 
     @property
     def num_compute_threads(self) -> int:
@@ -141,7 +138,7 @@ class StepExecutor:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)
             else:
                 halves = self._model.halves
-                assert halves is not None, "`tells_prompts`"
+                assert halves is not None, "`supports_prompt_logprobs`"
                 logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
         finally:  # also if that fails: rows may change only when nobody reads them
             made = None if masks is None else masks.result()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 from aioserve.config import EngineConfig
 from aioserve.errors import RunnerDeadError
 from aioserve.grammars import GrammarCompiler
-from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.progress import interruptible
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -44,41 +44,15 @@ class ThreadedRunner(RunnerInterface):
         if not model_info.config.skip_tokenizer_init:
             self.grammars = GrammarCompiler(model_info)
 
-    async def load(self) -> None:
+    async def load(self) -> RunnerInfo:
         try:
-            await self._submit(self._load_unless_unwanted)
+            info = await self._submit(self._load_unless_unwanted)
         except asyncio.CancelledError:
             self._is_unwanted.set()
             raise
         if self.grammars is not None:
             await self.grammars.prepare()
-
-    @property
-    def num_kv_blocks(self) -> int:
-        assert self._executor is not None, "load() first"
-        return self._executor.num_kv_blocks
-
-    @property
-    def num_state_slots(self) -> int | None:
-        assert self._executor is not None, "load() first"
-        return self._executor.num_state_slots
-
-    @property
-    def windows(self) -> WindowSpec | None:
-        assert self._executor is not None, "load() first"
-        return self._executor.windows
-
-    @property
-    def tells_prompts(self) -> bool:
-        return self._executor is not None and self._executor.tells_prompts
-
-    @property
-    def reads_images(self) -> bool:
-        return self._executor is not None and self._executor.reads_images
-
-    @property
-    def can_pool(self) -> bool:
-        return self.tells_prompts
+        return info
 
     @property
     def num_compute_threads(self) -> int | None:
@@ -125,14 +99,15 @@ class ThreadedRunner(RunnerInterface):
 
     # What follows runs on the runner's thread.
 
-    def _load_unless_unwanted(self) -> None:
+    def _load_unless_unwanted(self) -> RunnerInfo:
         with interruptible(self._is_unwanted):
-            self._load()
+            self._executor = self._load()
+        return self._executor.info
 
-    def _load(self) -> None:
+    def _load(self) -> "StepExecutor":
         from aioserve.runner.cpu.load import load_on_cpu
 
-        self._executor = load_on_cpu(self._config, self._model_info, self.grammars)
+        return load_on_cpu(self._config, self._model_info, self.grammars)
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if self._executor is None:

@@ -17,6 +17,7 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
     from aioserve.runner.grammar_rows import Masks
     from aioserve.runner.sampling_columns import SamplingInputs
@@ -41,13 +42,14 @@ class ShardedRunner(FirstRankRunner, ThreadedRunner):
 
     # What follows runs on the runner's thread.
 
-    def _load(self) -> None:
+    def _load(self) -> "StepExecutor":
         from aioserve.runner.cpu.load import load_on_cpu
 
         check_model(self._config, self._model_info)
         with self._loading() as ranks:
-            self._executor = load_on_cpu(self._config, self._model_info, self.grammars, ranks)
-            self._executor.choose = self._choose
+            executor = load_on_cpu(self._config, self._model_info, self.grammars, ranks)
+            executor.choose = self._choose
+        return executor
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._is_sampled = False

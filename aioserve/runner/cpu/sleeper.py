@@ -68,13 +68,13 @@ class SleepingRunner(ThreadedRunner):
     def _geometry(self) -> CacheConfig:
         """What the settings of the cache have come to."""
         if (executor := self._executor) is not None:
-            windows = executor.windows
+            info = executor.info
             self._made_cache = msgspec.structs.replace(
                 self._config.cache,
                 kv_cache_gib=None,
-                num_kv_blocks=executor.num_kv_blocks,
-                num_state_slots=executor.num_state_slots,
-                num_window_blocks=None if windows is None else windows.num_blocks,
+                num_kv_blocks=info.num_kv_blocks,
+                num_state_slots=info.num_state_slots,
+                num_window_blocks=None if info.windows is None else info.windows.num_blocks,
             )
         return self._made_cache
 

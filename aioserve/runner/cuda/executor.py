@@ -30,6 +30,7 @@ from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
 from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
 from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
@@ -130,11 +131,11 @@ class StepExecutor:
         self._graphs = DecodeGraphs()
         results = (device.host_buffer(len(self._sampler.out)) for _ in range(MAX_IN_FLIGHT))
         self._free_results = deque(results)
-
-    @property
-    def tells_prompts(self) -> bool:
-        """As `RunnerInterface.tells_prompts`."""
-        return self._model.halves is not None
+        self.info = RunnerInfo(
+            num_kv_blocks=limits.num_pages,
+            pipeline_depth=2,
+            supports_prompt_logprobs=model.halves is not None,
+        )
 
     @property
     def is_one_by_one(self) -> bool:
@@ -142,11 +143,6 @@ class StepExecutor:
         what is guessed from it is made on the device as well.
         """
         return self._drafter is not None
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Pages that requests may use."""
-        return self._layout.limits.num_pages
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture decode steps of up to so many rows, where the model allows it."""
@@ -408,7 +404,7 @@ class StepExecutor:
             everything = torch.arange(plan.num_tokens, device=rows.device)
             inputs = self._inputs(plan.num_tokens, everything, tokens, tokens)
             halves = self._model.halves
-            assert halves is not None, "`tells_prompts`"
+            assert halves is not None, "`supports_prompt_logprobs`"
             states = halves.hidden(inputs, attention)
             prompts.look(halves, states[prompts.rows.long()], asked.adapters[2:])
             return halves.logits(states[rows], sampling)

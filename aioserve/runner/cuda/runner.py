@@ -19,6 +19,7 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.progress import interruptible
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
@@ -34,8 +35,6 @@ _Launched: TypeAlias = "LaunchedParts | ModelRunnerOutput | Exception"
 
 class OverlappedRunner(RunnerInterface):
     """Runs a `StepExecutor`. Each result reaches the loop by one call from the reading thread."""
-
-    pipeline_depth = 2
 
     def __init__(
         self, build: "Callable[[], StepExecutor]", grammars: GrammarCompiler | None = None
@@ -69,7 +68,7 @@ class OverlappedRunner(RunnerInterface):
 
         return cls(build, grammars)
 
-    async def load(self) -> None:
+    async def load(self) -> RunnerInfo:
         loaded = _Reply()
         for name, target in (("launch", lambda: self._launch(loaded)), ("read", self._read)):
             thread = threading.Thread(target=target, name=f"aioserve-{name}", daemon=True)
@@ -82,15 +81,8 @@ class OverlappedRunner(RunnerInterface):
             raise
         if self.grammars is not None:
             await self.grammars.prepare()
-
-    @property
-    def num_kv_blocks(self) -> int:
-        assert self._executor is not None, "load() first"
-        return self._executor.num_kv_blocks
-
-    @property
-    def tells_prompts(self) -> bool:
-        return self._executor is not None and self._executor.tells_prompts
+        assert self._executor is not None, "it has answered"
+        return self._executor.info
 
     def make_kv_worker(self, num_bytes: int) -> "KVConnectorWorker":
         assert self._executor is not None, "load() first"

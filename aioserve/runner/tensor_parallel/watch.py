@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError, RunnerDeadError
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.runner.tensor_parallel.processes import OtherRanks, in_a_line
 
@@ -31,7 +32,7 @@ class FirstRankRunner(RunnerInterface):
     _death: RunnerDeadError | None = None
     _on_death: Callable[[], None] | None = None
 
-    async def load(self) -> None:
+    async def load(self) -> RunnerInfo:
         loop = asyncio.get_running_loop()
 
         def on_end(error: RunnerDeadError) -> None:
@@ -40,7 +41,7 @@ class FirstRankRunner(RunnerInterface):
 
         # Before this process imports what takes seconds: they import the same beside it.
         self._other_ranks = OtherRanks(self._rank_module, self._config, on_end)
-        await super().load()  # type: ignore[safe-super]  # of the runner named next
+        return await super().load()  # type: ignore[safe-super]  # of the runner named next
 
     def _die(self, error: RunnerDeadError) -> None:
         self._death = error

@@ -1,5 +1,6 @@
 """Runs in virtual time: exact times, conversations, deadlines, refusals, and the live runner."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from aioserve.lab.simulation.outcome import ObservedRunner, RunOutcome
 from aioserve.lab.simulation.run import check_fits, run_live, simulate, simulated
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest
 from aioserve.model_info import ModelInfo
+from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 
 # 4 ms a step, 50 us a prompt token, 100 us a decode: no other cost, so that times can be computed.
@@ -176,11 +178,14 @@ def test_the_real_engine_serves_the_same_requests_in_real_time() -> None:
 
 def test_a_live_run_has_as_many_steps_in_flight_as_its_runner_asks_for() -> None:
     class Deep(SimulatedRunner):
-        pipeline_depth = 2
         num_compute_threads = 3
 
+        async def load(self) -> RunnerInfo:
+            return msgspec.structs.replace(await super().load(), pipeline_depth=2)
+
     observed = ObservedRunner(Deep(config(), ModelInfo(config().model)))
-    assert (observed.pipeline_depth, observed.num_compute_threads) == (2, 3)
+    assert asyncio.run(observed.load()).pipeline_depth == 2
+    assert observed.num_compute_threads == 3
 
 
 @pytest.mark.parametrize("depth", [1, 2])

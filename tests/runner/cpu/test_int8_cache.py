@@ -169,7 +169,7 @@ def test_the_pool_of_int8_has_nearly_four_times_the_blocks_of_float32(
         cache = CacheConfig(kv_cache_gib=1 / 1024, block_size=8, kv_cache_dtype=kind)
         config = EngineConfig(model=plain.model, cache=cache, runner=plain.runner)
         runner = load_on_cpu(config, ModelInfo(config.model))
-        counts.append(runner.num_kv_blocks)
+        counts.append(runner.info.num_kv_blocks)
         runner.close()
     # K and V of 3 layers and 2 heads: 16 numbers of 4 bytes, or 16 bytes and a scale
     assert counts == [(1 << 20) // (8 * 12 * 64), (1 << 20) // (8 * 12 * 20)]

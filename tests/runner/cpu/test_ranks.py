@@ -57,7 +57,7 @@ class Pair:
         self.first = self._load(0, self._sample)
         self.second: StepExecutor = second.result()
         self._running: Future[None] = self._thread.submit(self._run)
-        self.num_kv_blocks = self.first.num_kv_blocks
+        self.info = self.first.info
 
     def _load(self, rank: int, choose: Any) -> StepExecutor:
         info = ModelInfo(self._config.model)
@@ -190,7 +190,7 @@ def test_two_ranks_give_the_tokens_of_one_with_half_of_its_weights(
         own = model.num_parameters - table - table // 2  # the embedding is whole, the head is not
         assert 0.5 <= own / in_layers < 0.52  # norms are whole as well
         assert model.kv_cache_spec.bytes_per_token * heads == alone.kv_cache_spec.bytes_per_token
-        assert rank.num_kv_blocks == NUM_BLOCKS
+        assert rank.info.num_kv_blocks == NUM_BLOCKS
         assert model.is_compiled is alone.is_compiled is is_whole
         if model.is_compiled:
             assert type(model.decoder) is type(alone.decoder) is WholeDecoder  # type: ignore[attr-defined]

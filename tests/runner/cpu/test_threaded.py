@@ -30,8 +30,7 @@ def make_runner(path: Path) -> ThreadedRunner:
 def test_steps_run_in_order_on_one_thread(model_path: Callable[..., Path]) -> None:
     async def run() -> None:
         runner = make_runner(model_path("llama"))
-        await runner.load()
-        assert runner.num_kv_blocks == NUM_BLOCKS
+        assert (await runner.load()).num_kv_blocks == NUM_BLOCKS
         assert runner.num_compute_threads == 1
         request = NewRequestData(
             "a", [1, 2, 3], 3, SamplingParams(temperature=0), frozenset(), [5], 0

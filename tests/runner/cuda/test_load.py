@@ -76,7 +76,7 @@ def test_what_is_built_serves_and_the_numbers_are_told(
     caplog.set_level(logging.INFO)
     config = settings(model_path("llama"), kv_cache_dtype=kv_cache_dtype)
     executor = build(config, FakeDevice())
-    assert executor.num_kv_blocks == 128
+    assert executor.info.num_kv_blocks == 128
     prompt = list(range(30, 70))
     tokens, expected = generate(executor, prompt, 8), generate_reference("llama", prompt, 8)
     if kv_cache_dtype == "auto":
