@@ -9,8 +9,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -650,6 +650,20 @@ class AsyncEngine(EngineFront[EngineParts]):
             parts = self._parts
             ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
             parts.core.finish_requests(ended, RequestStatus.FINISHED_STOPPED)
+
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """See `EngineClient.arriving`."""
+        with self._arriving(1, self._alive()):
+            yield
+
+    def enter_queue(self) -> Callable[[], None]:
+        """Count one more request as waiting, as `arriving` does; return what ends that. Raises
+        `EngineOverloadedError`.
+        """
+        entered = ExitStack()
+        entered.enter_context(self._arriving(1, self._alive()))
+        return entered.close
 
     def _arriving(self, num_tokens: int, parts: EngineParts) -> AbstractContextManager[None]:
         if self._control is not None:

@@ -5,7 +5,7 @@ Declares it, and does what follows from a stream. Knows nothing about how one is
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol, TypedDict, TypeVar, Unpack
 
@@ -104,7 +104,7 @@ class EngineClient(ABC):
         return self._alive().input_processor.image_placeholder
 
     @abstractmethod
-    def arriving(self) -> AbstractContextManager[None]:
+    def arriving(self) -> AbstractAsyncContextManager[object]:
         """Inside the block one more request counts as waiting: what it needs is being brought. May
         raise `EngineOverloadedError`, as `add_request`.
         """

@@ -147,7 +147,7 @@ class Shown(NamedTuple):
         """As `ImageLoader.show`. Counts as a request that waits: raises `EngineOverloadedError`
         before any image is fetched or decoded.
         """
-        with engine.arriving():
+        async with engine.arriving():
             return await self.loader.show(self.conversation, self.images)
 
 

@@ -80,9 +80,8 @@ async def preparing(request: web.Request, images: ImageParts) -> AsyncIterator[N
     if not images.sources:
         yield
         return
-    async with entered(request):
-        with request.app[ENGINE].arriving():
-            yield
+    async with entered(request), request.app[ENGINE].arriving():
+        yield
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -41,8 +41,10 @@ from aioserve.workers.messages import (
     Add,
     Ask,
     Drop,
+    EndLease,
     EngineQuestion,
     EnterAccount,
+    EnterQueue,
     Failed,
     Failure,
     FindResponse,
@@ -52,7 +54,6 @@ from aioserve.workers.messages import (
     KeepResponse,
     KnowAdapters,
     KnowKeys,
-    LeaveAccount,
     Listen,
     Listening,
     MakeReport,
@@ -133,9 +134,11 @@ class Host:
             case ForgetResponse(response_id):
                 return await self.responses.forget(response_id)
             case EnterAccount(lease, key_name):
-                return asking.enter(lease, key_name)
-            case LeaveAccount(lease):
-                return asking.leave(lease)
+                return asking.enter_account(lease, key_name)
+            case EnterQueue(lease):
+                return asking.enter_queue(lease)
+            case EndLease(lease):
+                return asking.end_lease(lease)
         answer = await self.engine.ask(question)
         if isinstance(question, LoadAdapter | UnloadAdapter):
             # Before the client hears of it, who may ask any worker next.
@@ -280,7 +283,7 @@ class WorkerClient:
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
         self._claiming: set[str] = set()  # of these, ids that nobody else can have now
-        self._leases: dict[int, str] = {}  # names of keys, of requests that were let in
+        self._leases: dict[int, Callable[[], None]] = {}  # what ends each of them
         self._answering: set[asyncio.Task[Any]] = set()
         try:
             self._line = Line(
@@ -310,18 +313,23 @@ class WorkerClient:
             self._engine.drop(samples)
         self._samples.clear()
         for lease in list(self._leases):
-            self.leave(lease)
+            self.end_lease(lease)
         return num_requests
 
-    def enter(self, lease: int, key_name: str) -> None:
-        """A request of it with that key begins. Raises `KeyLimitError`."""
-        self._host.access.accounts.enter(key_name)
-        self._leases[lease] = key_name
+    def enter_account(self, lease: int, key_name: str) -> None:
+        """A request of this worker with that key begins. Raises `KeyLimitError`."""
+        accounts = self._host.access.accounts
+        accounts.enter(key_name)
+        self._leases[lease] = lambda: accounts.leave(key_name)
 
-    def leave(self, lease: int) -> None:
-        """It has ended, if it ever began."""
-        if (key_name := self._leases.pop(lease, None)) is not None:
-            self._host.access.accounts.leave(key_name)
+    def enter_queue(self, lease: int) -> None:
+        """A request of this worker counts as waiting. Raises `EngineOverloadedError`."""
+        self._leases[lease] = self._engine.enter_queue()
+
+    def end_lease(self, lease: int) -> None:
+        """What was entered under this number is left, if anything was."""
+        if (end := self._leases.pop(lease, None)) is not None:
+            end()
 
     async def ask(self, question: Question[Any], seconds: float = ANSWER_SECONDS) -> Any:
         """Its answer; None if it is not there yet, does not answer in time, or is gone."""

@@ -105,8 +105,16 @@ class EnterAccount(Question[None], frozen=True):
     key_name: str
 
 
-class LeaveAccount(Question[None], frozen=True):
-    """The request has ended; nothing happens if it has not entered."""
+class EnterQueue(Question[None], frozen=True):
+    """A request whose images are being brought counts as one that waits, until it is left, or the
+    worker has ended. Raises `EngineOverloadedError`.
+    """
+
+    lease: int  # a number that the worker uses once
+
+
+class EndLease(Question[None], frozen=True):
+    """Leave what was entered under this number; nothing happens if nothing was."""
 
     lease: int
 
@@ -321,7 +329,8 @@ EngineQuestion = (
     | FindResponse
     | ForgetResponse
     | EnterAccount
-    | LeaveAccount
+    | EnterQueue
+    | EndLease
 )
 WorkerQuestion = AbortHere | MakeReport | KnowAdapters | KnowKeys | SetLogLevel
 

@@ -6,7 +6,7 @@ Tokenizes, detokenizes and finds stop strings here; all else is the engine's. Kn
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -48,7 +48,9 @@ from aioserve.workers.messages import (
     Add,
     Ask,
     Drop,
+    EndLease,
     EnterAccount,
+    EnterQueue,
     Failure,
     FindResponse,
     ForgetResponse,
@@ -57,7 +59,6 @@ from aioserve.workers.messages import (
     KeepResponse,
     KnowAdapters,
     KnowKeys,
-    LeaveAccount,
     Listen,
     Listening,
     MakeReport,
@@ -149,6 +150,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         self._greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._early: list[bytes] = []  # what came right after the greeting
         self._calls = Calls()
+        self._last_lease = 0
         self._accepting: dict[int, Callable[[], None]] = {}  # by number of a call
         self._unsent: list[MessageToEngine] = []
         self._unsent_arrays: list[Any] = []  # theirs, in their order
@@ -254,11 +256,47 @@ class RemoteEngine(EngineFront[RemoteParts]):
         except TimeoutError:
             return Health("silent", f"the engine has not answered in {HEALTH_SECONDS:g} s")
 
+    def arriving(self) -> AbstractAsyncContextManager[object]:
+        return self.leased(EnterQueue)
+
+    @asynccontextmanager
+    async def leased(self, enter: Callable[[int], Question[None]]) -> AsyncIterator[Leave]:
+        """Inside the block the engine's process counts what `enter` asks of it, for the number that
+        it is given. The value ends that early. Raises what the engine raises.
+        """
+        self._last_lease = lease = self._last_lease + 1
+        has_left = False
+
+        async def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                with suppress(EngineDeadError):  # it counts nothing any more
+                    await self.ask(EndLease(lease))
+
+        try:
+            await self.ask(enter(lease))
+            yield leave
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone: it hears of no end
+            self.tell(EndLease(lease))
+            raise
+        except BaseException:
+            await leave()
+            raise
+        # Another worker may get the client's next request, and what that asks of the engine could
+        # overtake what is only told.
+        await leave()
+
     async def _ask(self, question: Question[Answer]) -> Answer:
         self._alive()
         number, future = self._calls.begin()
         self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
-        answer: Answer = decoder(question.answer_type).decode(await future)
+        try:
+            answer: Answer = decoder(question.answer_type).decode(await future)
+        finally:
+            # An error refers to this frame, and the future to the error: only the cyclic garbage
+            # collector would free what the frames above it hold, images among it.
+            del future
         return answer
 
     def _alive(self) -> RemoteParts:
@@ -297,6 +335,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
             )
             await future
         finally:
+            del future  # as in `_ask`
             samples.let_go = None
             del self._accepting[number]
 
@@ -426,33 +465,10 @@ class RemoteAccounts:
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
-        self._last_lease = 0
 
-    @asynccontextmanager
-    async def entered(self, name: str) -> AsyncIterator[Leave]:
+    def entered(self, name: str) -> AbstractAsyncContextManager[Leave]:
         """See `Entrance`."""
-        self._last_lease = lease = self._last_lease + 1
-        has_left = False
-
-        async def leave() -> None:
-            nonlocal has_left
-            if not has_left:
-                has_left = True
-                with suppress(EngineDeadError):  # it counts nothing any more
-                    await self._engine.ask(LeaveAccount(lease))
-
-        try:
-            await self._engine.ask(EnterAccount(lease, name))
-            yield leave
-        except (asyncio.CancelledError, GeneratorExit):  # the client has gone: it hears of no end
-            self._engine.tell(LeaveAccount(lease))
-            raise
-        except BaseException:
-            await leave()
-            raise
-        # Another worker may get the client's next request, and what that asks of the engine could
-        # overtake what is only told.
-        await leave()
+        return self._engine.leased(lambda lease: EnterAccount(lease, name))
 
 
 class RemoteResponses:

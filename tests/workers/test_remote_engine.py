@@ -1,6 +1,8 @@
 """The front half in a worker: requests, outputs and refusals as in the engine's process."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -42,7 +44,7 @@ from aioserve.server.responses.store import Kept
 from aioserve.structured_outputs import StructuredOutputs
 from aioserve.workers import remote_engine
 from aioserve.workers.line import Line
-from aioserve.workers.messages import Add, LeaveAccount, Listening, Stopped
+from aioserve.workers.messages import Add, EndLease, Listening, Stopped
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 from tests.adapters import make_adapter
 from tests.processes import PATIENCE
@@ -132,6 +134,30 @@ async def test_what_is_refused_is_refused_in_the_same_words():
                 errors.append((type(error), str(error), vars(error).get("param")))
             assert errors[0] == errors[1]
         await idle(engine)
+
+
+async def test_what_a_refused_prompt_holds_is_let_go_without_a_collection_of_garbage():
+    class Tokens(list):
+        """Token ids to which a weak reference is possible."""
+
+    config = msgspec.structs.replace(SIMULATED, scheduler=SchedulerConfig(max_waiting_requests=2))
+    async with joined(config) as (_, _, [remote], _):
+
+        async def ask() -> weakref.ref[Tokens]:
+            prompt = Tokens([5] * 40)
+            try:
+                await remote.add_request(prompt, SamplingParams(n=3))
+            except EngineOverloadedError:
+                return weakref.ref(prompt)
+            raise AssertionError("there is no room for three")
+
+        gc.disable()
+        try:
+            prompt = await ask()
+            await asyncio.sleep(0)  # the loop lets go of what has woken this task
+            assert prompt() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_reader_that_leaves_frees_its_blocks_and_its_id():
@@ -437,10 +463,10 @@ async def test_a_worker_that_comes_later_has_the_log_level_that_was_set(monkeypa
 
 async def test_what_needs_no_answer_leaves_nobody_waiting_at_the_end():
     async with joined(SIMULATED) as (_, _, [one], _):
-        one.tell(LeaveAccount(1))
+        one.tell(EndLease(1))
         assert not one._calls._open
         one.die("gone")
-        one.tell(LeaveAccount(2))
+        one.tell(EndLease(2))
 
 
 async def test_what_the_server_asks_is_answered_by_the_whole():

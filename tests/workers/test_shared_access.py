@@ -14,7 +14,7 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses
 from aioserve.server.sockets import bind
-from aioserve.workers.messages import LeaveAccount
+from aioserve.workers.messages import EndLease
 from aioserve.workers.remote_engine import RemoteResponses
 from tests.server.serving import SIMULATED
 from tests.workers.joined import joined, read
@@ -74,7 +74,7 @@ async def test_who_has_heard_the_end_may_ask_another_worker_at_once(config, rout
         answer = host.answer
 
         async def answer_late(question, asking):
-            if isinstance(question, LeaveAccount):  # as if this worker's messages were slow
+            if isinstance(question, EndLease):  # as if this worker's messages were slow
                 await asyncio.sleep(0.05)
             return await answer(question, asking)
 
