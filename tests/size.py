@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 32_300
+CORE_LIMIT = 31_965
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -37,7 +37,7 @@ PARTS = (
     *("runner/fused/adapters.py", "runner/fused/experts.py", "runner/fused/shares.py"),
     *("server/adapters.py", "server/admin.py", "server/anthropic", "server/control.py"),
     *("server/embeddings.py", "server/images.py", "server/page", "server/responses"),
-    *("server/service_manager.py", "server/tokenization.py"),
+    *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
 )
 SUFFIXES = {".py", ".c", ".h", ".js", ".css", ".html"}
 
