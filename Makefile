@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size tree ab wheel test-wheel bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -84,6 +84,9 @@ audit: .venv/audit/done .venv/test-packages  ## bandit's rules on the code, advi
 
 size:  ## lines per folder, and how many of them are the core
 	@$(PYTHON) -m tests.size
+
+tree:  ## every folder and file, with a sentence about each (ARGS=aioserve/engine: of one folder)
+	@$(PYTHON) -m tests.tree $(ARGS)
 
 ab: .venv/runtime  ## compare the three main policies in virtual time (ARGS="--html ab.html" adds flags)
 	@$(BIN)/python -m aioserve compare fcfs chunked_prefill priority --workload mixed $(ARGS)

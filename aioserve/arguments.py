@@ -1,7 +1,6 @@
-"""What all commands share on the command line: errors in one line, defaults in --help, and types;
-exit codes, and the event loop.
+"""What all commands share on the command line: one-line errors, defaults in --help, exit codes.
 
-Knows argparse. Knows no command and no setting.
+Also the types of flags, and the event loop. Knows argparse. Knows no command and no setting.
 """
 
 import argparse

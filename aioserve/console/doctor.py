@@ -1,5 +1,4 @@
-"""The command `doctor`: what is found on this machine, and what is missing, with the line that
-brings it.
+"""The command `doctor`: what this machine has and lacks, with the line that brings it.
 
 Words and the exit code; what is looked at stands in `hardware` and `packages`.
 """

@@ -1,7 +1,7 @@
-"""How much memory prepared images take: those of all requests that wait or run, until nobody has
-them any more.
+"""How much memory prepared images take: those of all requests that wait or run.
 
-Knows sizes. Knows nothing about what is in the arrays.
+An image counts until its last request has ended. Knows sizes. Knows nothing about what is in the
+arrays.
 """
 
 import weakref

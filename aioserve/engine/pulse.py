@@ -1,5 +1,4 @@
-"""A timer that beats while there are requests: how late the loop is, and now and then a line of the
-state in the log.
+"""A timer that beats while there are requests: how late the loop is, and the state for the log.
 
 None runs while nobody asks anything: an idle engine costs nothing. Knows what to call; not why.
 """

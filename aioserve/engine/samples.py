@@ -1,7 +1,7 @@
-"""The samples of one request, the ids that nobody else may take while one of them lives, and what
-delivery must know of each.
+"""The samples of one request, their ids, and what delivery must know of each sample.
 
-Knows nothing about text, nor who reads it.
+A request keeps its ids to itself while one of its samples lives. Knows nothing about text, nor who
+reads it.
 """
 
 from abc import ABC, abstractmethod

@@ -1,9 +1,9 @@
-"""Notices, from a thread of its own, that the event loop does not turn or that a step of the runner
-does not come back: says where in the log, and in the end declares the engine dead.
+"""Notices from a thread of its own that the event loop, or a step of the runner, hangs.
 
-Counts its own looks, not time: a process that was stopped as a whole (SIGSTOP, a frozen container,
-a laptop asleep) has not hung. A look needs the interpreter's lock, which a loop of Python code
-gives up every few milliseconds; a C function that keeps the lock for ever stops the watchdog too.
+It says where in the log, and in the end declares the engine dead. Counts its own looks, not time: a
+process that was stopped as a whole (SIGSTOP, a frozen container, a laptop asleep) has not hung. A
+look needs the interpreter's lock, which a loop of Python code gives up every few milliseconds; a C
+function that keeps the lock for ever stops the watchdog too.
 """
 
 import asyncio

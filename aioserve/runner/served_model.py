@@ -1,9 +1,9 @@
-"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits; and, where
-it has two halves, the hidden states between them.
+"""What the runner needs from a model, whichever tier computes it: a name, sizes, logits.
 
-Three implementations: `loader.AnyModel` (modules of `transformers` as they are),
-`row_by_row.RowByRowModel` (the same with attention of their own) and `fused.FusedModel` (our own
-loop over the layers). Knows nothing about requests.
+Of a model in two halves, also the hidden states between them. Three implementations:
+`loader.AnyModel` (modules of `transformers` as they are), `row_by_row.RowByRowModel` (the same with
+attention of their own) and `fused.FusedModel` (our own loop over the layers). Knows nothing about
+requests.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,8 @@
-"""Layers with states (state-space, linear attention, short convolutions) as `transformers` wrote
-them, on packed steps: called for pieces of one length, they find and leave their states in slots.
+"""Layers with states, as `transformers` wrote them, on packed steps.
 
-Knows the calls by which such modules reach their cache; knows nothing about requests or blocks.
+These are state-space layers, linear attention and short convolutions. They are called for pieces of
+one length, and find and leave their states in slots. Knows the calls by which such modules reach
+their cache; knows nothing about requests or blocks.
 """
 
 import copy

@@ -1,6 +1,4 @@
-"""The keys under which the application and its requests carry shared objects, and what an id that a
-client chose may look like.
-"""
+"""The keys of what the application and its requests share, and what a client's id may look like."""
 
 import uuid
 

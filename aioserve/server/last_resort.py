@@ -1,7 +1,7 @@
-"""Ends the process when its event loop or a thread would keep it for ever: a thread of its own that
-hears signals, and deadlines.
+"""Ends the process when its event loop or a thread would keep it for ever.
 
-Knows signals, stacks and exit codes; knows nothing about servers.
+It is a thread of its own that hears signals and deadlines. Knows signals, stacks and exit codes;
+knows nothing about servers.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""What answers on the server's address while the model is being loaded: that it lives, is not
-ready, and takes no request yet.
+"""What answers on the server's address while the model is being loaded.
 
-Knows no engine. Every answer closes its connection: the next one is for the server itself.
+It says that the process lives, is not ready and takes no request yet. Knows no engine. Every answer
+closes its connection: the next one is for the server itself.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""What signals mean to a server that loads, serves, drains: events for its loop, and how long the
-process may go on after each.
-"""
+"""What signals mean to a server: events for its loop, and how long it may go on after each."""
 
 import asyncio
 import logging

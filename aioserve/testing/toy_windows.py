@@ -1,5 +1,4 @@
-"""The layers with a sliding window of a toy model: blocks of their own, of which each token reads
-what is in its window.
+"""The layers with a sliding window of a toy model: blocks of their own, read through the window.
 
 Knows positions and what it is told of blocks. Knows nothing about hashes or reservations.
 """

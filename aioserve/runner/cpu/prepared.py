@@ -1,9 +1,9 @@
-"""Models as the kernels want them, kept in files: the next start reads one in place of proving and
-laying out the same weights again, and without `transformers`, whose import takes seconds.
+"""Models as the kernels want them, kept in files, which the next start reads.
 
-A file belongs to one model with its settings, to the files that it was made of and to the code that
-made it: where any of these differ, there is none. Knows the parts of a fused decoder; knows nothing
-of how they were found.
+It need not prove and lay out the same weights again, nor import `transformers`, which takes
+seconds. A file belongs to one model with its settings, to the files that it was made of and to the
+code that made it: where any of these differ, there is none. Knows the parts of a fused decoder;
+knows nothing of how they were found.
 """
 
 import hashlib

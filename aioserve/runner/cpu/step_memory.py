@@ -1,7 +1,7 @@
-"""What a step needs of the memory of the KV caches: blocks that are there before it writes to them,
-and copies of blocks from and to host memory.
+"""What a step needs of the memory of the KV caches: blocks to write to, and copies of blocks.
 
-Knows blocks, and what a step says of them.
+The blocks are there before the step writes to them; copies go from and to host memory. Knows
+blocks, and what a step says of them.
 """
 
 from aioserve.kv_cache import KVConnectorMetadata

@@ -1,7 +1,7 @@
-"""Adapters on a device: brought there beside the steps, as far as there is room; and staged with a
-step, which of its rows have which.
+"""Adapters on a device: brought there beside the steps, as far as there is room.
 
-Knows bytes and rows; what an adapter is made of is known to `adapter_sites`.
+With each step it is staged which of its rows have which adapter. Knows bytes and rows; what an
+adapter is made of is known to `adapter_sites`.
 """
 
 from collections.abc import Sequence

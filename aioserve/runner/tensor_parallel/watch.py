@@ -1,5 +1,4 @@
-"""What the runners of several ranks have in common: theirs is the first, and it ends when one of
-the others does.
+"""What the runners of several ranks share: they watch the others, and end when one of them does.
 
 Knows processes and an event loop; knows nothing about what ranks compute. Free of torch.
 """

@@ -1,7 +1,7 @@
-"""Connections that cost others nothing: how many there are, and what each may keep waiting for how
-long: a request's head, whoever reads the answer, the next request.
+"""How many connections there may be, and what each may keep waiting for how long.
 
-Knows bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
+What is waited for: the head of a request, a client that reads its answer, the next request. Knows
+bytes and clocks; knows nothing about what is asked. Bodies are waited for in `body`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Which pages a browser lets ask this server: CORS, as the Fetch standard has it, and a refusal of
-what a browser sends for a page without asking first.
+"""Which pages a browser lets ask this server: CORS, as the Fetch standard has it.
 
-Knows headers; knows nothing about keys, which such a page must show like everybody.
+Refuses what a browser sends for a page without asking first. Knows headers; knows nothing about
+keys, which such a page must show like everybody.
 """
 
 from collections.abc import Awaitable, Callable

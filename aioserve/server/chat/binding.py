@@ -1,5 +1,4 @@
-"""What binds a reply: a call that is forced, a schema of its content, either of them, or the
-schemas of calls that it makes by itself.
+"""What binds a reply: a call that is forced, a schema of its content, or schemas of its own calls.
 
 Knows how both become one grammar, behind reasoning if there is any. Knows nothing about how
 grammars are compiled.
