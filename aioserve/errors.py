@@ -4,6 +4,7 @@
     ├── RequestError            the request is wrong: HTTP 400
     │   ├── RequestIdInUseError a request of that id is not over: HTTP 409
     │   ├── UnknownModelError   neither the model nor an adapter has that name: HTTP 404
+    │   ├── UnknownAdapterError there is no adapter at that path: HTTP 404
     │   ├── UnknownKeyError     no key, or one that the server does not know: HTTP 401
     │   └── ForbiddenError      more than its key allows: HTTP 403
     ├── EngineOverloadedError   the waiting queue is full: HTTP 429 with Retry-After
@@ -81,6 +82,10 @@ class UnknownModelError(RequestError):
         """In the words that are the same everywhere."""
         known = ", ".join(map(repr, served))
         return cls(f"model {name!r} does not exist; this server has {known}", param="model")
+
+
+class UnknownAdapterError(RequestError):
+    """There is no adapter at that path."""
 
 
 class UnknownKeyError(RequestError):

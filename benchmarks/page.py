@@ -36,7 +36,7 @@ import aiohttp
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.engine.gallery import AWAY_SECONDS, Gallery
-from aioserve.engine.questions import ShowSteps
+from aioserve.operations import ShowSteps
 from aioserve.watch.onlooker import Onlooker
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_965
+CORE_LIMIT = 31_850
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -35,8 +35,9 @@ PARTS = (
     *("runner/cpu/prepared.py", "runner/cpu/prompts.py", "runner/cpu/rank.py"),
     *("runner/cpu/sharded_runner.py", "runner/cpu/sleeper.py", "runner/cpu/windows.py"),
     *("runner/fused/adapters.py", "runner/fused/experts.py", "runner/fused/shares.py"),
-    *("server/adapters.py", "server/admin.py", "server/anthropic", "server/control.py"),
-    *("server/embeddings.py", "server/images.py", "server/page", "server/responses"),
+    *("operations/adapters.py", "operations/control.py", "operations/policy.py"),
+    *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),
+    *("server/images.py", "server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
 )
 SUFFIXES = {".py", ".c", ".h", ".js", ".css", ".html"}

@@ -12,47 +12,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
-from aioserve.engine.client import Answer
 from aioserve.engine.clock import is_real
 from aioserve.engine.control import Control
 from aioserve.engine.front import EngineFront
 from aioserve.engine.gallery import Gallery
 from aioserve.engine.metrics import EngineMetrics
 from aioserve.engine.pulse import Pulse, StateLog
-from aioserve.engine.questions import (
-    AbortElsewhere,
-    Arrivals,
-    EngineState,
-    FindReport,
-    Health,
-    HowAreYou,
-    LoadAdapter,
-    Pause,
-    PolicyAndOptions,
-    Question,
-    Reload,
-    ResetPrefixCache,
-    Resume,
-    Running,
-    Seen,
-    SetLogLevel,
-    ShowMetrics,
-    ShowSteps,
-    Sleep,
-    State,
-    SwitchPolicy,
-    SwitchShadow,
-    TryPolicy,
-    UnloadAdapter,
-    Wake,
-)
 from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.engine.stream import RequestStream
@@ -65,8 +37,9 @@ from aioserve.errors import (
     RunnerDeadError,
 )
 from aioserve.kv_cache import KVEvent
-from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
+from aioserve.operations.answers import Arrivals, Counted, Health, Running, Seen, State
+from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.runner.info import RunnerInfo
@@ -262,68 +235,28 @@ class AsyncEngine(EngineFront[EngineParts]):
             return False
         return self._abort_if_here(request_id, parts)
 
-    async def ask(self, question: Question[Answer]) -> Answer:
-        asked: Question[Any] = question
-        answer: Any = None
-        match asked:
-            case HowAreYou():
-                answer = self._health()
-            case ShowMetrics(counted):
-                self.metrics.loop_lags["engine"] = self._pulse.worst()
-                if counted:
-                    self.metrics.counted["engine"] = counted
-                answer = self.metrics.render()
-            case SwitchPolicy(policy, options):
-                before = self.config.scheduler
-                self.switch_policy(policy, options)
-                answer = PolicyAndOptions(before.policy, before.options)
-            case ResetPrefixCache():
-                answer = self.reset_prefix_cache()
-            case Pause(running, arrivals):
-                await self.pause(running=running, arrivals=arrivals)
-                answer = EngineState(self.state)
-            case Resume():
-                await self.resume()
-                answer = EngineState(self.state)
-            case Sleep(weights, running, arrivals):
-                await self.sleep(weights=weights, running=running, arrivals=arrivals)
-                answer = EngineState(self.state)
-            case Wake():
-                await self.wake()
-                answer = EngineState(self.state)
-            case Reload(path, running):
-                await self.reload(path, running=running)
-                answer = EngineState(self.state)
-            case SetLogLevel(level):
-                set_log_level(level)
-            case SwitchShadow(shadow_policy, options):
-                self.switch_shadow(shadow_policy, options)
-            case LoadAdapter(name, path):
-                await self.adapters.load(name, path)
-            case UnloadAdapter(name):
-                self.adapters.unload(name)
-            case ShowSteps(after):
-                answer = await self._look(after)
-            case TryPolicy(policy, options, seconds, num_requests):
-                settings = msgspec.structs.replace(
-                    self.config.scheduler, policy=policy, options=options
-                )
-                trials = self._trials_of(self._alive())
-                answer = await trials.try_policy(settings, seconds, num_requests)
-            case FindReport(report_id):
-                answer = self._trials_of(self._alive()).find(report_id)
-            case AbortElsewhere():
-                answer = False  # nobody else is in front of it
-            case _:
-                raise NotImplementedError(question)
-        return cast(Answer, answer)
+    async def ask(self, command: EngineCommand[Answer]) -> Answer:
+        return await command.run_on(self)
 
-    def _trials_of(self, parts: EngineParts) -> Trials:
+    def render_metrics(self, counted: list[Counted]) -> bytes:
+        """Prometheus' text; `counted` is what a server in this process has counted besides."""
+        self.metrics.loop_lags["engine"] = self._pulse.worst()
+        if counted:
+            self.metrics.counted["engine"] = counted
+        return self.metrics.render()
+
+    @property
+    def trials(self) -> Trials:
+        """Comparisons of policies on the requests that come. Raises `EngineDeadError` before the
+        start and after the end.
+        """
+        parts = self._alive()
         if self._trials is None:
             self._trials = Trials(parts.core, parts.clock, lambda: self.config, self.max_model_len)
         return self._trials
 
-    async def _look(self, after: int) -> Seen:
+    async def look(self, after: int) -> Seen:
+        """As `Gallery.look`. Raises `EngineDeadError` before the start and after the end."""
         parts = self._alive()
         if self._gallery is None:
             self._gallery = Gallery(
@@ -331,7 +264,8 @@ class AsyncEngine(EngineFront[EngineParts]):
             )
         return await self._gallery.look(after)
 
-    def _health(self) -> Health:
+    def health(self) -> Health:
+        """Whether a new request would be served now, and if not, why."""
         if (error := self._error) is not None:
             return Health("dead", f"{type(error).__name__}: {error}")
         if self._is_closing:

@@ -7,24 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar, Unpack
+from typing import Protocol, TypedDict, Unpack
 
 import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.input_processor import InputProcessor, Prompt
 from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor, read_embedding
-from aioserve.engine.questions import Question
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestAbortedError, UnknownModelError
 from aioserve.model_info import ModelInfo
+from aioserve.operations.command import Answer, EngineCommand
 from aioserve.outputs import EmbeddingOutput, RequestOutput
 from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
 from aioserve.whole import check_one_sample, generate_all, whole_output
-
-Answer = TypeVar("Answer")
 
 
 class DoorParts(Protocol):
@@ -227,8 +225,8 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    async def ask(self, question: Question[Answer]) -> Answer:
-        """Raises what the method raises that the question names."""
+    async def ask(self, command: EngineCommand[Answer]) -> Answer:
+        """Have the engine run a command. Raises what the command raises."""
 
     @abstractmethod
     def _alive(self) -> DoorParts:

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from aioserve.config import EngineConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.core import EngineCore
-from aioserve.engine.questions import Arrivals, Running, State
 from aioserve.errors import ConfigError, EngineDeadError, EnginePausedError, InvariantError
+from aioserve.operations.answers import Arrivals, Running, State
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import BaseScheduler
 from aioserve.watch.delegate import chain, innermost

@@ -16,8 +16,8 @@ from aioserve.config import EngineConfig
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineCore
 from aioserve.engine.metrics import EngineMetrics, Latencies, ShadowMetrics
-from aioserve.engine.questions import Seen
 from aioserve.errors import EngineDeadError, RequestError
+from aioserve.operations.answers import Seen
 from aioserve.scheduler import BaseScheduler
 from aioserve.scheduler.option_fields import OptionField
 from aioserve.scheduler.registry import describe_options, describe_policies

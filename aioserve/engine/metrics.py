@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 from aioserve.engine.adapter_metrics import AdapterMetrics
 from aioserve.engine.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
 from aioserve.engine.kv_connector import KVConnectorMetrics
-from aioserve.engine.questions import Counted, State
 from aioserve.engine.samples import SampleState
 from aioserve.engine.vllm_names import aliases
+from aioserve.operations.answers import Counted, State
 from aioserve.outputs import FinishReason, SchedulerStats
 from aioserve.request import RequestSpec, WaitReason
 from aioserve.watch.shadow import Shadow

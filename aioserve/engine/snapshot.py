@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from aioserve.engine.builder import EngineParts
-from aioserve.engine.questions import State
+from aioserve.operations.answers import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
 from aioserve.watch.delegate import chain

@@ -20,8 +20,8 @@ import msgspec
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.clock import Clock
 from aioserve.engine.core import EngineCore
-from aioserve.engine.questions import Report
 from aioserve.errors import EngineOverloadedError, RequestError
+from aioserve.operations.answers import Report
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.watch.delegate import innermost, without
 from aioserve.watch.recorder import LOG_SETTINGS, RecordingScheduler

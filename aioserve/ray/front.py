@@ -11,18 +11,20 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
-from aioserve.engine.client import Answer, KnownAdapters
+from aioserve.engine.client import KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.front import EngineFront
 from aioserve.engine.illustrations import Encoded
 from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.pooling import PoolingDoor
-from aioserve.engine.questions import AbortElsewhere, Health, HowAreYou, Question
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import ConfigError, EngineDeadError, RequestError
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.model_info import ModelInfo
+from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck
+from aioserve.operations.answers import Health
+from aioserve.operations.command import Answer
 from aioserve.ray.call import Call, TimeLeft
 from aioserve.ray.replica import ReplicaInfo
 from aioserve.request import Request, RequestSpec
@@ -107,18 +109,18 @@ class RayFront(EngineFront[RayParts]):
     def abort(self, request_id: str) -> bool:
         return self._parts is not None and self._abort_if_here(request_id, self._parts)
 
-    async def ask(self, question: Question[Answer]) -> Answer:
+    async def ask(self, command: EngineCommand[Answer]) -> Answer:
         """Health, and what other front ends have. Raises `RequestError` for what an operator does
         through Ray instead.
         """
         answer: Any
-        if isinstance(question, HowAreYou):
+        if isinstance(command, HealthCheck):
             answer = await self._ask_health()
-        elif isinstance(question, AbortElsewhere):
+        elif isinstance(command, AbortElsewhere):
             answer = False
         else:
             raise RequestError(
-                f"{type(question).__name__} is not served in front of replicas on Ray, which has "
+                f"{type(command).__name__} is not served in front of replicas on Ray, which has "
                 "ways of its own: see docs/ray.md"
             )
         return cast(Answer, answer)

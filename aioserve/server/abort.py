@@ -6,7 +6,7 @@ Its reader gets what there is, with finish reason `abort`.
 import msgspec
 from aiohttp import web
 
-from aioserve.engine.questions import AbortElsewhere
+from aioserve.operations import AbortElsewhere
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownRequestError

@@ -1,7 +1,4 @@
-"""What operators and tools ask: models, health, metrics, version; and the admin routes.
-
-Only the admin routes change anything, and they exist only where the settings enable them.
-"""
+"""What operators and tools ask: models, health, metrics, version. Nothing here changes anything."""
 
 from typing import Any, Literal
 
@@ -11,19 +8,10 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
-from aioserve.engine.questions import (
-    Health,
-    HowAreYou,
-    Readiness,
-    ResetPrefixCache,
-    ShowMetrics,
-    SwitchPolicy,
-)
-from aioserve.errors import ConfigError, PolicyError, RequestError
-from aioserve.server.body import decode_body
+from aioserve.operations import HealthCheck, ShowMetrics
+from aioserve.operations.answers import Health, Readiness
 from aioserve.server.keys import ENGINE, HTTP_COUNTS
-from aioserve.server.protocol import ModelCard, ModelList, RequestPart
-from aioserve.server.validation import BodyDecoder
+from aioserve.server.protocol import ModelCard, ModelList
 from aioserve.version import __version__
 
 _encoder = msgspec.json.Encoder()
@@ -65,12 +53,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """GET /health: 200 if the event loop answers and the engine is not dead, else 503 and why."""
-    return tell_alive(await request.app[ENGINE].ask(HowAreYou()))
+    return tell_alive(await request.app[ENGINE].ask(HealthCheck()))
 
 
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: 200 if a new request would be served now, else 503 and why not."""
-    return tell_ready(await request.app[ENGINE].ask(HowAreYou()))
+    return tell_ready(await request.app[ENGINE].ask(HealthCheck()))
 
 
 def tell_alive(health: Health) -> web.Response:
@@ -96,51 +84,6 @@ async def metrics(request: web.Request) -> web.Response:
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
     return _json(Version(__version__))
-
-
-class PolicyRequest(RequestPart, kw_only=True):
-    """Body of POST /admin/policy."""
-
-    policy: str
-    options: dict[str, Any] | None = None
-
-
-class PolicyName(msgspec.Struct):
-    """A policy and its options."""
-
-    policy: str
-    options: dict[str, Any]
-
-
-class PolicyChange(PolicyName):
-    """Response of /admin/policy: what there is, and what there was."""
-
-    before: PolicyName
-
-
-class CacheReset(msgspec.Struct):
-    """Response of /admin/reset_prefix_cache."""
-
-    empty: bool
-
-
-policy_decoder = BodyDecoder(PolicyRequest, {}, shared={}, hints=())
-
-
-async def switch_policy(request: web.Request) -> web.Response:
-    """POST /admin/policy: another policy from the next step on; a bad one changes nothing."""
-    body = await decode_body(request, policy_decoder)
-    options = body.options or {}
-    try:
-        before = await request.app[ENGINE].ask(SwitchPolicy(body.policy, options))
-    except (ConfigError, PolicyError) as error:
-        raise RequestError(str(error), param="policy") from error
-    return _json(PolicyChange(body.policy, options, PolicyName(before.policy, before.options)))
-
-
-async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """POST /admin/reset_prefix_cache: forget cached prefixes; running requests go on."""
-    return _json(CacheReset(await request.app[ENGINE].ask(ResetPrefixCache())))
 
 
 def _cards(engine: EngineClient) -> list[ModelCard]:

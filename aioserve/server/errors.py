@@ -17,6 +17,7 @@ from aioserve.errors import (
     RequestFailedError,
     RequestIdInUseError,
     RequestTimeoutError,
+    UnknownAdapterError,
     UnknownKeyError,
     UnknownModelError,
 )
@@ -25,10 +26,6 @@ from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 #: Seconds, as the field `timeout`.
 TIMEOUT_HEADER = "X-Request-Timeout"
-
-
-class UnknownAdapterError(RequestError):
-    """There is no adapter at that path."""
 
 
 class UnknownFileError(RequestError):

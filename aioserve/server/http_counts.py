@@ -7,7 +7,7 @@ from collections import Counter
 
 from aiohttp import hdrs, web
 
-from aioserve.engine.questions import Counted
+from aioserve.operations.answers import Counted
 
 LEFT = "499"  # the client has gone before there was an answer: what nginx calls it
 OTHER = "other"  # no route of ours, or no method of HTTP

@@ -12,8 +12,8 @@ from socket import socket
 
 from aiohttp import web
 
-from aioserve.engine.questions import Health
 from aioserve.errors import EngineDeadError
+from aioserve.operations.answers import Health
 from aioserve.server.access.acceptor import Acceptor
 from aioserve.server.access.hosts import Hosts
 from aioserve.server.access.origins import check_caller

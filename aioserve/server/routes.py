@@ -1,11 +1,11 @@
-"""Every route: its handler, and what the OpenAPI document says of it. Declared here, once.
+"""Every route: its handler, and what the OpenAPI document says of it. Declared here, once; those
+of operators follow from `aioserve.operations`.
 
 Knows nothing about what handlers do, nor how the document is made.
 """
 
 from typing import Any, Literal
 
-from aioserve.engine.questions import EngineState
 from aioserve.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -15,7 +15,8 @@ from aioserve.errors import (
     UnknownKeyError,
     UnknownModelError,
 )
-from aioserve.server import adapters, admin, completions, control, embeddings, tokenization
+from aioserve.operations import OPERATOR_COMMANDS
+from aioserve.server import admin, completions, embeddings, tokenization
 from aioserve.server import protocol as openai
 from aioserve.server.abort import Aborted, abort_request
 from aioserve.server.abort import decoder as abort_decoder
@@ -23,16 +24,15 @@ from aioserve.server.anthropic import protocol as anthropic
 from aioserve.server.anthropic import routes as messages
 from aioserve.server.chat import routes as chat
 from aioserve.server.errors import (
-    UnknownAdapterError,
     UnknownFileError,
     UnknownRequestError,
     UnknownResponseError,
 )
 from aioserve.server.openapi import Route, serve_document
+from aioserve.server.operators import route_of
 from aioserve.server.page.files import get_file, show_page
 from aioserve.server.page.steps import stream_steps
-from aioserve.server.page.trial import Trial, get_report, try_policy
-from aioserve.server.page.trial import decoder as trial_decoder
+from aioserve.server.page.trial import get_report
 from aioserve.server.responses import protocol as responses
 from aioserve.server.responses import routes as response
 from aioserve.watch.frames import Frame, Snapshot
@@ -265,127 +265,7 @@ PAGE_ROUTES = (
 )
 
 #: Only where the settings enable them.
-ADMIN_ROUTES = (
-    Route(
-        "POST",
-        "/admin/policy",
-        admin.switch_policy,
-        "Change the policy from the next step on.",
-        admin.PolicyChange,
-        body=admin.policy_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/try_policy",
-        try_policy,
-        "Record requests, and compare another policy on them.",
-        Trial,
-        body=trial_decoder,
-        raises=(EngineDeadError, EngineOverloadedError),
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/pause",
-        control.pause,
-        "Compute no further step; requests wait, or are ended.",
-        EngineState,
-        body=control.pause_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-        may_lack_body=True,
-    ),
-    Route(
-        "POST",
-        "/admin/resume",
-        control.resume,
-        "Go on after a pause.",
-        EngineState,
-        raises=(*_ENDED, RequestError),
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/sleep",
-        control.sleep,
-        "Pause, and give back the memory of the KV cache, or of the weights as well.",
-        EngineState,
-        body=control.sleep_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-        may_lack_body=True,
-    ),
-    Route(
-        "POST",
-        "/admin/wake",
-        control.wake,
-        "Take it again, and go on.",
-        EngineState,
-        raises=(*_ENDED, RequestError),
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/reload",
-        control.reload,
-        "Serve other weights of the same model.",
-        EngineState,
-        body=control.reload_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/shadow",
-        control.switch_shadow,
-        "Evaluate another policy on the traffic, or none.",
-        control.Done,
-        body=control.shadow_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/log_level",
-        control.set_log_level,
-        "Log more, or less.",
-        control.Done,
-        body=control.log_level_decoder,
-        raises=_ENDED,
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/v1/load_lora_adapter",
-        adapters.load_adapter,
-        "Serve an adapter from now on, as vLLM has it.",
-        str,
-        body=adapters.load_decoder,
-        raises=(*_ENDED, UnknownAdapterError),
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/v1/unload_lora_adapter",
-        adapters.unload_adapter,
-        "Serve it no more: requests that have it finish.",
-        str,
-        body=adapters.unload_decoder,
-        raises=(*_ENDED, UnknownModelError),
-        needs="admin_key",
-    ),
-    Route(
-        "POST",
-        "/admin/reset_prefix_cache",
-        admin.reset_prefix_cache,
-        "Forget cached prefixes.",
-        admin.CacheReset,
-        raises=_ENDED,
-        needs="admin_key",
-    ),
-)
+ADMIN_ROUTES = tuple(map(route_of, OPERATOR_COMMANDS))
 
 #: Where they have a port of their own: with what tells how the server is.
 OPERATORS_ROUTES = (*(route for route in ROUTES if route.path in PROBES), *ADMIN_ROUTES)

@@ -16,17 +16,17 @@ import zmq
 
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import AsyncEngine
-from aioserve.engine.questions import (
+from aioserve.engine.samples import Samples, SampleState, wants_only_end
+from aioserve.errors import AioserveError, EngineDeadError
+from aioserve.operations import (
     AbortElsewhere,
-    AdapterPaths,
     LoadAdapter,
-    Question,
     SetLogLevel,
     ShowMetrics,
     UnloadAdapter,
 )
-from aioserve.engine.samples import Samples, SampleState, wants_only_end
-from aioserve.errors import AioserveError, EngineDeadError
+from aioserve.operations.answers import AdapterPaths
+from aioserve.operations.command import Command, EngineCommand
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
 from aioserve.server.access.access import MainAccess, Refusals
@@ -36,13 +36,13 @@ from aioserve.version import __version__
 from aioserve.workers.line import Attachments, Calls, Line
 from aioserve.workers.messages import (
     NO_ANSWER,
+    TO_HOST,
     Abort,
     AbortHere,
     Add,
     Ask,
     Drop,
     EndLease,
-    EngineQuestion,
     EnterAccount,
     EnterQueue,
     Failed,
@@ -79,7 +79,7 @@ ANSWER_SECONDS = 2.0
 
 _to_engine = decoder(ToEngine)
 _hello = decoder(Hello)
-_question = decoder(EngineQuestion)
+_command = decoder(TO_HOST)
 
 
 class Host:
@@ -118,9 +118,9 @@ class Host:
             self.close(worker)
         self._context.term()
 
-    async def answer(self, question: Question[Any], asking: "WorkerClient") -> Any:
+    async def answer(self, command: Command[Any], asking: "WorkerClient") -> Any:
         """What a worker asks. Raises what the engine does."""
-        match question:
+        match command:
             case ShowMetrics():
                 await self._hear_reports()
                 return await self.engine.ask(ShowMetrics())  # what it has counted is in its report
@@ -139,14 +139,15 @@ class Host:
                 return asking.enter_queue(lease)
             case EndLease(lease):
                 return asking.end_lease(lease)
-        answer = await self.engine.ask(question)
-        if isinstance(question, LoadAdapter | UnloadAdapter):
+        assert isinstance(command, EngineCommand)
+        answer = await self.engine.ask(command)
+        if isinstance(command, LoadAdapter | UnloadAdapter):
             # Before the client hears of it, who may ask any worker next.
             paths = AdapterPaths(dict(self.engine.adapters.paths))
             await _ask_all(self.workers, KnowAdapters(paths))
-        if isinstance(question, SetLogLevel):
-            self.log_level = question
-            await _ask_all(self.workers, question)
+        if isinstance(command, SetLogLevel):
+            self.log_level = command
+            await _ask_all(self.workers, command)
         return answer
 
     async def _hear_reports(self) -> None:
@@ -331,15 +332,15 @@ class WorkerClient:
         if (end := self._leases.pop(lease, None)) is not None:
             end()
 
-    async def ask(self, question: Question[Any], seconds: float = ANSWER_SECONDS) -> Any:
+    async def ask(self, command: Command[Any], seconds: float = ANSWER_SECONDS) -> Any:
         """Its answer; None if it is not there yet, does not answer in time, or is gone."""
         if not self._is_welcome:
             return None
         number, future = self._calls.begin()
-        self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
+        self._say(Ask(number, msgspec.Raw(encoder.encode(command))))
         try:
             async with asyncio.timeout(seconds):
-                return decoder(question.answer_type).decode(await future)
+                return decoder(command.answer_type).decode(await future)
         except (TimeoutError, AioserveError):
             return None
 
@@ -380,8 +381,8 @@ class WorkerClient:
                     asyncio.get_running_loop().call_soon(self._abort, request_id)
                 else:
                     self._abort(request_id)
-            case Ask(call_id, question):
-                self._spawn(self._answer(call_id, bytes(question)))
+            case Ask(call_id, command):
+                self._spawn(self._answer(call_id, bytes(command)))
             case Reply(call_id, answer, failure):
                 error = None if failure is None else failure.to_error()
                 self._calls.settle(call_id, bytes(answer), error)
@@ -478,12 +479,12 @@ class WorkerClient:
     async def _answer(self, call_id: int, encoded: bytes) -> None:
         answer, failure = NO_ANSWER, None
         try:
-            question = _question.decode(encoded)
-            answer = msgspec.Raw(encoder.encode(await self._host.answer(question, self)))
+            command = _command.decode(encoded)
+            answer = msgspec.Raw(encoder.encode(await self._host.answer(command, self)))
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, AioserveError):
-                logger.exception("a question of %s could not be answered", self.name)
+                logger.exception("a command of %s could not be answered", self.name)
         self._say(Reply(call_id, answer, failure))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -512,5 +513,5 @@ class WorkerClient:
             self.outbox.merge()
 
 
-async def _ask_all(workers: Iterable[WorkerClient], question: Question[Any]) -> list[Any]:
-    return list(await asyncio.gather(*(worker.ask(question) for worker in workers)))
+async def _ask_all(workers: Iterable[WorkerClient], command: Command[Any]) -> list[Any]:
+    return list(await asyncio.gather(*(worker.ask(command) for worker in workers)))

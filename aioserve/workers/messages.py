@@ -3,6 +3,8 @@
 Requests and outputs are the structs that the engine has anyway. Knows nothing about sockets.
 """
 
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +13,12 @@ import msgspec
 from aioserve import errors
 from aioserve.config import EngineConfig
 from aioserve.engine.histogram import Histogram
-from aioserve.engine.questions import (
-    AbortElsewhere,
-    AdapterPaths,
-    Counted,
-    FindReport,
-    HowAreYou,
-    LoadAdapter,
-    Pause,
-    Question,
-    Reload,
-    ResetPrefixCache,
-    Resume,
-    SetLogLevel,
-    ShowMetrics,
-    ShowSteps,
-    Sleep,
-    SwitchPolicy,
-    SwitchShadow,
-    TryPolicy,
-    UnloadAdapter,
-    Wake,
-)
 from aioserve.engine.samples import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError
+from aioserve.operations import EngineCommand, SetLogLevel
+from aioserve.operations.answers import AdapterPaths, Counted
+from aioserve.operations.command import Answer, Command, commands_of
 from aioserve.outputs import EngineCoreOutput
 from aioserve.request import RequestSpec
 from aioserve.runner.info import RunnerInfo
@@ -72,40 +55,40 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True):
 # Of the server, to be answered in the engine's process: what any worker stores, all can find.
 
 
-class KeepResponse(Question[None], frozen=True):
+class HostCommand(Command[Answer], frozen=True):
+    """Answered by the process of the engine, for all workers."""
+
+
+class KeepResponse(HostCommand[None], frozen=True):
     """As `ResponseStore.put`."""
 
     response_id: str
     kept: Kept
 
 
-class FindResponse(Question[Kept | None], frozen=True):
+class FindResponse(HostCommand[Kept | None], frozen=True):
     """As `ResponseStore.get`."""
 
     response_id: str
 
-    answer_type = Kept | None
 
-
-class ForgetResponse(Question[bool], frozen=True):
+class ForgetResponse(HostCommand[bool], frozen=True):
     """As `ResponseStore.forget`."""
 
     response_id: str
-
-    answer_type = bool
 
 
 # What requests of a key may have is counted for all workers together.
 
 
-class EnterAccount(Question[None], frozen=True):
+class EnterAccount(HostCommand[None], frozen=True):
     """As `Accounts.enter`, until it is left, or the worker has ended."""
 
     lease: int  # a number that the worker uses once
     key_name: str
 
 
-class EnterQueue(Question[None], frozen=True):
+class EnterQueue(HostCommand[None], frozen=True):
     """A request whose images are being brought counts as one that waits, until it is left, or the
     worker has ended. Raises `EngineOverloadedError`.
     """
@@ -113,7 +96,7 @@ class EnterQueue(Question[None], frozen=True):
     lease: int  # a number that the worker uses once
 
 
-class EndLease(Question[None], frozen=True):
+class EndLease(HostCommand[None], frozen=True):
     """Leave what was entered under this number; nothing happens if nothing was."""
 
     lease: int
@@ -122,13 +105,15 @@ class EndLease(Question[None], frozen=True):
 # Asked of workers.
 
 
-class AbortHere(Question[bool], frozen=True):
+class WorkerCommand(Command[Answer], frozen=True):
+    """Answered by a worker."""
+
+
+class AbortHere(WorkerCommand[bool], frozen=True):
     """Another worker's `AbortElsewhere`."""
 
     request_id: str
     reach: str
-
-    answer_type = bool
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -140,19 +125,17 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     counted: list[Counted]
 
 
-class KnowKeys(Question[None], frozen=True):
+class KnowKeys(WorkerCommand[None], frozen=True):
     """They have changed."""
 
     keys: list[Key]
 
 
-class MakeReport(Question[Report], frozen=True):
+class MakeReport(WorkerCommand[Report], frozen=True):
     """For the metrics of the whole."""
 
-    answer_type = Report
 
-
-class KnowAdapters(Question[None], frozen=True):
+class KnowAdapters(WorkerCommand[None], frozen=True):
     """They have changed."""
 
     adapters: AdapterPaths
@@ -212,10 +195,10 @@ class Listening(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """A question, to be answered with a `Reply`."""
+    """A command, to be answered with a `Reply`."""
 
     call_id: int
-    question: msgspec.Raw
+    command: msgspec.Raw
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -307,32 +290,9 @@ class ToWorker(msgspec.Struct, array_like=True, frozen=True):
     failed: list[Failed]
 
 
-EngineQuestion = (
-    HowAreYou
-    | ShowMetrics
-    | ShowSteps
-    | TryPolicy
-    | FindReport
-    | SwitchPolicy
-    | ResetPrefixCache
-    | Pause
-    | Resume
-    | Sleep
-    | Wake
-    | Reload
-    | SetLogLevel
-    | SwitchShadow
-    | LoadAdapter
-    | UnloadAdapter
-    | AbortElsewhere
-    | KeepResponse
-    | FindResponse
-    | ForgetResponse
-    | EnterAccount
-    | EnterQueue
-    | EndLease
-)
-WorkerQuestion = AbortHere | MakeReport | KnowAdapters | KnowKeys | SetLogLevel
+#: What a worker may ask of the engine's process, and what that may ask of a worker.
+TO_HOST: Any = reduce(or_, commands_of(EngineCommand) + commands_of(HostCommand))
+TO_WORKER: Any = reduce(or_, (*commands_of(WorkerCommand), SetLogLevel))
 
 
 def _encode_other(value: Any) -> Any:

@@ -14,7 +14,7 @@ import zmq
 
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import RequestStream
-from aioserve.engine.client import Answer, KnownAdapters
+from aioserve.engine.client import KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.front import EngineFront
 from aioserve.engine.histogram import Histogram
@@ -22,18 +22,13 @@ from aioserve.engine.input_processor import InputProcessor
 from aioserve.engine.output_processor import OutputProcessor
 from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.pulse import Pulse
-from aioserve.engine.questions import (
-    AbortElsewhere,
-    Counted,
-    Health,
-    HowAreYou,
-    Question,
-    SetLogLevel,
-)
 from aioserve.engine.samples import Claims, Samples, SampleState
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.log_format import set_log_level
 from aioserve.model_info import ModelInfo
+from aioserve.operations import AbortElsewhere, EngineCommand, HealthCheck, SetLogLevel
+from aioserve.operations.answers import Counted, Health
+from aioserve.operations.command import Answer, Command
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.server.access.access import Access
@@ -43,6 +38,7 @@ from aioserve.version import __version__
 from aioserve.workers.line import Attachments, Calls, Line
 from aioserve.workers.messages import (
     NO_ANSWER,
+    TO_WORKER,
     Abort,
     AbortHere,
     Add,
@@ -56,6 +52,7 @@ from aioserve.workers.messages import (
     ForgetResponse,
     Greeting,
     Hello,
+    HostCommand,
     KeepResponse,
     KnowAdapters,
     KnowKeys,
@@ -71,7 +68,6 @@ from aioserve.workers.messages import (
     ToEngine,
     ToWorker,
     Welcome,
-    WorkerQuestion,
     arrays_of,
     decoder,
     encode_spec,
@@ -85,7 +81,7 @@ HEALTH_SECONDS = 5.0
 
 _greeting = decoder(Greeting)
 _to_worker = decoder(ToWorker)
-_question = decoder(WorkerQuestion)
+_command = decoder(TO_WORKER)
 
 
 class RemoteParts(NamedTuple):
@@ -201,10 +197,10 @@ class RemoteEngine(EngineFront[RemoteParts]):
         for message in self._early:
             self._on_message(message)
 
-    def tell(self, question: Question[None]) -> None:
+    def tell(self, command: HostCommand[None]) -> None:
         """As `ask`, of what needs no answer: nothing happens if the engine has died."""
         if self._error is None:
-            self._say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(question))))
+            self._say(Ask(self._calls.number(), msgspec.Raw(encoder.encode(command))))
 
     async def turn(self) -> None:
         """Return when we may take connections: we could now."""
@@ -238,21 +234,21 @@ class RemoteEngine(EngineFront[RemoteParts]):
             return False  # its end is on the way
         return self._abort_if_here(request_id, self._parts)
 
-    async def ask(self, question: Question[Answer]) -> Answer:
-        asked: Question[Any] = question
+    async def ask(self, command: EngineCommand[Answer] | HostCommand[Answer]) -> Answer:
+        asked: Command[Any] = command
         match asked:
-            case HowAreYou():
+            case HealthCheck():
                 return cast(Answer, await self._ask_health(asked))
             case AbortElsewhere() if self._error is not None:
                 return cast(Answer, False)
-        return await self._ask(question)
+        return await self._ask(command)
 
-    async def _ask_health(self, question: HowAreYou) -> Health:
+    async def _ask_health(self, command: HealthCheck) -> Health:
         if self._error is not None:
             return Health("dead", str(self._error))
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                return await self._ask(question)
+                return await self._ask(command)
         except TimeoutError:
             return Health("silent", f"the engine has not answered in {HEALTH_SECONDS:g} s")
 
@@ -260,7 +256,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         return self.leased(EnterQueue)
 
     @asynccontextmanager
-    async def leased(self, enter: Callable[[int], Question[None]]) -> AsyncIterator[Leave]:
+    async def leased(self, enter: Callable[[int], HostCommand[None]]) -> AsyncIterator[Leave]:
         """Inside the block the engine's process counts what `enter` asks of it, for the number that
         it is given. The value ends that early. Raises what the engine raises.
         """
@@ -287,12 +283,12 @@ class RemoteEngine(EngineFront[RemoteParts]):
         # overtake what is only told.
         await leave()
 
-    async def _ask(self, question: Question[Answer]) -> Answer:
+    async def _ask(self, command: Command[Answer]) -> Answer:
         self._alive()
         number, future = self._calls.begin()
-        self._say(Ask(number, msgspec.Raw(encoder.encode(question))))
+        self._say(Ask(number, msgspec.Raw(encoder.encode(command))))
         try:
-            answer: Answer = decoder(question.answer_type).decode(await future)
+            answer: Answer = decoder(command.answer_type).decode(await future)
         finally:
             # An error refers to this frame, and the future to the error: only the cyclic garbage
             # collector would free what the frames above it hold, images among it.
@@ -379,8 +375,8 @@ class RemoteEngine(EngineFront[RemoteParts]):
                         accept()
                     error = None if failure is None else failure.to_error()
                     self._calls.settle(call_id, bytes(answer), error)
-                case Ask(call_id, question):
-                    self._answer(call_id, bytes(question))
+                case Ask(call_id, command):
+                    self._answer(call_id, bytes(command))
                 case Listen():
                     self._may_listen.set()
                 case Quit(exit_code):
@@ -411,7 +407,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         answer: Any = None
         failure = None
         try:
-            match _question.decode(encoded):
+            match _command.decode(encoded):
                 case AbortHere(request_id, reach):
                     answer = self.abort_here(request_id, reach)
                 case MakeReport():
@@ -426,7 +422,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 case KnowKeys(keys):
                     self.access.take(keys)
         except Exception as error:
-            logger.exception("a question of the engine could not be answered")
+            logger.exception("a command of the engine could not be answered")
             failure = Failure.of(error)
         told = NO_ANSWER if failure else msgspec.Raw(encoder.encode(answer))
         self._say(Reply(call_id, told, failure))

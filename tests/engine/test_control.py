@@ -19,7 +19,6 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine.core import EngineCore
-from aioserve.engine.questions import HowAreYou
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -29,6 +28,7 @@ from aioserve.errors import (
 )
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
+from aioserve.operations import HealthCheck
 from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.sleeper import SleepingRunner
 from aioserve.runner.simulated import SimulatedRunner
@@ -89,7 +89,7 @@ def test_a_paused_engine_computes_no_step_and_goes_on_where_it_was(depth: int) -
             await asyncio.sleep(50)  # longer than a policy may serve nobody
             assert num_steps(engine) == before
             assert not task.done()
-            assert (await engine.ask(HowAreYou())).status == "paused"
+            assert (await engine.ask(HealthCheck())).status == "paused"
             await engine.resume()
         assert [len(tokens) for tokens in await asyncio.gather(*late)] == [PARAMS.max_tokens] * 5
         assert engine.policy_error is None
@@ -294,7 +294,7 @@ async def test_who_is_kept_through_a_sleep_gets_the_same_tokens(
         stats = engine.get_stats()
         assert stats is not None
         assert (stats.num_used_kv_blocks, stats.num_running_reqs) == (0, 0)
-        assert (await engine.ask(HowAreYou())).status == "asleep"
+        assert (await engine.ask(HealthCheck())).status == "asleep"
         with pytest.raises(ConfigError, match="asleep: wake it"):
             await engine.resume()
         late = asyncio.create_task(read(engine, PROMPTS[0]))

@@ -13,9 +13,10 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine import gallery
 from aioserve.engine.gallery import AWAY_SECONDS, NUM_KEPT
-from aioserve.engine.questions import Seen, ShowSteps
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.operations import ShowSteps
+from aioserve.operations.answers import Seen
 from aioserve.watch.onlooker import Onlooker
 from aioserve.watch.shown_id import shown_id
 from tests.foreign_policy import FOREIGN

@@ -16,10 +16,10 @@ from aioserve.config import (
     SchedulerConfig,
     ShadowConfig,
 )
-from aioserve.engine.questions import ShowSteps
 from aioserve.kv_cache import WindowSpec
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
+from aioserve.operations import ShowSteps
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner

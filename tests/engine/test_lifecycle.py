@@ -7,7 +7,6 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig
-from aioserve.engine.questions import HowAreYou
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -16,6 +15,7 @@ from aioserve.errors import (
     RunnerDeadError,
 )
 from aioserve.model_info import ModelInfo
+from aioserve.operations import HealthCheck
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.simulated import SimulatedRunner
 from tests.processes import PATIENCE
@@ -77,7 +77,7 @@ async def test_an_engine_task_that_is_cancelled_from_outside_tells_every_stream(
             [output async for output in stream]
         with pytest.raises(EngineDeadError, match="the engine task was cancelled"):
             await engine.wait_ended()
-        assert (await engine.ask(HowAreYou())).status == "dead"
+        assert (await engine.ask(HealthCheck())).status == "dead"
 
 
 async def test_a_call_from_another_thread_is_refused_in_words_and_can_be_handed_over() -> None:

@@ -14,9 +14,9 @@ from aioserve.engine import kv_connector, output_processor
 from aioserve.engine.delivery import Delivery
 from aioserve.engine.kv_connector import HeldBack
 from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.questions import ShowSteps
 from aioserve.errors import RequestFailedError
 from aioserve.kv_cache import KVConnectorBase
+from aioserve.operations import ShowSteps
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
 from aioserve.watch.onlooker import Onlooker

@@ -14,10 +14,10 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve import AsyncEngine, EngineConfig, FinishReason, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.engine import builder
-from aioserve.engine.questions import HowAreYou
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
+from aioserve.operations import HealthCheck
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, RequestOutput
 from aioserve.request import RequestStatus
 from aioserve.scheduler import Request, SchedulerInterface, SchedulerOutput
@@ -207,7 +207,7 @@ def test_a_policy_that_fails_over_no_request_gives_way_and_every_request_is_serv
         assert await generate(engine, [1] * 20) == 5
         prompts = [[2] * 30, [BAD] * 20, *([first] * 20 for first in range(20, 320))]
         assert set(await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))) == {5}
-        health = await engine.ask(HowAreYou())
+        health = await engine.ask(HealthCheck())
         assert health.status == "ready"
         assert engine.errored is None
         assert re.search(message, str(engine.replaced_policy_error or ""))
@@ -217,7 +217,7 @@ def test_a_policy_that_fails_over_no_request_gives_way_and_every_request_is_serv
         # Chosen anew, it plans again, until it fails again.
         engine.switch_policy("fcfs")
         assert engine.replaced_policy_error is None
-        assert (await engine.ask(HowAreYou())).reason == ""
+        assert (await engine.ask(HealthCheck())).reason == ""
         assert await generate(engine, [BAD] * 20) == 5
 
     run(policy, main, monkeypatch, pipeline_depth=depth)
@@ -426,7 +426,7 @@ def test_a_policy_that_has_failed_once_counts_as_failing_until_a_step_or_ten_qui
                 await generate(engine, [BAD] * 20)
             await asyncio.sleep(seconds)
             assert (engine.policy_error is not None) is is_failing
-            assert ((await engine.ask(HowAreYou())).status == "failing") is is_failing
+            assert ((await engine.ask(HealthCheck())).status == "failing") is is_failing
             assert await generate(engine, [2] * 20) == 5
             assert engine.policy_error is None
         assert engine.replaced_policy_error is None

@@ -13,12 +13,12 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.engine.questions import FindReport, TryPolicy
 from aioserve.engine.trial import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.logs.traffic import make_workload, read_traffic
+from aioserve.operations import FindReport, TryPolicy
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.replay import replay
 

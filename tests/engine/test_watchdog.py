@@ -18,10 +18,10 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.engine import watchdog
-from aioserve.engine.questions import HowAreYou
 from aioserve.engine.stacks import is_debugged
 from aioserve.errors import EngineDeadError
 from aioserve.model_info import ModelInfo
+from aioserve.operations import HealthCheck
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 from policies.fcfs import FCFSScheduler
@@ -137,7 +137,7 @@ async def test_a_step_that_never_comes_back_fails_requests_and_no_process(
             async for _ in engine.generate([5, 6, 7], SHORT):
                 pass
         assert "sleep_on" in log.find("what computes it")  # the stack of the runner's thread
-        health = await engine.ask(HowAreYou())
+        health = await engine.ask(HealthCheck())
         assert health.status == "dead"
         with pytest.raises(EngineDeadError):
             await engine.add_request([5, 6, 7], SHORT)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from aioserve.config import CacheConfig, EngineConfig, ModelConfig
-from aioserve.engine.questions import ShowMetrics
 from aioserve.errors import ConfigError, RequestError, RequestIdInUseError
 from aioserve.kv_cache.hashing import hash_blocks
+from aioserve.operations import ShowMetrics
 from aioserve.outputs import FinishReason
 from aioserve.request import Request, RequestSpec
 from aioserve.runner.info import RunnerInfo

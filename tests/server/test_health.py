@@ -16,8 +16,8 @@ import pytest
 
 from aioserve.engine import AsyncEngine
 from aioserve.engine.core import EngineCore
-from aioserve.engine.questions import HowAreYou
 from aioserve.model_info import ModelInfo
+from aioserve.operations import HealthCheck
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.server.access import acceptor
 from aioserve.server.app import listening
@@ -194,7 +194,7 @@ async def test_nobody_is_turned_away_when_the_server_takes_over():
 
 async def test_an_engine_that_is_being_loaded_says_so_from_python():
     engine = AsyncEngine(SIMULATED)
-    assert (await engine.ask(HowAreYou())).status == "loading"
+    assert (await engine.ask(HealthCheck())).status == "loading"
     await engine.shutdown()
 
 

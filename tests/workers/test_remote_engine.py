@@ -11,19 +11,7 @@ import pytest
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine import async_engine
 from aioserve.engine.output_processor import OutputProcessor
-from aioserve.engine.questions import (
-    AbortElsewhere,
-    Counted,
-    HowAreYou,
-    LoadAdapter,
-    ResetPrefixCache,
-    SetLogLevel,
-    ShowMetrics,
-    SwitchPolicy,
-    UnloadAdapter,
-)
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -35,6 +23,18 @@ from aioserve.errors import (
     UnknownModelError,
 )
 from aioserve.model_source.adapter import NoAdapterError
+from aioserve.operations import (
+    AbortElsewhere,
+    HealthCheck,
+    LoadAdapter,
+    ResetPrefixCache,
+    SetLogLevel,
+    ShowMetrics,
+    SwitchPolicy,
+    UnloadAdapter,
+    upkeep,
+)
+from aioserve.operations.answers import Counted
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.simulated import SimulatedRunner
@@ -340,7 +340,7 @@ async def test_an_engine_that_dies_tells_the_readers_of_its_workers(monkeypatch)
     async with joined(SLOW) as (_, _, [remote], _):
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await read(remote, [1], ENDLESS)
-        assert "the device is gone" in (await remote.ask(HowAreYou())).reason
+        assert "the device is gone" in (await remote.ask(HealthCheck())).reason
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await remote.add_request([1])
 
@@ -369,7 +369,7 @@ async def test_an_engine_that_shuts_down_ends_the_requests_of_its_workers():
             await anext(stream)
             draining = asyncio.create_task(engine.shutdown(drain_timeout=30))
             await asyncio.sleep(0)
-            assert (await remote.ask(HowAreYou())).status == "draining"
+            assert (await remote.ask(HealthCheck())).status == "draining"
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await remote.add_request([1])
         await draining  # the last reader has left
@@ -449,7 +449,7 @@ async def test_what_a_worker_has_counted_is_told_once():
 
 async def test_a_worker_that_comes_later_has_the_log_level_that_was_set(monkeypatch):
     levels: list[str] = []
-    monkeypatch.setattr(async_engine, "set_log_level", levels.append)
+    monkeypatch.setattr(upkeep, "set_log_level", levels.append)
     monkeypatch.setattr(remote_engine, "set_log_level", levels.append)
     async with joined(SIMULATED) as (_, _, [one], [worker]):
         await one.ask(SetLogLevel("debug"))

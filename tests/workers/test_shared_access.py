@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from aioserve.engine.questions import AbortElsewhere, ShowMetrics
 from aioserve.errors import KeyLimitError
+from aioserve.operations import AbortElsewhere, ShowMetrics
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.app import listening
 from aioserve.server.running import RunningResponses

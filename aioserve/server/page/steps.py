@@ -6,8 +6,8 @@ socket's buffer and no more. Knows nothing about what is in a frame.
 
 from aiohttp import web
 
-from aioserve.engine.questions import ShowSteps
 from aioserve.errors import AioserveError
+from aioserve.operations import ShowSteps
 from aioserve.server.errors import to_wire
 from aioserve.server.keys import ENGINE
 from aioserve.server.sse import EventStream, event

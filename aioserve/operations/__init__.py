@@ -1,0 +1,69 @@
+"""What an engine is asked besides requests: every command, declared once, with what follows of it.
+
+A command is a struct: its fields are what is told, its docstring is what the docs say, `run_on`
+does it. Messages between processes, routes, the OpenAPI document, the table in docs/operations.md
+and the methods of `AsyncClient` are made of that. Loads no engine.
+"""
+
+from typing import Any
+
+from aioserve.operations.adapters import AdapterMethods, LoadAdapter, UnloadAdapter
+from aioserve.operations.command import EngineCommand, OperatorCommand, commands_of
+from aioserve.operations.control import (
+    ControlMethods,
+    EngineState,
+    Pause,
+    Reload,
+    Resume,
+    Sleep,
+    Wake,
+)
+from aioserve.operations.policy import (
+    PolicyMethods,
+    PolicyName,
+    SwitchPolicy,
+    SwitchShadow,
+    Trial,
+    TryPolicy,
+)
+from aioserve.operations.serving import (
+    AbortElsewhere,
+    FindReport,
+    HealthCheck,
+    ShowMetrics,
+    ShowSteps,
+)
+from aioserve.operations.upkeep import ResetPrefixCache, SetLogLevel, UpkeepMethods
+
+#: Of operators, in the order of the docs.
+OPERATOR_COMMANDS: tuple[type[OperatorCommand[Any, Any]], ...] = commands_of(OperatorCommand)
+
+__all__ = [
+    "OPERATOR_COMMANDS",
+    "AbortElsewhere",
+    "AdapterMethods",
+    "ControlMethods",
+    "EngineCommand",
+    "EngineState",
+    "FindReport",
+    "HealthCheck",
+    "LoadAdapter",
+    "OperatorCommand",
+    "Pause",
+    "PolicyMethods",
+    "PolicyName",
+    "Reload",
+    "ResetPrefixCache",
+    "Resume",
+    "SetLogLevel",
+    "ShowMetrics",
+    "ShowSteps",
+    "Sleep",
+    "SwitchPolicy",
+    "SwitchShadow",
+    "Trial",
+    "TryPolicy",
+    "UnloadAdapter",
+    "UpkeepMethods",
+    "Wake",
+]

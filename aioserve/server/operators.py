@@ -1,0 +1,88 @@
+"""The routes of operators: one for each command, made of what the command declares.
+
+Decodes, asks the engine and answers. Knows no command by itself, but which fields vLLM has besides.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aioserve.errors import ConfigError, PolicyError
+from aioserve.operations import LoadAdapter, OperatorCommand, UnloadAdapter
+from aioserve.operations.command import FilePath
+from aioserve.server.body import decode_body
+from aioserve.server.keys import ENGINE
+from aioserve.server.openapi import Route
+from aioserve.server.protocol import RequestPart
+from aioserve.server.unserved import NOT_ON_LOAD_ADAPTER, NOT_ON_UNLOAD_ADAPTER, Unserved
+from aioserve.server.validation import BodyDecoder, check_path
+
+_UNSERVED: Mapping[Any, Mapping[str, Unserved]] = {
+    LoadAdapter: NOT_ON_LOAD_ADAPTER,
+    UnloadAdapter: NOT_ON_UNLOAD_ADAPTER,
+}
+_encoder = msgspec.json.Encoder()
+
+
+def route_of(command: type[OperatorCommand[Any, Any]]) -> Route:
+    """The route by which the command is given; a body without fields is not looked at."""
+    http, fields = command.http, msgspec.structs.fields(command)
+    paths = [field.encode_name for field in fields if field.type == FilePath]
+    may_lack_body = not any(field.required for field in fields)
+    decoder = _decoder(command) if fields else None
+
+    async def handle(request: web.Request) -> web.Response:
+        values: list[Any] = []
+        if decoder is not None:
+            is_empty = may_lack_body and not request.can_read_body
+            body = decoder.decode(b"{}") if is_empty else await decode_body(request, decoder)
+            for name in paths:
+                check_path(getattr(body, name), name)
+            values = [getattr(body, field.encode_name) for field in fields]
+        given = command(*values)
+        try:
+            told = given.tell(await request.app[ENGINE].ask(given))
+        except (ConfigError, PolicyError) as error:
+            raise given.refusal(error) from error
+        if isinstance(told, str):
+            return web.Response(text=told)
+        return web.Response(body=_encoder.encode(told), content_type="application/json")
+
+    handle.__name__ = command.operation()
+    return Route(
+        http.method,
+        http.path,
+        handle,
+        http.summary,
+        command.told_type,
+        body=decoder,
+        raises=http.raises,
+        needs="admin_key",
+        may_lack_body=bool(fields) and may_lack_body,
+    )
+
+
+def _decoder(command: type[OperatorCommand[Any, Any]]) -> BodyDecoder[RequestPart]:
+    """Of a struct with the same fields, which refuses all others."""
+    http = command.http
+    body = msgspec.defstruct(
+        http.schema or f"{command.__name__}Request",
+        [_field(field) for field in msgspec.structs.fields(command)],
+        bases=(RequestPart,),
+        namespace={"__doc__": f"Body of {http.method} {http.path}."},
+        module=command.__module__,
+        kw_only=True,
+    )
+    return BodyDecoder(body, _UNSERVED.get(command, {}), shared={}, hints=())  # type: ignore[arg-type]
+
+
+def _field(field: msgspec.structs.FieldInfo) -> Any:
+    """As `defstruct` takes one."""
+    if field.required:
+        return (field.encode_name, field.type)
+    if field.default is msgspec.NODEFAULT:
+        factory = msgspec.field(default_factory=field.default_factory)
+        return (field.encode_name, field.type, factory)
+    return (field.encode_name, field.type, field.default)
