@@ -23,6 +23,14 @@ from aioserve.errors import (
     RequestFailedError,
     one_line,
 )
+from aioserve.operations import (
+    AdapterMethods,
+    ControlMethods,
+    OperatorCommand,
+    PolicyMethods,
+    UpkeepMethods,
+)
+from aioserve.operations.command import Told
 from aioserve.outputs import RequestOutput, RequestTimes, TokenLogprobs
 from aioserve.sampling_defaults import SamplingDefaults
 from aioserve.sampling_params import SamplingParams
@@ -58,18 +66,6 @@ _chat_chunk_decoder = msgspec.json.Decoder(ChatCompletionChunk)
 _models_decoder = msgspec.json.Decoder(ModelList)
 _error_decoder = msgspec.json.Decoder(ErrorResponse)
 
-
-class _Policy(msgspec.Struct):
-    policy: str
-    options: dict[str, Any]
-
-
-class _PolicyChange(msgspec.Struct):
-    before: _Policy
-
-
-_policy_decoder = msgspec.json.Decoder(_PolicyChange)
-
 _STREAM_OPTIONS = StreamOptions(continuous_usage_stats=True)
 
 
@@ -87,7 +83,7 @@ class ClientFields(TypedDict, total=False):
     cache_salt: str  # prefixes are shared within one only
 
 
-class AsyncClient:
+class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
     """Requests to one server. Leaving a stream early aborts the request there.
 
     All methods raise what the engine raises: `RequestError` (with `param`),
@@ -98,6 +94,9 @@ class AsyncClient:
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async for output in client.generate("Once", SamplingParams(max_tokens=32)):
                 print(output.text, end="")
+
+    The operators' commands are methods of its bases, as `pause` and `switch_policy`: they need a
+    server with admin routes.
 
     A server on a Unix socket (`--uds`) has the address `unix:/path/of/its.sock`.
     """
@@ -280,16 +279,18 @@ class AsyncClient:
         except EngineDeadError:
             return False
 
-    async def switch_policy(
-        self, policy: str, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
-        """Another scheduler policy from the next step on. Returns the name and the options of the
-        one before. Raises `RequestError`, also for a server without admin routes.
+    async def ask(self, command: OperatorCommand[Any, Told]) -> Told:
+        """Give an operator's command, and return what the server answers: what the methods of that
+        name do. Raises `RequestError`, also for a server without admin routes.
         """
-        body = _encoder.encode({"policy": policy, "options": dict(options or {})})
-        async with self._request("POST", "/admin/policy", body) as response:
-            before = self._decoded(_policy_decoder, await response.read()).before
-        return before.policy, before.options
+        http, fields = command.http, command.body()
+        body = _encoder.encode(fields) if fields else None
+        async with self._request(http.method, http.path, body) as response:
+            data = await response.read()
+        if command.told_type is str:
+            return cast(Told, data.decode(errors="replace"))
+        told: Told = self._decoded(msgspec.json.Decoder(command.told_type), data)
+        return told
 
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:
