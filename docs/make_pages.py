@@ -1,19 +1,22 @@
-"""Writes the two pages of docs/ that are made from the source and its docstrings.
+"""Writes what is made from the source and its docstrings: two pages of docs/, a table of a third.
 
     python docs/make_pages.py
 
 `policies.md` is the catalogue of what is in `policies/`; `policy-api.md` lists what a policy can
 read and call: attributes of classes with a comment `#:`, those that `__init__` assigns, with the
 comments beside them (or beside the field of `RequestSpec` that it assigns), properties and methods.
+The table of operators' routes in `operations.md` is made of the commands of `aioserve.operations`.
 """
 
 import ast
 import inspect
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from aioserve.kv_cache import KVCacheManager, StatePool, WindowPool
+from aioserve.operations import OPERATOR_COMMANDS
 from aioserve.request import Request, RequestSpec, RequestStatus, WaitReason
 from aioserve.scheduler import (
     BaseScheduler,
@@ -142,6 +145,21 @@ def render() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+TABLE = re.compile(
+    r"(?<=<!-- made by docs/make_pages.py -->\n).*?(?=<!-- up to here -->)", re.DOTALL
+)
+
+
+def with_operators_routes(page: str) -> str:
+    """The page `operations.md`, with the table of today."""
+    rows = ["| `POST` | of `AsyncClient` | |", "|---|---|---|"]
+    for command in sorted(OPERATOR_COMMANDS, key=lambda command: command.http.path[:3]):
+        name = command.operation()
+        rows.append(f"| `{command.http.path}` | `{name}` | {_prose(command.__doc__)} |")
+    table = "\n".join(["", *rows, "", ""])
+    return TABLE.sub(lambda _: table, page)
+
+
 def _members(cls: type[Any]) -> dict[str, str]:
     """A line of Markdown for each public attribute, property and method, in order of the source."""
     source = textwrap.dedent(inspect.getsource(cls))
@@ -234,3 +252,5 @@ def _inherited(cls: type[Any], name: str) -> str:
 if __name__ == "__main__":
     (HERE / "policies.md").write_text(catalogue(), encoding="utf-8")
     (HERE / "policy-api.md").write_text(render(), encoding="utf-8")
+    page = HERE / "operations.md"
+    page.write_text(with_operators_routes(page.read_text(encoding="utf-8")), encoding="utf-8")

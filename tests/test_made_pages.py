@@ -1,4 +1,4 @@
-"""The pages of docs/ that are made from the source say what the source says today."""
+"""What is made from the source in docs/ says what the source says today."""
 
 import importlib.util
 from pathlib import Path
@@ -28,3 +28,9 @@ def test_what_a_policy_can_read_and_call_is_that_of_today(pages: ModuleType) -> 
 
 def test_the_catalogue_has_the_policies_and_options_of_today(pages: ModuleType) -> None:
     assert pages.catalogue() == (DOCS / "policies.md").read_text(), ANEW
+
+
+def test_the_table_of_operators_routes_has_the_commands_of_today(pages: ModuleType) -> None:
+    page = (DOCS / "operations.md").read_text()
+    assert "| `/admin/pause` | `pause` | " in page
+    assert pages.with_operators_routes(page) == page, ANEW
