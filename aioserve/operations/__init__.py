@@ -19,6 +19,7 @@ from aioserve.operations.control import (
     Wake,
 )
 from aioserve.operations.policy import (
+    FindReport,
     PolicyMethods,
     PolicyName,
     SwitchPolicy,
@@ -28,7 +29,6 @@ from aioserve.operations.policy import (
 )
 from aioserve.operations.serving import (
     AbortElsewhere,
-    FindReport,
     HealthCheck,
     ShowMetrics,
     ShowSteps,

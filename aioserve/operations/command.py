@@ -21,18 +21,22 @@ Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 FilePath = Annotated[str, Meta(extra_json_schema={"minLength": 1}, extra={"is_path": True})]
 
 
+def _stated(cls: type[Any]) -> list[Any]:
+    """The types in the brackets of its base, as `[bool, CacheReset]`; none if it is left open."""
+    bases = cls.__dict__.get("__orig_bases__", ())
+    return [kind for base in bases for kind in get_args(base) if not isinstance(kind, TypeVar)]
+
+
 class Command(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
     """A message that is answered with an `Answer`, or with an `AioserveError`."""
 
     answer_type: ClassVar[Any]  # `Answer`, for the process that decodes it
 
     def __init_subclass__(cls) -> None:
-        """Keep what the class states in brackets: its types are needed when answers are decoded."""
+        """Keep the type that the class states in brackets: answers are decoded by it."""
         super().__init_subclass__()
-        for base in cls.__dict__.get("__orig_bases__", ()):
-            stated = [kind for kind in get_args(base) if not isinstance(kind, TypeVar)]
-            if stated:
-                cls.answer_type, cls.told_type = stated[0], stated[-1]  # type: ignore[attr-defined]
+        if stated := _stated(cls):
+            cls.answer_type = stated[0]
 
 
 class EngineCommand(Command[Answer], frozen=True):
@@ -65,6 +69,11 @@ class OperatorCommand(EngineCommand[Answer], Generic[Answer, Told], frozen=True)
     http: ClassVar[Http]
     told_type: ClassVar[Any]  # `Told`
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if stated := _stated(cls):
+            cls.told_type = stated[-1]
+
     def tell(self, answer: Answer) -> Told:
         """What HTTP answers with: the answer itself, where nothing else is wanted."""
         return cast(Told, answer)
@@ -84,7 +93,7 @@ class OperatorCommand(EngineCommand[Answer], Generic[Answer, Told], frozen=True)
 
 
 class Asking(ABC):
-    """What has methods for commands, as it can ask."""
+    """Base of the typed methods that stand beside commands: what has `ask` has them all."""
 
     @abstractmethod
     async def ask(self, command: OperatorCommand[Any, Told]) -> Told:

@@ -7,7 +7,7 @@ import msgspec
 
 from aioserve.errors import EngineDeadError, EngineOverloadedError
 from aioserve.operations.answers import Done, Report
-from aioserve.operations.command import Asking, Http, OperatorCommand
+from aioserve.operations.command import Asking, EngineCommand, Http, OperatorCommand
 
 if TYPE_CHECKING:
     from aioserve.engine import AsyncEngine
@@ -89,6 +89,15 @@ class TryPolicy(OperatorCommand[Report, Trial], frozen=True):
     def tell(self, answer: Report) -> Trial:
         path = f"watch/reports/{answer.report_id}"
         return Trial(path, answer.num_requests, answer.num_missing, answer.words)
+
+
+class FindReport(EngineCommand[bytes | None], frozen=True):
+    """As `Trials.find`."""
+
+    report_id: str
+
+    async def run_on(self, engine: "AsyncEngine") -> bytes | None:
+        return engine.trials.find(self.report_id)
 
 
 class SwitchShadow(OperatorCommand[None, Done], frozen=True):

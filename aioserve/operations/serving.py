@@ -38,15 +38,6 @@ class ShowSteps(EngineCommand[Seen], frozen=True):
         return await engine.look(self.after)
 
 
-class FindReport(EngineCommand[bytes | None], frozen=True):
-    """As `Trials.find`."""
-
-    report_id: str
-
-    async def run_on(self, engine: "AsyncEngine") -> bytes | None:
-        return engine.trials.find(self.report_id)
-
-
 class AbortElsewhere(EngineCommand[bool], frozen=True):
     """Ends a request, or a response of several, of another front end; whether there was one."""
 
