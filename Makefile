@@ -3,7 +3,7 @@ SHELL := /bin/bash
 # Kernels compile while packages are fetched. Several goals go one after the other: of clean and
 # test, neither would live. Nor may two fetch packages at once, as wheel and test would.
 ifeq ($(words $(MAKECMDGOALS)),1)
-ifeq ($(filter test-wheel test-clients audit,$(MAKECMDGOALS)),)
+ifeq ($(filter test-wheel test-clients audit docs,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j2
 endif
 endif
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 # Where Python may not keep what it has compiled, each of a hundred processes would do it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size tree ab wheel test-wheel bench-cpu bench-peers clean
+.PHONY: help install model serve test test-all fuzz test-dist test-architectures test-isa test-arm test-schemas test-clients test-faults test-deploy check audit size tree ab wheel test-wheel docs bench-cpu bench-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -100,6 +100,9 @@ wheel: .venv/build  ## one wheel with all kernels, and an sdist, in dist/
 test-wheel: .venv/test wheel  ## install it where there is no compiler, and run the commands of README.md
 	AIOSERVE_WHEEL="$$(echo dist/*.whl)" $(BIN)/python -m pytest -q tests/test_wheel.py $(ARGS)
 
+docs: .venv/docs/done  ## the site of docs/ in site/; a broken link is an error (ARGS=serve shows it while you write)
+	@NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs $(or $(ARGS),build --strict)
+
 bench-cpu: .venv/runtime  ## steps against their floors (MODEL=135m, 0.6b, 2m or a directory)
 	@$(BIN)/python benchmarks/cpu.py $(or $(MODEL),135m) $(ARGS)
 
@@ -107,7 +110,7 @@ bench-peers: .venv/runtime  ## the same loads on servers (PEERS="ours=URL other=
 	@$(BIN)/python benchmarks/peers.py $(PEERS) $(if $(LOADS),--loads $(LOADS)) $(ARGS)
 
 clean:  ## remove .venv, what was built, and caches
-	rm -rf .venv build dist *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info aioserve/kernels/*.so .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -161,6 +164,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 .venv/audit/done: requirements/audit.txt | .venv/bin/python
 	@$(BIN)/python -m venv .venv/audit
 	@.venv/audit/bin/python -m pip --disable-pip-version-check install -q -r requirements/audit.txt
+	@touch $@
+
+.venv/docs/done: requirements/docs.txt | .venv/bin/python
+	@echo "requirements/docs.txt: 30 MB"
+	@$(BIN)/python -m venv .venv/docs
+	@.venv/docs/bin/python -m pip --disable-pip-version-check install -q -r requirements/docs.txt
 	@touch $@
 
 .venv/build: requirements/build.txt .venv/runtime

@@ -31,7 +31,7 @@ from aioserve.scheduler.option_fields import read_options
 HERE = Path(__file__).parent
 
 CATALOGUE_HEAD = """\
-# The policies that come with aioserve
+# Scheduling policies that come with aioserve
 
 Made from their files by `python docs/make_pages.py`; a test keeps it true. Each is one file of
 [policies](../policies) and has a configuration in [configs](../configs) with all its options:
@@ -40,7 +40,7 @@ better for your traffic: [comparing-policies.md](comparing-policies.md).
 """
 
 HEAD = """\
-# What a policy can read and call
+# Policy API
 
 Made from the docstrings by `python docs/make_pages.py`; a test keeps it true. How to put it
 together is in [writing-a-policy.md](writing-a-policy.md) and, by example, in

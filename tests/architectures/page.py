@@ -9,7 +9,7 @@ from tests.architectures.trial import ALONE, AS_WRITTEN, FUSED, REFUSED, Outcome
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 _BEGIN = """\
-# Architectures
+# Supported models
 
 Every text decoder that `transformers` {version} has, by `model_type`: {num_served} of {num_types}
 types are served. Each was tried with tiny random weights through the real engine, on a CPU, in
