@@ -142,7 +142,7 @@ class Bench:
                 total_num_scheduled_tokens=sum(num_scheduled.values()),
                 preempted_req_ids=[],
                 finished_req_ids=[],
-                scheduled_states=states,
+                parts={"states": states},
             )
         )
         for name, count in num_scheduled.items():

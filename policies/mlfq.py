@@ -21,11 +21,7 @@ from aioserve.scheduler import (
     RequestStatus,
     SchedulerOutput,
     Step,
-    WaitReason,
 )
-
-# By those that run:
-TAKEN = (WaitReason.SEATS, WaitReason.BLOCKS, WaitReason.STATES, WaitReason.WINDOWS)
 
 
 class MLFQScheduler(BaseScheduler):
@@ -82,7 +78,7 @@ class MLFQScheduler(BaseScheduler):
         """Let a request in, in the place of lower levels if there is no other."""
         level = self.level(request)
         while not step.admit(request):
-            if request.wait_reason not in TAKEN:
+            if not request.wait_reason.is_held_by_running:
                 return False
             running = (v for v in victims if v.status is RequestStatus.RUNNING)
             lower = [v for v in running if self.level(v) > level]

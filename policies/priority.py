@@ -7,17 +7,9 @@ places; they are computed again later. Urgent traffic can starve the rest: that 
 from heapq import merge
 from operator import attrgetter
 
-from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step, WaitReason
+from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, Step
 
 order_key = attrgetter("order_key")
-# By those that run:
-TAKEN = (
-    WaitReason.SEATS,
-    WaitReason.ADAPTERS,
-    WaitReason.BLOCKS,
-    WaitReason.STATES,
-    WaitReason.WINDOWS,
-)
 
 
 class PriorityScheduler(BaseScheduler):
@@ -46,7 +38,7 @@ class PriorityScheduler(BaseScheduler):
         while not step.admit(request):
             victim = self.choose_victim()
             if (
-                request.wait_reason not in TAKEN
+                not request.wait_reason.is_held_by_running
                 or victim is None
                 or victim.priority <= request.priority
             ):

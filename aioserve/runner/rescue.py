@@ -9,7 +9,7 @@ a step is computed.
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -219,7 +219,7 @@ class StepRescue(Generic[T]):
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens=_of(step.scheduled_spec_decode_tokens, chosen),
-            scheduled_states=_of(step.scheduled_states, chosen),
+            parts={name: _of(part, chosen) for name, part in step.parts.items()},
         )
 
 
@@ -246,8 +246,8 @@ def merge_outputs(
 V = TypeVar("V")
 
 
-def _of(told: dict[str, V], chosen: set[str]) -> dict[str, V]:
-    return {key: own for key, own in told.items() if key in chosen} if told else told
+def _of(told: Mapping[str, V], chosen: set[str]) -> dict[str, V]:
+    return {key: own for key, own in told.items() if key in chosen}
 
 
 def _halves(rows: Sequence[str]) -> list[Sequence[str]]:

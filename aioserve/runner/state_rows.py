@@ -4,7 +4,7 @@ Cuts rows at their snapshots, and puts pieces of one length together: what a lay
 one call. Knows rows and slots; knows nothing about models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +36,10 @@ class StateRows:
         rows: IntArray,
         positions: IntArray,
         query_start_loc: IntArray,
-        told: dict[str, StateSlots],
+        told: Mapping[str, StateSlots],
     ) -> list[StatePieces]:
         """The pieces of a step, in an order in which each comes after those before it; arguments
-        are as in `StepInputs` and `SchedulerOutput.scheduled_states`.
+        are as in `StepInputs` and the part `states` of a `SchedulerOutput`.
         """
         num_tokens = len(positions)
         if not told and num_tokens == len(rows):  # nothing but decodes: most steps are

@@ -13,7 +13,7 @@ from aioserve.scheduler.queue import RequestQueue
 def check_size(request: Request, kv_cache: KVCacheManager) -> None:
     """Every request must be able to run alone, up to its bound. Raises `RequestError`."""
     # The last token is never computed, so a request needs one slot less than its length.
-    most, windows = request.max_total_tokens - 1, kv_cache.windows
+    most = request.max_total_tokens - 1
     param = "max_tokens" if request.pooling_params is None else "prompt"
     if most > kv_cache.num_slots:
         raise RequestError(
@@ -21,15 +21,8 @@ def check_size(request: Request, kv_cache: KVCacheManager) -> None:
             f"cache of {kv_cache.num_slots} tokens",
             param=param,
         )
-    if windows is None:
-        return
-    num = windows.spec.num_request_blocks(most, most, kv_cache.block_size)
-    if num > windows.num_blocks:
-        raise RequestError(
-            f"prompt and output of up to {request.max_total_tokens} tokens need {num} blocks for "
-            f"sliding windows, of which there are {windows.num_blocks} (cache.num_window_blocks)",
-            param=param,
-        )
+    for resource in kv_cache.resources:
+        resource.check_alone(request)
 
 
 def check_encoder_inputs(

@@ -50,8 +50,7 @@ class DecodingOn:
             and len(book.in_flight) == 1
             and not output.scheduled_spec_decode_tokens
             and not book.encoder_cache.has_holders
-            and scheduler.kv_cache.states is None  # of which each step says where they go
-            and scheduler.kv_cache.windows is None  # likewise
+            and not any(resource.plans_decodes for resource in scheduler.kv_cache.resources)
             and all(
                 r.num_computed_tokens == r.num_tokens
                 and not r.stop_token_ids

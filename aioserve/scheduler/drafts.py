@@ -28,13 +28,13 @@ def settle_drafts(book: RequestBook, request: Request, num_drafts: int, num_righ
 
 def take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:
     """Next time these requests verify guesses, unless a step ahead has overtaken them."""
-    windows = book.kv_cache.windows
+    most = book.kv_cache.max_drafts
     for request in requests:
         guesses = drafts.get(request.request_id)
         if guesses and request.status is RequestStatus.RUNNING:
             room = request.max_total_tokens - 1 - request.num_tokens
-            if windows is not None:
-                room = min(room, windows.spec.max_drafts)
+            if most is not None:
+                room = min(room, most)
             if room > 0 and not book.in_flight.carries(request):
                 request.draft_token_ids = guesses[:room]
                 request.num_target_tokens = request.num_tokens + len(request.draft_token_ids)

@@ -4,10 +4,12 @@ Full data once for a request that enters the batch; afterwards only what changed
 """
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from aioserve.kv_cache import KVConnectorMetadata, StateSlots, WindowBlocks
+from aioserve.kv_cache import KVConnectorMetadata
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
@@ -78,10 +80,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     scheduled_encoder_inputs: dict[str, list[int]] = {}
     free_encoder_hashes: list[str] = []  # encoder outputs that the runner may drop
     kv_connector_metadata: KVConnectorMetadata | None = None  # blocks to copy before the step
-    #: Where the states of a model with states are, by request, if there is something to tell.
-    scheduled_states: dict[str, StateSlots] = {}
-    #: What layers with a sliding window have more from this step on, by request.
-    scheduled_windows: dict[str, WindowBlocks] = {}
+    #: By the name of a `Resource`: what its plan tells the runner, by request. Of a resource that
+    #: has nothing to tell there is none.
+    parts: dict[str, Mapping[str, Any]] = {}
 
     @property
     def highest_new_block(self) -> int:

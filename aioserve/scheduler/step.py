@@ -273,7 +273,6 @@ class Step(OpenStep):
             num_scheduled = {r.request_id: n for r, n in tokens.items()}
         # A step that says nothing else is not handed to the runner.
         is_sent = bool(tokens or finished_req_ids or self.preempted_req_ids)
-        states, windows = self._kv_cache.states, self._kv_cache.windows
         output = SchedulerOutput(
             step_id=self.step_id,
             scheduled_new_reqs=[NewRequestData.of(r, tokens[r]) for r in admitted],
@@ -290,8 +289,7 @@ class Step(OpenStep):
             scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
             free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
             kv_connector_metadata=book.loading.build_meta(self.step_id) if is_sent else None,
-            scheduled_states={} if states is None else states.plan(tokens),
-            scheduled_windows={} if windows is None else windows.plan(tokens),
+            parts=self._kv_cache.plan(tokens) if self._kv_cache.resources else {},
         )
         book.commit(output, requests, self._num_prefill_tokens)
         if self._on_output is not None:

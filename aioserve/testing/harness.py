@@ -13,7 +13,13 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
-from aioserve.kv_cache import AllBlocksCleared, BlockStored, KVCacheManager, WindowSpec
+from aioserve.kv_cache import (
+    AllBlocksCleared,
+    BlockStored,
+    KVCacheManager,
+    WindowSpec,
+    make_resources,
+)
 from aioserve.kv_connector import OffloadingConnector
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
@@ -125,8 +131,9 @@ class SchedulerHarness:
             watermark=watermark,
             record_events=True,
             connector=self.connector,
-            num_state_slots=num_state_slots,
-            windows=windows,
+            resources=make_resources(
+                num_state_slots, windows, block_size, keeps_prefixes=enable_prefix_caching
+            ),
         )
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.steps: list[SchedulerOutput] = []
@@ -496,18 +503,9 @@ class SchedulerHarness:
         pool = self.kv_cache.pool
         if pool.num_free_blocks != pool.num_blocks:
             raise ContractViolation(f"{self._where}: {pool.num_used_blocks} blocks leaked")
-        states = self.kv_cache.states
-        if states is not None and states.num_free_slots != states.num_slots:
-            num_lost = states.num_slots - states.num_free_slots
-            raise ContractViolation(f"{self._where}: {num_lost} slots for states leaked")
-        windows = self.kv_cache.windows
-        if windows is not None and windows.num_free_blocks != windows.num_blocks:
-            num_lost = windows.num_blocks - windows.num_free_blocks
-            raise ContractViolation(f"{self._where}: {num_lost} blocks for windows leaked")
-        if windows is not None and windows.pool.num_used_blocks:
-            raise ContractViolation(
-                f"{self._where}: {windows.pool.num_used_blocks} window blocks are held by nobody"
-            )
+        for resource in self.kv_cache.resources:
+            if what := resource.held():
+                raise ContractViolation(f"{self._where}: {what} leaked")
         while self.store:
             self.store.answer()
         if self.connector is not None and self.connector.slots.num_used_blocks:

@@ -22,7 +22,7 @@ class ToyStates:
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
         """A step, of requests that begin it behind so many tokens and have these keys of all."""
-        where, told = f"step {output.step_id}", output.scheduled_states
+        where, told = f"step {output.step_id}", output.parts.get("states", {})
         if strangers := told.keys() - rows.keys():
             raise ContractViolation(f"{where}: states of {sorted(strangers)}, who do not run")
         read: dict[int, str] = {}

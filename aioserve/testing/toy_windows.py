@@ -26,7 +26,7 @@ class ToyWindows:
             self._tables.pop(request_id, None)
         for data in output.scheduled_new_reqs:
             self._tables[data.request_id] = {}
-        for request_id, blocks in output.scheduled_windows.items():
+        for request_id, blocks in output.parts.get("windows", {}).items():
             places = range(blocks.first, blocks.first + len(blocks.block_ids))
             self._tables[request_id].update(zip(places, blocks.block_ids, strict=True))
 

@@ -11,7 +11,7 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError
-from aioserve.kv_cache import KVCacheManager, WindowSpec
+from aioserve.kv_cache import KVCacheManager, WindowSpec, make_resources
 from aioserve.request import RequestSpec
 from aioserve.scheduler import SchedulerOutput
 
@@ -64,8 +64,12 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
             self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=(self.num_watermark_blocks + 0.5) / self.num_kv_blocks,  # it rounds down
-            num_state_slots=self.num_state_slots,
-            windows=self.windows,
+            resources=make_resources(
+                self.num_state_slots,
+                self.windows,
+                self.block_size,
+                keeps_prefixes=self.enable_prefix_caching,
+            ),
         )
 
 

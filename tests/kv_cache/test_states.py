@@ -11,7 +11,7 @@ BLOCK_SIZE = 4
 
 
 def make_manager(num_state_slots: int) -> tuple[KVCacheManager, StatePool]:
-    manager = KVCacheManager(32, BLOCK_SIZE, num_state_slots=num_state_slots)
+    manager = KVCacheManager(32, BLOCK_SIZE, resources=[StatePool(num_state_slots, BLOCK_SIZE)])
     assert manager.states is not None
     return manager, manager.states
 
@@ -141,5 +141,10 @@ def test_what_was_forgotten_is_free() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    manager = KVCacheManager(8, BLOCK_SIZE, enable_prefix_caching=False, num_state_slots=2)
+    manager = KVCacheManager(
+        8,
+        BLOCK_SIZE,
+        enable_prefix_caching=False,
+        resources=[StatePool(2, BLOCK_SIZE, keeps_snapshots=False)],
+    )
     assert compute(manager, make_request(list(range(10)))).snapshots == []

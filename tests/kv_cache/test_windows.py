@@ -19,7 +19,7 @@ def make_request(token_ids: list[int], request_id: str = "r") -> Request:
 
 
 def make_manager(spec: WindowSpec = SPEC) -> tuple[KVCacheManager, WindowPool]:
-    manager = KVCacheManager(64, BLOCK_SIZE, windows=spec)
+    manager = KVCacheManager(64, BLOCK_SIZE, resources=[WindowPool(spec, BLOCK_SIZE)])
     assert manager.windows is not None
     return manager, manager.windows
 
@@ -145,7 +145,12 @@ def test_what_will_be_asked_for_again_goes_last() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    manager = KVCacheManager(64, BLOCK_SIZE, enable_prefix_caching=False, windows=SPEC)
+    manager = KVCacheManager(
+        64,
+        BLOCK_SIZE,
+        enable_prefix_caching=False,
+        resources=[WindowPool(SPEC, BLOCK_SIZE, keeps_prefixes=False)],
+    )
     run(manager, make_request(list(range(40))))
     assert manager.windows is not None
     assert manager.windows.pool.num_unused_blocks == 8 - 4

@@ -135,7 +135,7 @@ class Driver:
             total_num_scheduled_tokens=sum(num_scheduled.values()),
             preempted_req_ids=self.preempted,
             finished_req_ids=self.finished,
-            scheduled_windows=windows,
+            parts={"windows": windows},
         )
         self.preempted, self.finished = [], []
         return output

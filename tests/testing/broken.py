@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from aioserve.kv_cache import StateSlots
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
@@ -568,7 +569,7 @@ class ForgetsStates(SoundScheduler):
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        output.scheduled_states.clear()
+        output.parts.pop("states", None)
         return output
 
 
@@ -590,11 +591,11 @@ class BeginsWithOldStates(SoundScheduler):
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        for request_id, moves in output.scheduled_states.items():
-            if moves.source >= 0:
-                output.scheduled_states[request_id] = msgspec.structs.replace(
-                    moves, source=moves.slot
-                )
+        moves: dict[str, StateSlots] = dict(output.parts.get("states", {}))
+        for request_id, own in moves.items():
+            if own.source >= 0:
+                moves[request_id] = msgspec.structs.replace(own, source=own.slot)
+        output.parts["states"] = moves
         return output
 
 
@@ -607,7 +608,7 @@ class ForgetsWindows(SoundScheduler):
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
-        output.scheduled_windows.clear()
+        output.parts.pop("windows", None)
         return output
 
 

@@ -4,14 +4,15 @@ State-space, linear-attention and convolution layers have such states. Knows slo
 the hashes of blocks; does not know what is in a state, nor who deserves one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from aioserve.errors import InvariantError
 from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.request import Request
+from aioserve.kv_cache.resources.base import Resource
+from aioserve.request import Request, WaitReason
 
 
 class StateSlots(msgspec.Struct, frozen=True, gc=False):
@@ -33,7 +34,7 @@ class _Held:
     latest: bytes = b""  # its newest snapshot of the other kind
 
 
-class StatePool:
+class StatePool(Resource):
     """One slot for each running request, and snapshots at block boundaries in all that are left.
 
     A snapshot is found by the hash of the block that ends there. One is made where a prompt leaves
@@ -41,6 +42,9 @@ class StatePool:
     happens to end at a boundary; of the last kind each request has its newest. The least recently
     used go first. No snapshot keeps a request from getting a slot.
     """
+
+    name = "states"
+    plans_decodes = True
 
     def __init__(self, num_slots: int, block_size: int, *, keeps_snapshots: bool = True) -> None:
         self.num_slots = num_slots
@@ -72,8 +76,19 @@ class StatePool:
             num_blocks -= 1
         return num_blocks
 
-    def touch(self, block_hash: bytes) -> None:
-        """Make the snapshot behind this block, if there is one, the last to go."""
+    def shortage(self, request: Request) -> WaitReason | None:
+        return None if self.num_free_slots else WaitReason.STATES
+
+    def held(self) -> str:
+        num = self.num_slots - self.num_free_slots
+        return f"{num} slots for states" if num else ""
+
+    def touch(self, request: Request, num_blocks: int) -> None:
+        """Make the snapshot behind so many blocks, if there is one, the last to go."""
+        if num_blocks:
+            self._touch(request.block_hashes[num_blocks - 1])
+
+    def _touch(self, block_hash: bytes) -> None:
         if (slot := self._snapshots.pop(block_hash, None)) is not None:
             self._snapshots[block_hash] = slot
 
@@ -84,7 +99,7 @@ class StatePool:
         source, block_hash = -1, b""
         if num_blocks:
             block_hash = request.block_hashes[num_blocks - 1]
-            self.touch(block_hash)
+            self._touch(block_hash)
             source = self._snapshots[block_hash]
         was_busy = source in self._busy
         self._busy.add(source)
@@ -124,7 +139,7 @@ class StatePool:
         self._snapshots |= made
         return told
 
-    def forget(self, block_hashes: Iterable[bytes]) -> None:
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
         """Drop the snapshots behind these blocks: they were not written after all."""
         for block_hash in block_hashes:
             if (slot := self._snapshots.pop(block_hash, None)) is not None:
@@ -159,7 +174,7 @@ class StatePool:
         hash_blocks(request, num_blocks, self._block_size)
         block_hash = request.block_hashes[num_blocks - 1]
         if block_hash in self._snapshots or block_hash in made:
-            self.touch(block_hash)
+            self._touch(block_hash)
             return None
         if position not in held.permanent:
             self._forget(held.latest)

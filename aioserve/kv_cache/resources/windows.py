@@ -4,14 +4,16 @@ Those layers have a pool and block tables of their own, beside those of layers t
 Knows positions, blocks and hashes; does not know what is in a block, nor who deserves one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from aioserve.errors import InvariantError
+from aioserve.errors import InvariantError, RequestError
 from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.request import Request
+from aioserve.kv_cache.resources.base import Resource
+from aioserve.request import Request, WaitReason
 
 
 class WindowSpec(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +59,7 @@ class _Held:
     is_new: bool = True  # the runner has not heard of it
 
 
-class WindowPool:
+class WindowPool(Resource):
     """The blocks of such layers. A request reserves as many as it may hold, so that none ever lacks
     one half-way; once its prompt is computed these are fewer.
 
@@ -66,8 +68,12 @@ class WindowPool:
     it is evicted, the least recently used first.
     """
 
+    name = "windows"
+    plans_decodes = True
+
     def __init__(self, spec: WindowSpec, block_size: int, *, keeps_prefixes: bool = True) -> None:
         self.spec = spec
+        self.max_drafts = spec.max_drafts
         self.pool = BlockPool(spec.num_blocks)
         self._block_size = block_size
         self._keeps_prefixes = keeps_prefixes
@@ -108,7 +114,26 @@ class WindowPool:
         self.pool.touch(block_ids)
         self.pool.free(block_ids)
 
-    def take(self, request: Request, num_blocks: int) -> None:
+    def shortage(self, request: Request) -> WaitReason | None:
+        is_short = self.num_needed_blocks(request) > self.num_free_blocks
+        return WaitReason.WINDOWS if is_short else None
+
+    def check_alone(self, request: Request) -> None:
+        longest = request.max_total_tokens - 1
+        num = self.spec.num_request_blocks(longest, longest, self._block_size)
+        if num > self.num_blocks:
+            raise RequestError(
+                f"prompt and output of up to {request.max_total_tokens} tokens need {num} blocks "
+                f"for sliding windows, of which there are {self.num_blocks} "
+                "(cache.num_window_blocks)",
+                param="max_tokens" if request.pooling_params is None else "prompt",
+            )
+
+    def held(self) -> str:
+        num = max(self._num_reserved, self.pool.num_used_blocks)
+        return f"{num} blocks for windows" if num else ""
+
+    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
         """Room for a request that begins behind its first `num_blocks` blocks, as are reached.
         Raises `InvariantError` if it is not free.
         """
@@ -155,6 +180,12 @@ class WindowPool:
         block_ids = held.block_ids[begin - held.first : end - held.first]
         self.pool.register(block_ids, request.block_hashes[begin:end])
         held.num_cached = end
+
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        self.pool.forget(block_hashes)
+
+    def clear(self) -> None:
+        self.pool.clear_index()
 
     def _move(self, request: Request, held: _Held, num_tokens: int) -> tuple[int, list[int]]:
         """Give back what this step does not read, get what it writes; returns the new blocks and
