@@ -152,6 +152,10 @@ class BlockPool:
             self._unused.extend(block_id for block_id in reversed(kept) if block_id in lost)
             self._evictable.extend(block_id for block_id in kept if block_id not in lost)
 
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make what these blocks hold unfindable: it was not loaded after all."""
+        self.forget([found for i in block_ids if (found := self._hashes[i]) is not None])
+
     def clear_index(self) -> None:
         """Forget all content; held blocks stay held."""
         self._unused.extend(reversed(self._take_evictable()))

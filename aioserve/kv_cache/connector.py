@@ -5,7 +5,7 @@ the runner: block ids and slots. No tensors; nothing here waits for anything.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -126,6 +126,12 @@ class KVConnectorBase(ABC):
         """Call back, once, when all that the steps planned until now save is where others find it,
         or will not be; not before this returns. At `shutdown` in any case.
         """
+
+    def loading_blocks(self, after_step_id: int = 0) -> Iterable[int]:
+        """KV blocks that are loaded by steps after that one which are not back. The base class
+        knows of none.
+        """
+        return ()
 
     @abstractmethod
     def discard_steps(self, last_step_id: int) -> None:

@@ -255,7 +255,15 @@ class KVCacheManager:
         for resource in self.resources:
             resource.forget(hashes)
         if self.connector is not None:
+            self.forget_loads()
             self.connector.forget_unsettled()
+
+    def forget_loads(self, after_step_id: int = 0) -> None:
+        """Make unfindable what steps after that one, which are not back, were to load: whether it
+        comes is not known. A request that would have read it may have been preempted since.
+        """
+        if self.connector is not None:
+            self.pool.forget_blocks(self.connector.loading_blocks(after_step_id))
 
     def clear_index(self) -> None:
         """Forget which block has which content: it is not wanted any more."""

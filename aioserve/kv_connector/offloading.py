@@ -171,6 +171,10 @@ class OffloadingConnector(KVConnectorBase):
     def when_saved(self, callback: Callable[[], None]) -> None:
         self._for_step.append((self._last_step_id, callback))
 
+    def loading_blocks(self, after_step_id: int = 0) -> list[int]:
+        steps = [step for step_id, step in self._planned if step_id > after_step_id]
+        return [block_id for step in (*steps, self._open) for _, block_id in step.loads]
+
     def discard_steps(self, last_step_id: int) -> None:
         discarded, self._open = [self._open], _Transfers()
         while self._planned and self._planned[-1][0] > last_step_id:

@@ -57,6 +57,7 @@ class Loading:
     def discard_steps(self, last_step_id: int) -> None:
         """No step after that one goes to the runner."""
         if self._connector is not None:
+            self._kv_cache.forget_loads(last_step_id)
             self._connector.discard_steps(last_step_id)
 
     def finish(self, request: Request) -> None:

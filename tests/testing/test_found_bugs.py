@@ -3,7 +3,7 @@
 import pytest
 
 from aioserve.request import EncoderInput
-from aioserve.scheduler import Step
+from aioserve.scheduler import SchedulerOutput, Step
 from aioserve.testing import SchedulerHarness
 from aioserve.testing.replies import guess
 from tests.testing.broken import SoundScheduler
@@ -119,3 +119,37 @@ def test_requests_that_failed_together_are_forgotten_in_their_order() -> None:
         harness.add_request("r10", [0] * 4)
         harness.run_until_idle()
         harness.check_repeatable()
+
+
+class TakesBack(SoundScheduler):
+    """Preempts request `loads` in the first step that admits it."""
+
+    has_taken = False
+
+    def schedule(self) -> SchedulerOutput:
+        step = self.new_step()
+        for request in [*self.running, *self.waiting]:
+            step.run(request)
+            if step.admit(request) and request.request_id == "loads" and not self.has_taken:
+                step.preempt(request)
+                self.has_taken = True
+        return step.output()
+
+
+def test_a_block_whose_load_never_came_is_not_found() -> None:
+    """The prefix is in host memory. The step that would load it is not computed, and the request
+    that it was for has been preempted in it.
+    """
+    harness = SchedulerHarness(
+        TakesBack, num_blocks=8, block_size=2, kv_connector="memory", max_model_len=16
+    )
+    harness.add_request("first", [1] * 9, max_tokens=1)
+    harness.run_until_idle()
+    harness.add_request("evicts", [2] * 14, max_tokens=2)
+    harness.run_until_idle()
+    loads = harness.add_request("loads", [1] * 9, max_tokens=1)
+    harness.add_request("beside", [3], max_tokens=1)
+    harness.discard_step()  # plans one, which is not handed over
+    assert loads.num_external_tokens
+    harness.add_request("again", [1] * 9, max_tokens=1)
+    harness.run_until_idle()
