@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_971
+CORE_LIMIT = 31_942
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -26,7 +26,7 @@ PARTS = (
         "scheduler/decoding_on.py",
         "scheduler/encoder_plan.py",
     ),
-    *("scheduler/loading.py", "scheduler/succession.py"),
+    *("scheduler/loading.py", "scheduler/option_fields.py", "scheduler/succession.py"),
     *("engine/adapter*.py", "engine/control.py", "engine/gallery.py", "engine/illustrations.py"),
     *("engine/image_memory.py", "engine/kv_connector.py", "engine/kv_events.py"),
     *("engine/pooling.py", "engine/tracing.py", "engine/trial.py", "engine/vllm_names.py"),
