@@ -438,7 +438,9 @@ async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(
         url = f"{server.url}/v1/chat/completions"
         async with server.session.post(url, json=body) as response:
             await response.content.readany()  # it runs
+            await server.engine.pause()  # and does not end meanwhile
             refused = await server.request("POST", "/v1/chat/completions", json=body)
+            await server.engine.resume()
             assert check(refused, 429)["message"].startswith("prepared images of requests take")
             assert "Retry-After" in refused.headers
             assert ids_of(await look(server))  # text needs none of it
