@@ -197,7 +197,7 @@ def _attribute(statement: ast.stmt, lines: list[str]) -> dict[str, str]:
         return {}
     _, _, comment = lines[(statement.end_lineno or statement.lineno) - 1].partition("  # ")
     if statement.value is not None and f"spec.{target.attr}" in ast.unparse(statement.value):
-        comment = _comments(RequestSpec)[target.attr]
+        comment = _comments(RequestSpec).get(target.attr, comment)
     note = f": {comment.strip()}" if comment else ""
     return {target.attr: f"- `{target.attr}`{note}"}
 
