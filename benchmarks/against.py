@@ -33,12 +33,12 @@ class Work(Protocol):
     """What is measured, in a process of its own."""
 
     def round(self, num_units: int) -> tuple[float, float]:
-        """Do so many units; the CPU seconds that count, and a sum that is equal where both sides
-        have done the same.
+        """Do this number of units of work. Returns the CPU seconds that count, and a sum that is
+        equal if both sides have done the same.
         """
 
     def close(self) -> None:
-        """Nothing more is asked."""
+        """End: no further round is asked for."""
 
 
 class Compared(NamedTuple):

@@ -5,7 +5,7 @@
 
 `steady`: decodes alone. `churn`: every step some end and as many come. `bursts`: twice as many as
 there are seats come at once to a pool that has room for half of the seats, so that some are
-preempted, and again when as many have been served. Of these `add_request()`, `schedule()` and
+preempted, and again when as many have ended. Of these `add_request()`, `schedule()` and
 `update_from_output()`, without model or event loop, with prefix caching in blocks of 16 tokens.
 `engine`: streams of `AsyncEngine` on the virtual clock, with a simulated runner, without text: CPU
 time per token, the scheduler's included.
@@ -99,7 +99,7 @@ class SchedulerWork:
         if case.policy == "chunked_prefill":
             options = {"chunk_size": max(512, 2 * seats)}  # all decodes, and some prompts
         elif case.policy == "mlfq" and case.kind == "steady":
-            options = {"quantum": 2**60}  # nobody gives way to those who wait
+            options = {"quantum": 2**60}  # no running request gives way to a waiting one
         config = SchedulerConfig(
             max_num_seqs=seats,
             max_num_batched_tokens=max(2 * MAX_STEPS, PROMPT_TOKENS * seats),
@@ -151,7 +151,7 @@ class SchedulerWork:
         """It has nothing to give back."""
 
     def steps(self, num_units: int) -> list[Times]:
-        """So many units, step by step."""
+        """Run this number of units, step by step."""
         if self.case.kind == "bursts":
             return [step for _ in range(num_units) for step in self._burst()]
         num_leaving = max(1, self.case.running // LIFE) if self.case.kind == "churn" else 0
@@ -172,7 +172,7 @@ class SchedulerWork:
         return found
 
     def step(self, coming: list[Request], num_leaving: int) -> Times:
-        """Add, plan a step and take in a result, by which so many of the oldest end."""
+        """Add requests, plan a step and take in a result by which the oldest requests end."""
         scheduler, clock = self._scheduler, time.thread_time
         began = clock()
         for request in coming:
@@ -217,7 +217,7 @@ class SchedulerWork:
 
 
 class EngineWork:
-    """Streams in a closed loop: whoever is answered asks again."""
+    """Streams in a closed loop: each client that is answered asks again."""
 
     def __init__(self, case: Case) -> None:
         self._case = case

@@ -41,8 +41,8 @@ class Arrivals:
         self._metrics = metrics
         self._clock = clock
         self._image_memory = image_memory
-        self.num_arriving = 0  # now
-        self.num_tokens = 0  # of these, at least
+        self.num_arriving = 0  # requests that are arriving now
+        self.num_tokens = 0  # a lower bound of their prompts' tokens
 
     @contextmanager
     def counted(self, num_tokens: int) -> Iterator[None]:

@@ -587,7 +587,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     @asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:
-        """See `EngineClient.arriving`."""
+        """Inside the block one more request counts as waiting. Raises `EngineOverloadedError`."""
         with self._arriving(1, self._alive()):
             yield
 

@@ -107,7 +107,7 @@ class EngineFront(EngineClient, Generic[Parts]):
         return stream
 
     def arriving(self) -> AbstractAsyncContextManager[object]:
-        """See `EngineClient.arriving`."""
+        """Do nothing: a front end that does not know the queue counts no arriving request."""
         return nullcontext()
 
     @abstractmethod

@@ -76,7 +76,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int  # in the queue, or until their blocks have been read
     num_arriving: int  # being tokenized and checked: they are not in the queue yet
-    num_arriving_tokens: int  # of these, at least
+    num_arriving_tokens: int  # a lower bound of their prompts' tokens
     arriving_ids: list[str]  # those of them that have an id by now
     requests: list[RequestSnapshot]  # in the order in which they came
     reader_ids: list[str]  # the samples whose stream has not been told of an end

@@ -11,15 +11,10 @@ from aioserve.kv_cache.connector import (
 from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
-from aioserve.kv_cache.resources import (
-    Resource,
-    StatePool,
-    StateSlots,
-    WindowBlocks,
-    WindowPool,
-    WindowSpec,
-    make_resources,
-)
+from aioserve.kv_cache.resources import make_resources
+from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.states import StatePool, StateSlots
+from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
 
 __all__ = [
     "AllBlocksCleared",

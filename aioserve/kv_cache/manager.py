@@ -12,7 +12,9 @@ from aioserve.kv_cache.block_pool import BlockPool
 from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
-from aioserve.kv_cache.resources import Resource, StatePool, WindowPool
+from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.states import StatePool
+from aioserve.kv_cache.resources.windows import WindowPool
 from aioserve.request import Request, WaitReason
 
 
@@ -75,7 +77,7 @@ class KVCacheManager:
         return block_ids
 
     def _num_reached_blocks(self, request: Request, num_blocks: int) -> int:
-        """Behind how many of these cached blocks all resources let the request begin."""
+        """How many of `num_blocks` cached blocks every resource lets the request begin behind."""
         while True:
             before = num_blocks
             for resource in self.resources:

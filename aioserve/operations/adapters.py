@@ -65,7 +65,7 @@ class UnloadAdapter(OperatorCommand[None, str], frozen=True):
 
 
 class AdapterMethods(Asking):
-    """The same from Python."""
+    """Load and unload adapters from Python, as the commands above do over HTTP."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve an adapter, a directory of the server's machine, under that name."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """Whether it computes."""
+    """Whether the engine computes, is paused or sleeps."""
 
     state: State
 

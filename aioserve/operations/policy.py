@@ -52,7 +52,7 @@ class SwitchPolicy(OperatorCommand[PolicyName, PolicyChange], frozen=True):
 
 
 class Trial(msgspec.Struct):
-    """Response of /admin/try_policy."""
+    """Response of /admin/try_policy: where the report is, and its table."""
 
     report: str  # where it can be read, relative to the server's root
     requests: int  # that came while it was recorded, and were given to both policies
@@ -92,7 +92,7 @@ class TryPolicy(OperatorCommand[Report, Trial], frozen=True):
 
 
 class FindReport(EngineCommand[bytes | None], frozen=True):
-    """As `Trials.find`."""
+    """Ask for the page of a trial's report; the answer is None if there is none of that id."""
 
     report_id: str
 
@@ -124,7 +124,7 @@ class SwitchShadow(OperatorCommand[None, Done], frozen=True):
 
 
 class PolicyMethods(Asking):
-    """The same from Python."""
+    """Change and try policies from Python, as the commands above do over HTTP."""
 
     async def switch_policy(
         self, policy: str, options: Mapping[str, Any] | None = None

@@ -21,7 +21,7 @@ class SetLogLevel(OperatorCommand[None, Done], frozen=True):
     http = Http("/admin/log_level", "Log more, or less.", schema="LogLevelRequest")
 
     async def run_on(self, engine: "AsyncEngine") -> None:
-        """In this process; whoever has others passes it on to them."""
+        """Set the level in the engine's process; a server with API workers sets theirs as well."""
         set_log_level(self.level)
 
     def tell(self, answer: None) -> Done:
@@ -29,7 +29,7 @@ class SetLogLevel(OperatorCommand[None, Done], frozen=True):
 
 
 class CacheReset(msgspec.Struct):
-    """Response of /admin/reset_prefix_cache."""
+    """Response of /admin/reset_prefix_cache: whether the KV cache is empty now."""
 
     empty: bool
 
@@ -49,7 +49,7 @@ class ResetPrefixCache(OperatorCommand[bool, CacheReset], frozen=True):
 
 
 class UpkeepMethods(Asking):
-    """The same from Python."""
+    """Keep a server in order from Python, as the commands above do over HTTP."""
 
     async def set_log_level(self, level: LogLevel) -> None:
         """Log more, or less, in all processes of the server."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.kv_cache import StatePool, WindowPool
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, StepInputs
@@ -104,7 +105,7 @@ class InputBatch:
         cached = step.scheduled_cached_reqs
         self._update(self.lost.left_out(cached) if self.lost.why else cached)
         if self._windows is not None:
-            for request_id, blocks in step.parts.get("windows", {}).items():
+            for request_id, blocks in step.parts.get(WindowPool.name, {}).items():
                 if request_id not in self.lost.why:
                     self._windows.extend(self._rows[request_id], blocks)
 
@@ -178,7 +179,11 @@ class InputBatch:
         if self._state_rows is None:
             return inputs
         pieces = self._state_rows.pieces(
-            req_ids, rows, packed.positions, packed.query_start_loc, step.parts.get("states", {})
+            req_ids,
+            rows,
+            packed.positions,
+            packed.query_start_loc,
+            step.parts.get(StatePool.name, {}),
         )
         return replace(inputs, states=pieces)
 

@@ -79,7 +79,7 @@ def _decoder(command: type[OperatorCommand[Any, Any]]) -> BodyDecoder[RequestPar
 
 
 def _field(field: msgspec.structs.FieldInfo) -> Any:
-    """As `defstruct` takes one."""
+    """Describe a field of a struct to `msgspec.defstruct`."""
     if field.required:
         return (field.encode_name, field.type)
     if field.default is msgspec.NODEFAULT:

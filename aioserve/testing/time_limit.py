@@ -87,16 +87,16 @@ def end_call(call: TimedCall) -> None:
     with suppress(OutOfTime, KeyboardInterrupt):  # one that came as the call ended by itself
         _WATCHER.end(call)
         if call.was_ended:
-            _take_interrupt(call.thread_id)
+            _take_interrupt()
 
 
-def _take_interrupt(thread_id: int) -> None:
+def _take_interrupt() -> None:
     """Have this thread receive an interrupt that may still be on its way to it, here."""
     # To set none in its place would leave a flag of CPython 3.11 set: the next function that a
     # debugger traces would not return. So another one takes its place, and is received.
     with suppress(OutOfTime):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread_id), ctypes.py_object(OutOfTime)
+            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(OutOfTime)
         )
         while True:
             with suppress(KeyboardInterrupt):

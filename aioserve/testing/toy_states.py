@@ -5,6 +5,7 @@ Knows slots, and where a step begins and ends. Knows nothing about blocks or has
 
 from collections.abc import Sequence
 
+from aioserve.kv_cache import StatePool
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.testing.violation import ContractViolation
 
@@ -22,7 +23,7 @@ class ToyStates:
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
         """A step, of requests that begin it behind so many tokens and have these keys of all."""
-        where, told = f"step {output.step_id}", output.parts.get("states", {})
+        where, told = f"step {output.step_id}", output.parts.get(StatePool.name, {})
         if strangers := told.keys() - rows.keys():
             raise ContractViolation(f"{where}: states of {sorted(strangers)}, who do not run")
         read: dict[int, str] = {}

@@ -5,7 +5,7 @@ Knows positions and what it is told of blocks. Knows nothing about hashes or res
 
 from collections.abc import Sequence
 
-from aioserve.kv_cache import WindowSpec
+from aioserve.kv_cache import WindowPool, WindowSpec
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.testing.violation import ContractViolation
 
@@ -26,7 +26,7 @@ class ToyWindows:
             self._tables.pop(request_id, None)
         for data in output.scheduled_new_reqs:
             self._tables[data.request_id] = {}
-        for request_id, blocks in output.parts.get("windows", {}).items():
+        for request_id, blocks in output.parts.get(WindowPool.name, {}).items():
             places = range(blocks.first, blocks.first + len(blocks.block_ids))
             self._tables[request_id].update(zip(places, blocks.block_ids, strict=True))
 

@@ -106,7 +106,7 @@ class EndLease(HostCommand[None], frozen=True):
 
 
 class WorkerCommand(Command[Answer], frozen=True):
-    """Answered by a worker."""
+    """A command that the engine's process gives and a worker runs."""
 
 
 class AbortHere(WorkerCommand[bool], frozen=True):

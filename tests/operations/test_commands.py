@@ -60,6 +60,11 @@ def test_no_two_commands_have_a_route_or_a_name_together():
     assert len(set(names)) == len(names)
 
 
+def test_every_command_of_an_engine_can_be_run():
+    for command in commands_of(EngineCommand):
+        assert command.run_on is not EngineCommand.run_on, command
+
+
 def test_every_command_says_what_it_does():
     for command in OPERATOR_COMMANDS:
         assert command.__doc__

@@ -1,18 +1,8 @@
 """What requests hold besides KV blocks: the seam in `base`, and the kinds that there are."""
 
 from aioserve.kv_cache.resources.base import Resource
-from aioserve.kv_cache.resources.states import StatePool, StateSlots
-from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
-
-__all__ = [
-    "Resource",
-    "StatePool",
-    "StateSlots",
-    "WindowBlocks",
-    "WindowPool",
-    "WindowSpec",
-    "make_resources",
-]
+from aioserve.kv_cache.resources.states import StatePool
+from aioserve.kv_cache.resources.windows import WindowPool, WindowSpec
 
 
 def make_resources(

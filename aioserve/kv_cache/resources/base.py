@@ -1,8 +1,8 @@
 """What requests hold besides blocks of the main pool: the seam for another kind of cache.
 
 A kind of cache is one class derived from `Resource`, made where the KV cache is
-(`aioserve.engine.kv_cache`), and a part of the runner that reads what its plan says. The manager,
-the book, the step and the policies know none of them by name.
+(`make_resources`), and a part of the runner that reads what its plan says. The book and the step
+know no kind by name; the manager names those of today, for policies that look at them.
 """
 
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class Resource(ABC):
         """Make what belongs to these blocks unfindable: the step to write it has failed."""
 
     def clear(self) -> None:  # noqa: B027 - as above
-        """Make everything unfindable."""
+        """Make unfindable all that requests have left behind."""
 
     def plan(self, tokens: dict[Request, int]) -> Mapping[str, Any]:
         """What the runner must be told of a step that computes these numbers of tokens, by request

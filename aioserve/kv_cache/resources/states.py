@@ -84,7 +84,9 @@ class StatePool(Resource):
         return f"{num} slots for states" if num else ""
 
     def touch(self, request: Request, num_blocks: int) -> None:
-        """Make the snapshot behind so many blocks, if there is one, the last to go."""
+        """Make the snapshot behind the first `num_blocks` blocks, if there is one, the last to be
+        evicted.
+        """
         if num_blocks:
             self._touch(request.block_hashes[num_blocks - 1])
 

@@ -2,8 +2,8 @@
 
 It need not prove and lay out the same weights again, nor import `transformers`, which takes
 seconds. A file belongs to one model with its settings, to the files that it was made of and to the
-code that made it: where any of these differ, there is none. Knows the parts of a fused decoder;
-knows nothing of how they were found.
+code that made it: if one differs, the model is loaded anew. Knows the parts of a fused
+decoder; knows nothing of how they were found.
 """
 
 import hashlib
