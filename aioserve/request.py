@@ -181,6 +181,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_tokens",
+        "num_found_blocks",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
@@ -239,6 +240,7 @@ class Request:
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index
+        self.num_found_blocks = 0  # of these, there when it was last admitted
 
     def bound_length(self, max_model_len: int) -> None:
         """Set `max_total_tokens` from `max_tokens` and the model's limit for prompt and output.

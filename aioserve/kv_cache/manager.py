@@ -200,7 +200,7 @@ class KVCacheManager:
             raise
         request.block_ids = computed_blocks + new_block_ids
         request.num_slots = len(request.block_ids) * self.block_size
-        request.num_cached_blocks = len(computed_blocks)
+        request.num_cached_blocks = request.num_found_blocks = len(computed_blocks)
         request.num_computed_tokens = len(computed_blocks) * self.block_size
         if request.takes_cached_prefix:
             self.num_queried_tokens += request.num_tokens
@@ -250,9 +250,9 @@ class KVCacheManager:
 
     def forget(self, request: Request) -> None:
         """Make unfindable what steps of this request were to write, as one of them has failed. What
-        the request itself found in the cache when it was admitted stays.
+        the request itself found in the cache when it was last admitted stays.
         """
-        hashes = request.block_hashes[request.num_cached_tokens // self.block_size :]
+        hashes = request.block_hashes[request.num_found_blocks :]
         self.pool.forget(hashes)
         for resource in self.resources:
             resource.forget(hashes)

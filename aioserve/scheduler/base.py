@@ -257,7 +257,9 @@ class BaseScheduler(Switchable):
     ) -> dict[int, EngineCoreOutputs]:
         if self._step_time is not None:
             self._step_time.returned(scheduler_output, self.clock())
-        return take_results(self.book, scheduler_output, model_runner_output, self.clock)
+        return take_results(
+            self.book, scheduler_output, model_runner_output, self.clock, self._ask_order
+        )
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus

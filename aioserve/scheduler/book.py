@@ -64,6 +64,7 @@ class RequestBook:
         #: depend on: the same events give the same plan.
         self.ended: dict[Request, None] = {}
         self.in_flight = StepsInFlight()
+        self.stale: set[Request] = set()  # what steps in flight bring for these is dropped
         self.timers = Timers(queue_timeout)
         self.num_steps = 0  # planned so far
         self.open_step: OpenStep | None = None
@@ -166,6 +167,11 @@ class RequestBook:
             raise
         self.num_preemptions += sum(status is None for status in requests.values())
         self.running = [r for r in self.running if r not in requests]
+
+    def tell_preempted(self, requests: Iterable[Request]) -> None:
+        """The runner hears with the next step that these have lost their places."""
+        self._untold_preempted += [request.request_id for request in requests]
+        self._last_decodes = Decodes([])
 
     def take_back(self, request: Request) -> None:
         """Take everything from a request that waits again."""
@@ -271,6 +277,7 @@ class RequestBook:
             if request in self.ended and not self.in_flight.carries(request):
                 del self.ended[request]
                 self.kv_cache.free(request)
+        self.stale = {request for request in self.stale if self.in_flight.carries(request)}
 
     # Who ends.
 

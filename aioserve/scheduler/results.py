@@ -4,15 +4,17 @@ Knows stop tokens and length limits. Knows nothing about order or the next step.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.book import Order, RequestBook
 from aioserve.scheduler.drafts import settle_drafts, take_drafts, until_stop
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.pooling import computed_by, end_pooled
+from aioserve.scheduler.recompute import failed_rows, recompute_dependents
 
 
 def take_results(
@@ -20,14 +22,23 @@ def take_results(
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
     clock: Callable[[], float],
+    order: Order,
 ) -> dict[int, EngineCoreOutputs]:
-    """As `SchedulerInterface.update_from_output`; outputs bear the time of `clock` at the end."""
+    """As `SchedulerInterface.update_from_output`; outputs bear the time of `clock` at the end.
+    `order` is asked for requests that have to be computed again.
+    """
     requests = book.land(scheduler_output)
     outputs: dict[int, list[EngineCoreOutput]] = {}
     client_index: int | None = None  # of `outs`; most engines have one client
     outs: list[EngineCoreOutput] = []
     any_finished = False
-    sampled = zip(requests, model_runner_output.sampled_token_ids, strict=True)
+    sampled: Any = zip(requests, model_runner_output.sampled_token_ids, strict=True)
+    if book.ended and (failed := failed_rows(requests, model_runner_output.failed)):
+        for request in recompute_dependents(book, scheduler_output, requests, failed, order):
+            output = EngineCoreOutput(request.request_id, [], request.status.finish_reason)
+            outputs.setdefault(request.client_index, []).append(output)
+    if book.stale:
+        sampled = [row for row in sampled if row[0] not in book.stale]
     logprobs, of_prompts = model_runner_output.logprobs, model_runner_output.prompt_logprobs
     drafted = scheduler_output.scheduled_spec_decode_tokens
     running = RequestStatus.RUNNING
@@ -70,7 +81,7 @@ def take_results(
         outs.append(output)
     if any_finished:
         book.drop_finished()
-    if book.ended:
+    if book.ended or book.stale:
         book.settle(requests)
     if model_runner_output.draft_token_ids:
         take_drafts(book, requests, model_runner_output.draft_token_ids)

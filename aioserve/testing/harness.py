@@ -160,6 +160,7 @@ class SchedulerHarness:
         self._step_seconds = step_seconds
         self._stalled_since: float | None = None
         self._in_flight: deque[_StepInFlight] = deque()
+        self._recomputed: set[Life] = set()  # what steps in flight bring for them is dropped
 
     @property
     def tokens(self) -> dict[str, list[int]]:
@@ -317,12 +318,18 @@ class SchedulerHarness:
         self.check()
 
     @kept
-    def receive(self) -> None:
-        """Bring back the oldest step in flight."""
+    def receive(self, failed: Sequence[str] = ()) -> None:
+        """Bring back the oldest step in flight, in which these of its requests `failed` alone."""
         step = self._in_flight.popleft()
         if self.connector is not None:
             self.connector.update_connector_output(step.output.step_id)
-        result = self.runner.execute(step.output, self._namespaces(step), self._replies(step))
+        failed = [name for name in failed if name in step.output.num_scheduled_tokens]
+        namespaces, replies = self._namespaces(step), self._replies(step)
+        result = self.runner.execute(step.output, namespaces, replies, failed)
+        if failed:  # as the engine does: told by hand, for the step is not back before the update
+            with self._blame("finish_requests"):
+                ended = self.scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+            self._end(failed, ended, RequestStatus.FINISHED_ERROR)
         if step.output.total_num_scheduled_tokens:
             self._update(step, result)
         self.check()
@@ -730,7 +737,12 @@ class SchedulerHarness:
         with self._blame("update_from_output"):
             outputs = self.scheduler.update_from_output(step.output, result)
         where = f"result of step {step.output.step_id}"
-        self.ledger.receive(step.lives, result, outputs, where)
+        if result.failed:
+            self._recomputed |= self.planned.lose()
+        lives = step.lives
+        dropped = {name for name, life in lives.items() if life in self._recomputed}
+        self._recomputed &= {row.life for row in self._rows_in_flight()}
+        self.ledger.receive(lives, result, outputs, where, dropped | self.runner.spoilt)
 
     def _end(
         self, request_ids: str | list[str] | None, ended: list[str], status: RequestStatus

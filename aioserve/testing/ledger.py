@@ -3,7 +3,7 @@
 Knows tokens, clients and endings. Knows nothing about steps, blocks or the scheduler's state.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, ModelRunnerOutput
@@ -89,8 +89,11 @@ class Ledger:
         result: ModelRunnerOutput,
         outputs: Mapping[int, EngineCoreOutputs],
         where: str,
+        dropped: Collection[str] = (),
     ) -> None:
-        """`update_from_output` made `outputs` of the `result` of a step that carried `lives`."""
+        """`update_from_output` made `outputs` of the `result` of a step that carried `lives`; what
+        was sampled for the `dropped` need not be among them.
+        """
         if not isinstance(outputs, Mapping):
             raise ContractViolation(
                 f"{where}: update_from_output must return outputs by client index, got {outputs!r}"
@@ -115,7 +118,7 @@ class Ledger:
                         f"delivered to client {client_index}"
                     )
                 self._append(life, sampled.pop(item.request_id), item, where)
-        if sampled:
+        if sampled.keys() - set(dropped):
             raise ContractViolation(
                 f"{where}: tokens of {sorted(sampled)} were sampled, but not delivered"
             )

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from aioserve.config import SchedulerConfig
+from aioserve.request import RequestStatus
 from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.blame import describe_result
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
@@ -72,6 +73,13 @@ class PlannedBatch:
                 row.block_ids[:] = row.life.request.block_ids
                 if not row.block_ids:
                     self.preempt([request_id])
+
+    def lose(self) -> set[Life]:
+        """A request has failed: those that rest on its work have lost their rows and blocks."""
+        there = [(name, row.life) for name, row in self.rows.items() if row.life.is_alive]
+        lost = {n: life for n, life in there if life.request.status is RequestStatus.PREEMPTED}
+        self.preempt(lost)
+        return set(lost.values())
 
     def preempt(self, request_ids: Iterable[str]) -> None:
         """These lost their rows and blocks."""

@@ -4,54 +4,23 @@ Rebuilt from `SchedulerOutput` alone, as the real one is. What a position reads 
 tokens before it, so a block that is shared, freed or overwritten wrongly is noticed and named.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from aioserve.kv_cache import WindowSpec
 from aioserve.outputs import ModelRunnerOutput, Vector
-from aioserve.pooling_params import PoolingParams
-from aioserve.request import EncoderInput
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.replies import Drafter, Masked, Reply, next_of_reply
 from aioserve.testing.toy_connector import ToyWorker
+from aioserve.testing.toy_row import Row
 from aioserve.testing.toy_states import ToyStates
 from aioserve.testing.toy_windows import ToyWindows
 from aioserve.testing.violation import ContractViolation
 
-
-@dataclass(slots=True)
-class _Row:
-    token_ids: list[int]
-    block_ids: list[int]
-    num_computed: int
-    encoder_inputs: tuple[EncoderInput, ...]
-    namespace: Hashable
-    num_prompt_tokens: int
-    reply: Reply
-    pooling: PoolingParams | None
-    pooled: list[int] = field(default_factory=list)  # the tokens whose states were pooled
-    keys: list[int] = field(default_factory=list)  # of token_ids, on demand
-    proposed: list[int] = field(default_factory=list)  # draft tokens, after its newest token
-
-    def keys_with(self, drafts: Sequence[int]) -> list[int]:
-        """What keys and values of each position depend on: namespace, tokens, encoder inputs."""
-        self._extend(self.keys, self.token_ids)
-        if not drafts:
-            return self.keys
-        keys = self.keys.copy()
-        self._extend(keys, [*self.token_ids, *drafts])
-        return keys
-
-    def _extend(self, keys: list[int], token_ids: Sequence[int]) -> None:
-        for position in range(len(keys), len(token_ids)):
-            content = [
-                (position - item.position, item.content_hash)
-                for item in self.encoder_inputs
-                if item.position <= position < item.end
-            ]
-            before: Hashable = keys[-1] if keys else self.namespace
-            keys.append(hash((before, token_ids[position], *content)))
+#: Stands in a slot whose row failed, and in those that were computed of it.
+SPOILT = -1
+#: What is sampled of such slots: no reply and no made-up token is it.
+WRONG_TOKEN = -1
 
 
 class ToyRunner:
@@ -83,7 +52,9 @@ class ToyRunner:
         self._states = None if num_state_slots is None else ToyStates(num_state_slots)
         self._windows = None if windows is None else ToyWindows(windows, block_size)
         self._writers: dict[tuple[int, int], str] = {}  # of a slot, for messages
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
+        self.spoilt: set[str] = set()  # by the last step: requests computed on what is not there
+        self._failed: frozenset[str] = frozenset()  # in the step that is computed
         self._encoder_outputs: dict[str, int] = {}  # sizes in tokens, by content
 
     @property
@@ -96,12 +67,16 @@ class ToyRunner:
         output: SchedulerOutput,
         namespaces: Mapping[str, Hashable] | None = None,
         replies: Mapping[str, Reply] | None = None,
+        failed: Collection[str] = (),
     ) -> ModelRunnerOutput:
         """What the real runner does: drop, add, write keys and values, then read them.
 
         `namespaces` says, by request, what must match besides tokens for blocks to be shared;
-        `replies`, what it is to get.
+        `replies`, what it is to get. The rows of the `failed` write nothing, and what rests on that
+        gets wrong tokens: requests of which that is so are in `spoilt` then.
         """
+        self.spoilt = set()
+        self._failed = frozenset(failed)
         self._apply(output, namespaces or {}, replies or {})
         self._encode(output)
         drafts = output.scheduled_spec_decode_tokens
@@ -127,7 +102,11 @@ class ToyRunner:
         req_ids = list(output.num_scheduled_tokens)
         drafts = self._propose(req_ids, sampled)
         return ModelRunnerOutput(
-            req_ids, sampled, draft_token_ids=drafts, pooled=self._pool(output)
+            req_ids,
+            sampled,
+            draft_token_ids=drafts,
+            pooled=self._pool(output),
+            failed=dict.fromkeys(self._failed, "planted"),
         )
 
     def fail(
@@ -194,7 +173,7 @@ class ToyRunner:
         if isinstance(reply, Masked):  # by what the step says, as in the real one
             wanted = data.sampling_params.structured_outputs
             reply = () if wanted is None else Masked.by(wanted, reply.eos_token_ids)
-        self._rows[data.request_id] = _Row(
+        self._rows[data.request_id] = Row(
             list(data.token_ids),
             list(data.block_ids),
             data.num_computed_tokens,
@@ -312,7 +291,17 @@ class ToyRunner:
         """Attend to everything before the end; sample if that is all that is known."""
         row = self._rows[request_id]
         row.num_computed += num_tokens
-        self._check_content(step_id, request_id, row.keys_with(drafts)[: row.num_computed])
+        keys = row.keys_with(drafts)[: row.num_computed]
+        if request_id in self._failed or self._is_spoilt(row, row.num_computed):
+            self._spoil(row, row.num_computed - num_tokens, row.num_computed)
+            if request_id not in self._failed:
+                self.spoilt.add(request_id)
+            if row.num_computed < len(row.token_ids) or row.pooling is not None:
+                return []
+            row.token_ids.append(WRONG_TOKEN)
+            row.num_computed = len(row.token_ids) - 1
+            return [] if request_id in self._failed else [WRONG_TOKEN]
+        self._check_content(step_id, request_id, keys)
         if row.pooling is not None:
             row.pooled += row.token_ids[row.num_computed - num_tokens : row.num_computed]
         if row.num_computed < len(row.token_ids) or row.pooling is not None:
@@ -325,6 +314,16 @@ class ToyRunner:
                 break
         row.num_computed = len(row.token_ids) - 1  # what wrong drafts wrote is not counted
         return sampled
+
+    def _is_spoilt(self, row: Row, end: int) -> bool:
+        """Whether any of its first `end` positions was to be written by a row that failed."""
+        size, slots = self._block_size, self._slots
+        return any(slots[row.block_ids[i // size]][i % size] == SPOILT for i in range(end))
+
+    def _spoil(self, row: Row, begin: int, end: int) -> None:
+        for position in range(begin, end):
+            index, offset = divmod(position, self._block_size)
+            self._slots[row.block_ids[index]][offset] = SPOILT
 
     def _pool(self, output: SchedulerOutput) -> dict[str, Vector]:
         """Of requests whose prompt is computed: the tokens whose states count, as a vector."""
