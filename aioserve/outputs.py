@@ -79,19 +79,19 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int  # known tokens of those in the queue
     num_kv_blocks: int
     num_used_kv_blocks: int
-    num_state_slots: int  # 0: a model without states
-    num_free_state_slots: int  # that nobody runs on
-    num_window_blocks: int  # of layers with a sliding window; 0: they have none of their own
-    num_used_window_blocks: int
+    num_state_slots: int = 0  # 0: a model without states
+    num_free_state_slots: int = 0  # that nobody runs on
+    num_window_blocks: int = 0  # of layers with a sliding window; 0: they have none of their own
+    num_used_window_blocks: int = 0
     num_preemptions: int
     num_prefill_tokens: int  # scheduled, of prompts and of what is computed again
     num_decode_tokens: int
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
-    num_encoder_inputs: int  # images and sounds that were encoded
-    num_encoder_tokens: int  # of these
-    num_encoder_hits: int  # inputs of requests whose outputs were there already
-    num_used_encoder_tokens: int  # of outputs that are kept now
+    num_encoder_inputs: int = 0  # images and sounds that were encoded
+    num_encoder_tokens: int = 0  # of these
+    num_encoder_hits: int = 0  # inputs of requests whose outputs were there already
+    num_used_encoder_tokens: int = 0  # of outputs that are kept now
     num_draft_tokens: int  # sent along to be verified
     num_accepted_tokens: int  # of these, that were right
 

@@ -174,7 +174,6 @@ class Request:
         "client_index",
         "deadline",
         "draft_token_ids",
-        "encoder_end",
         "encoder_inputs",
         "max_total_tokens",
         "num_cached_blocks",
@@ -188,6 +187,7 @@ class Request:
         "num_target_tokens",
         "num_tokens",
         "order_key",
+        "plain_from",
         "pooling_params",
         "priority",
         "request_id",
@@ -213,8 +213,8 @@ class Request:
         self.cache_salt = spec.cache_salt
         self.adapter_id = spec.adapter_id
         self.encoder_inputs = tuple(spec.encoder_inputs)
-        # the first position after all of them: from there on it is like any other
-        self.encoder_end = self.encoder_inputs[-1].end if self.encoder_inputs else 0
+        # From this position on its tokens need nothing but a place: behind its encoder inputs.
+        self.plain_from = self.encoder_inputs[-1].end if self.encoder_inputs else 0
         self.deadline = spec.deadline
         self.client_index = spec.client_index
         self.pooling_params = spec.pooling_params
@@ -263,6 +263,11 @@ class Request:
         if max_tokens is not None:  # of none, one is sampled and dropped: it ends the request
             max_tokens = max(max_tokens, 1)
             self.max_total_tokens = min(max_model_len, num_prompt_tokens + max_tokens)
+
+    @property
+    def encoder_end(self) -> int:
+        """The first position after all encoder inputs; 0 without any."""
+        return self.plain_from
 
     @property
     def takes_cached_prefix(self) -> bool:

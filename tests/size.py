@@ -12,22 +12,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_932
+CORE_LIMIT = 31_918
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
     *("child", "console", "images", "kv_connector", "lab", "ray", "routing", "testing", "watch"),
     *("workers", "grammars/structural_tag.py", "model_source/gguf_*.py", "model_source/quant*.py"),
     *("model_source/checkpoint*.py", "model_source/adapter.py", "client.py"),
-    *("kv_cache/connector.py", "kv_cache/encoder_cache.py"),
-    *(
-        "kv_cache/resources/states.py",
-        "kv_cache/resources/windows.py",
-        "scheduler/decoding_on.py",
-        "scheduler/encoder_plan.py",
-    ),
-    *("scheduler/adapters.py", "scheduler/loading.py", "scheduler/option_fields.py"),
-    *("scheduler/recompute.py", "scheduler/succession.py"),
+    *("kv_cache/connector.py", "kv_cache/encoder_cache.py", "kv_cache/events.py"),
+    *("pooling_params.py", "scheduler/drafts.py", "scheduler/pooling.py"),
+    *("kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
+    *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),
+    *("kv_cache/resources/windows.py", "scheduler/decoding_on.py"),
+    *("scheduler/option_fields.py", "scheduler/recompute.py", "scheduler/succession.py"),
     *("engine/adapter*.py", "engine/control.py", "engine/gallery.py", "engine/illustrations.py"),
     *("engine/image_memory.py", "engine/kv_connector.py", "engine/kv_events.py"),
     *("engine/pooling.py", "engine/tracing.py", "engine/trial.py", "engine/vllm_names.py"),

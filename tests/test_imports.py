@@ -207,7 +207,6 @@ ALLOWED = {
         "aioserve.request",
         "aioserve.sampling_params",
         "aioserve.scheduler",
-        "aioserve.scheduler.adapters",
         "aioserve.scheduler.blame",
         "aioserve.scheduler.decoding_on",
         "aioserve.scheduler.output",

@@ -8,11 +8,11 @@ from aioserve.kv_cache.connector import (
     KVConnectorMetadata,
     KVConnectorStats,
 )
-from aioserve.kv_cache.encoder_cache import EncoderCacheManager
 from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from aioserve.kv_cache.manager import KVCacheManager
-from aioserve.kv_cache.resources import make_resources
+from aioserve.kv_cache.resources import make_limits, make_resources
 from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.encoder import EncoderLimits
 from aioserve.kv_cache.resources.states import StatePool, StateSlots
 from aioserve.kv_cache.resources.windows import WindowBlocks, WindowPool, WindowSpec
 
@@ -22,7 +22,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
-    "EncoderCacheManager",
+    "EncoderLimits",
     "ExternalPrefix",
     "KVCacheManager",
     "KVConnectorBase",
@@ -35,5 +35,6 @@ __all__ = [
     "WindowBlocks",
     "WindowPool",
     "WindowSpec",
+    "make_limits",
     "make_resources",
 ]

@@ -4,7 +4,7 @@ Knows requests' tokens and blocks. Does not know steps, queues or who deserves w
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aioserve.errors import InvariantError
@@ -13,6 +13,7 @@ from aioserve.kv_cache.connector import ExternalPrefix, KVConnectorBase
 from aioserve.kv_cache.events import BlockStored, KVEvent
 from aioserve.kv_cache.hashing import hash_blocks
 from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.loads import ConnectorLoads
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool
 from aioserve.request import Request, WaitReason
@@ -43,12 +44,68 @@ class KVCacheManager:
         self.pool = BlockPool(
             num_blocks, self._events, None if connector is None else connector.notes
         )
-        self.resources = tuple(resources)
-        limits = [r.max_drafts for r in self.resources if r.max_drafts is not None]
+        own = list(resources)
+        if connector is not None:
+            own.append(ConnectorLoads(connector, block_size, self.pool.forget_blocks))
+        limits = [r.max_drafts for r in own if r.max_drafts is not None]
         self.max_drafts = min(limits, default=None)  # of a request in one step; None: any number
+        self._limits: list[Resource] = []
+        self._unused: list[Resource] = []  # until a request comes that they concern
+        self._use(own)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_queried_tokens = 0  # looked up at admissions, since the start
         self.num_hit_tokens = 0
+
+    def _use(self, resources: list[Resource]) -> None:
+        """Ask and tell these from now on: each by the methods that it has, so that what is off or
+        has nothing to say costs no call.
+        """
+        self.resources = tuple(resources)
+
+        def having(name: str) -> list[Resource]:
+            return [r for r in resources if getattr(type(r), name) is not getattr(Resource, name)]
+
+        def methods(name: str) -> tuple[Callable[..., Any], ...]:
+            return tuple(getattr(resource, name) for resource in having(name))
+
+        self._shortages, self._takes = methods("shortage"), methods("take")
+        self._give_backs, self._leaves = methods("give_back"), methods("leave")
+        self._reaches, self._touches = methods("num_reached_blocks"), methods("touch")
+        self._caches, self._loadables = methods("cache"), methods("num_loadable_tokens")
+        self._serves, self._refunds = methods("serve"), methods("refund")
+        self._fits = tuple(having("fit"))
+        #: Resources that tell the runner something; those that hold requests back from the line.
+        self.planning, self.holding = tuple(having("plan")), tuple(having("holds_back"))
+        self.wants_prices = bool(methods("learn_prices"))
+
+    def limit(self, limits: Iterable[Resource]) -> None:
+        """The settings of a scheduler limit these, unless another one does already."""
+        if not self._limits:
+            self._limits = list(limits)
+            self._unused += self._limits
+
+    def follow(self, limits: Iterable[Resource]) -> None:
+        """Another scheduler is in charge, whose settings limit these instead."""
+        for mine, other in zip(self._limits, limits, strict=True):
+            mine.follow(other)
+
+    def accept(self, request: Request) -> None:
+        """A request comes: the resources that it concerns are in use from now on. Raises
+        `RequestError` if it could not even run alone.
+        """
+        for resource in self._unused:
+            if resource.concerns(request):
+                self._unused = [r for r in self._unused if r is not resource]
+                self._use([resource, *self.resources])
+        for resource in self.resources:
+            resource.check_alone(request)
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a new request has to stay out of the line, until a resource says it is ready."""
+        if not (self.holding and self.enable_prefix_caching and request.takes_cached_prefix):
+            return False
+        num_cached = len(self.get_computed_blocks(request))
+        return any(resource.holds_back(request, num_cached) for resource in self.holding)
 
     @property
     def states(self) -> StatePool | None:
@@ -72,7 +129,7 @@ class KVCacheManager:
         Of a model with states or windows, only as far as those are there, too.
         """
         block_ids = self._find_blocks(request)
-        if self.resources:
+        if self._reaches:
             del block_ids[self._num_reached_blocks(request, len(block_ids)) :]
         return block_ids
 
@@ -80,8 +137,8 @@ class KVCacheManager:
         """How many of `num_blocks` cached blocks every resource lets the request begin behind."""
         while True:
             before = num_blocks
-            for resource in self.resources:
-                num_blocks = resource.num_reached_blocks(request, num_blocks)
+            for reach in self._reaches:
+                num_blocks = reach(request, num_blocks)
             if num_blocks == before:
                 return num_blocks
 
@@ -111,7 +168,7 @@ class KVCacheManager:
             True,
             key=lambda i: self.pool.lookup(request.block_hashes[i]) is None,
         )
-        if self.resources:
+        if self._reaches:
             num_found = self._num_reached_blocks(request, num_found)
         return num_found * self.block_size
 
@@ -130,16 +187,37 @@ class KVCacheManager:
         block_ids = self.get_computed_blocks(request)[: num_tokens // self.block_size]
         self.pool.touch(block_ids)
         self.pool.free(reversed(block_ids))  # as `free` does: the tail goes first
-        for resource in self.resources:
-            resource.touch(request, len(block_ids))
+        for touch in self._touches:
+            touch(request, len(block_ids))
         return len(block_ids) * self.block_size
 
     def shortage(self, request: Request) -> WaitReason | None:
         """Of what besides blocks there is too little to admit the request now; None: of nothing."""
-        for resource in self.resources:
-            if (reason := resource.shortage(request)) is not None:
-                return reason
+        for shortage in self._shortages:
+            if (reason := shortage(request)) is not None:
+                return WaitReason(reason)
         return None
+
+    def fit(
+        self, request: Request, num_tokens: int, start: int, most: int
+    ) -> tuple[int, WaitReason]:
+        """How many of `num_tokens` tokens from position `start` on may run in this step, at most
+        `most`; and what a request lacks of which none may.
+        """
+        reason = WaitReason.BUDGET
+        for resource in self._fits:
+            if num_tokens > 0:
+                num_tokens, reason = resource.fit(request, num_tokens, start, most), resource.unfit
+        return num_tokens, reason
+
+    def serve(self, request: Request, start: int, num_tokens: int) -> list[Request]:
+        """These tokens run in this step; which others of the step compute something for them."""
+        return [owner for serve in self._serves for owner in serve(request, start, num_tokens)]
+
+    def refund(self, request: Request) -> None:
+        """The request does not run in this step after all."""
+        for refund in self._refunds:
+            refund(request)
 
     def can_admit(
         self,
@@ -159,12 +237,10 @@ class KVCacheManager:
         return num_needed + num_revived + num_kept <= self.pool.num_free_blocks
 
     def get_num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens behind the cached prefix can be loaded through the connector."""
-        if self.connector is None or not (
-            self.enable_prefix_caching and request.takes_cached_prefix
-        ):
+        """How many tokens behind the cached prefix can be loaded from elsewhere."""
+        if not (self._loadables and self.enable_prefix_caching and request.takes_cached_prefix):
             return 0
-        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        return sum(find(request, num_computed_tokens) for find in self._loadables)
 
     def get_external_prefix(self, request: Request) -> ExternalPrefix:
         """What could be loaded behind the cached prefix, were it admitted now, and its price."""
@@ -205,14 +281,14 @@ class KVCacheManager:
         if request.takes_cached_prefix:
             self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
-        if self.resources:
-            num_shared = len(self._find_blocks(request)) * self.block_size
-            for resource in self.resources:
-                resource.take(request, len(computed_blocks), num_shared)
-        if self.connector is not None:
-            request.num_computed_tokens += num_external_tokens
-            self.connector.update_state_after_alloc(request, num_external_tokens)
-            self.cache_full_blocks(request)  # they are there before anybody reads
+        request.num_computed_tokens += num_external_tokens
+        if self._takes:
+            found = self._find_blocks(request) if self._reaches else computed_blocks
+            num_shared = len(found) * self.block_size
+            for take in self._takes:
+                take(request, len(computed_blocks), num_shared)
+        if num_external_tokens:
+            self.cache_full_blocks(request)  # they are there before another request reads them
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append new blocks to the request and return them; the pool must have them."""
@@ -229,8 +305,8 @@ class KVCacheManager:
         as computed, if not all that are scheduled.
         """
         if num_computed is not None:
-            for resource in self.resources:
-                resource.cache(request, num_computed)
+            for cache in self._caches:
+                cache(request, num_computed)
         num_known = request.num_computed_tokens if num_computed is None else num_computed
         if num_known > request.num_tokens:
             num_known = request.num_tokens
@@ -255,25 +331,18 @@ class KVCacheManager:
         hashes = request.block_hashes[request.num_found_blocks :]
         self.pool.forget(hashes)
         for resource in self.resources:
-            resource.forget(hashes)
-        if self.connector is not None:
-            self.forget_loads()
-            self.connector.forget_unsettled()
-
-    def forget_loads(self, after_step_id: int = 0) -> None:
-        """Make unfindable what steps after that one, which are not back, were to load: whether it
-        comes is not known. A request that would have read it may have been preempted since.
-        """
-        if self.connector is not None:
-            self.pool.forget_blocks(self.connector.loading_blocks(after_step_id))
+            resource.forget(request, hashes)
 
     def clear_index(self) -> None:
         """Forget which block has which content: it is not wanted any more."""
         self.pool.clear_index()
         for resource in self.resources:
             resource.clear()
-        if self.connector is not None:
-            self.connector.forget_unsettled()
+
+    def leave(self, request: Request) -> None:
+        """The request has ended; a step in flight may still write its blocks."""
+        for leave in self._leaves:
+            leave(request)
 
     def free(self, request: Request) -> None:
         """Give back all blocks, tail first so that a head outlives its tail in the index."""
@@ -281,14 +350,20 @@ class KVCacheManager:
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
-        for resource in self.resources:
-            resource.give_back(request)
+        for give_back in self._give_backs:
+            give_back(request)
 
-    def plan(self, tokens: dict[Request, int]) -> dict[str, Mapping[str, Any]]:
+    def plan(
+        self, tokens: dict[Request, int], step_id: int, *, is_sent: bool
+    ) -> dict[str, Mapping[str, Any]]:
         """What resources tell the runner of a step that computes these numbers of tokens, by their
-        names.
+        names; nothing if it is not sent.
         """
-        plans = {resource.name: resource.plan(tokens) for resource in self.resources}
+        if not is_sent:
+            for resource in self.resources:
+                resource.skip()
+            return {}
+        plans = {resource.name: resource.plan(tokens, step_id) for resource in self.planning}
         return {name: plan for name, plan in plans.items() if plan}
 
     def take_events(self) -> list[KVEvent]:

@@ -21,40 +21,7 @@ def check_size(request: Request, kv_cache: KVCacheManager) -> None:
             f"cache of {kv_cache.num_slots} tokens",
             param=param,
         )
-    for resource in kv_cache.resources:
-        resource.check_alone(request)
-
-
-def check_encoder_inputs(
-    request: Request, config: SchedulerConfig, max_whole: int, *, whole: bool
-) -> None:
-    """Each input must be in the prompt, and fit a step and the cache; all together, if prompts run
-    `whole`. One that runs whole itself must fit the `max_whole` tokens that a full house leaves of
-    a step: else it would wait as long as others come. Raises `RequestError`.
-    """
-    room, num_tokens = min(config.max_encoder_tokens, config.encoder_cache_tokens), 0
-    for i, item in enumerate(request.encoder_inputs):
-        num_tokens = item.num_tokens + (num_tokens if whole else 0)
-        if item.end > request.num_prompt_tokens:
-            raise RequestError(
-                f"encoder_inputs[{i}] ends at {item.end}, but the prompt has "
-                f"{request.num_prompt_tokens} tokens",
-                param=f"encoder_inputs[{i}]",
-            )
-        if item.whole and item.num_tokens > max_whole:
-            raise RequestError(
-                f"encoder_inputs[{i}] does not fit: its {item.num_tokens} tokens have to run in "
-                "one step, and max_num_batched_tokens, less a decode with drafts of each of "
-                f"max_num_seqs, or long_prefill_token_threshold is {max(max_whole, 0)}",
-                param=f"encoder_inputs[{i}]",
-            )
-        if num_tokens > room:
-            what = "it has, with those before it," if whole and i else "it has"
-            raise RequestError(
-                f"encoder_inputs[{i}] does not fit: {what} {num_tokens} tokens, and the smaller of "
-                f"max_encoder_tokens and encoder_cache_tokens is {room}",
-                param=f"encoder_inputs[{i}]",
-            )
+    kv_cache.accept(request)
 
 
 def check_queue(

@@ -12,12 +12,11 @@ import msgspec
 
 from aioserve.config import SchedulerConfig
 from aioserve.errors import FROM_OUTSIDE, ConfigError, InvariantError, PolicyError, RequestError
-from aioserve.kv_cache import EncoderCacheManager, KVCacheManager, KVConnectorBase
+from aioserve.kv_cache import EncoderLimits, KVCacheManager, KVConnectorBase, make_limits
 from aioserve.nearest import explain
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.adapters import adapters_of
-from aioserve.scheduler.admission import check_encoder_inputs, check_queue, check_size
+from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import place
 from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.inquiry import stats, wait_reasons
@@ -75,13 +74,20 @@ class BaseScheduler(Switchable):
         self.book = RequestBook(
             type(self).__name__,
             kv_cache,
-            EncoderCacheManager(config.encoder_cache_tokens),
             config.queue_timeout,
         )  # the state that the verbs write; a policy reads the part of it that follows
+        encoder = EncoderLimits(
+            config.encoder_cache_tokens,
+            config.max_encoder_tokens,
+            config.max_whole(max_model_len),
+            self.runs_whole_prompts,
+        )
+        self._limits = make_limits(config.max_loras, encoder)
+        kv_cache.limit(self._limits)
         self._config = config
         self._victim_key = VICTIM_KEYS.get(config.victim)  # None: the policy decides
         self._step_time: OnlineStepTime | None = None
-        if self.uses_step_time or kv_cache.connector is not None:
+        if self.uses_step_time or kv_cache.wants_prices:
             self._step_time = OnlineStepTime()
 
     @property
@@ -92,7 +98,7 @@ class BaseScheduler(Switchable):
     @property
     def running_adapters(self) -> set[str]:
         """Adapter ids of those that run, at most `max_loras`: others wait for a place."""
-        return adapters_of(self.running)
+        return {request.adapter_id for request in self.running} - {""}
 
     @property
     def waiting(self) -> RequestQueue:
@@ -171,6 +177,7 @@ class BaseScheduler(Switchable):
             self._check_takeover(request)
         other.book.follow(type(self).__name__, self._ask_order)
         self.book = other.book
+        self.kv_cache.follow(self._limits)
 
     def choose_victim(self) -> Request | None:
         """Who gives way when blocks run out: by the setting `victim`, or the policy's choice."""
@@ -218,18 +225,15 @@ class BaseScheduler(Switchable):
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         request.bound_length(self.max_model_len)
         check_size(request, self.kv_cache)
-        self._check_encoder_inputs(request)
         self.check_queue(request.num_tokens, 0, 0)
-        if (connector := self.kv_cache.connector) is not None:
-            connector.step_time = self._step_time  # that of the policy in charge
+        if self.kv_cache.wants_prices:  # those of the policy in charge
+            for resource in self.kv_cache.resources:
+                resource.learn_prices(self._step_time)
         self.book.add(request, self._ask_order)
 
     def check_queue(self, num_tokens: int, num_arriving: int, arriving_tokens: int) -> None:
-        loading = self.book.loading  # they wait, too
-        num_arriving, arriving_tokens = (
-            num_arriving + len(loading),
-            arriving_tokens + loading.num_tokens,
-        )
+        for request in self.book.aside:  # they wait, too
+            num_arriving, arriving_tokens = num_arriving + 1, arriving_tokens + request.num_tokens
         check_queue(num_tokens, self.waiting, self._config, num_arriving, arriving_tokens)
 
     def next_expiry(self) -> float | None:
@@ -288,15 +292,14 @@ class BaseScheduler(Switchable):
 
     def reset_prefix_cache(self) -> bool:
         self.kv_cache.clear_index()
-        if (connector := self.kv_cache.connector) is not None:
-            connector.reset()
         return self.kv_cache.pool.num_used_blocks == 0
 
     def vacate(self) -> SchedulerOutput:
         step = self.new_step()
         for request in self.running:
             step.preempt(request)
-        self.book.encoder_cache.forget_released()
+        for resource in self.kv_cache.resources:
+            resource.vacate()
         return step.output()
 
     def get_kv_connector(self) -> KVConnectorBase | None:
@@ -321,14 +324,11 @@ class BaseScheduler(Switchable):
                 f"{place(error, type(self))}"
             ) from error
 
-    def _check_encoder_inputs(self, request: Request) -> None:
-        max_whole = self._config.max_whole(self.max_model_len)
-        check_encoder_inputs(request, self._config, max_whole, whole=self.runs_whole_prompts)
-
     def _check_takeover(self, request: Request) -> None:
         """What was accepted for another policy must be able to run under this one."""
         try:
-            self._check_encoder_inputs(request)
+            for limit in self._limits:
+                limit.check_alone(request)
         except RequestError as error:
             raise ConfigError(
                 f"policy {type(self).__name__} cannot run request {request.request_id!r}, which "

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from aioserve.errors import InvariantError, PolicyError
-from aioserve.kv_cache import EncoderCacheManager, KVCacheManager
+from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler.in_flight import StepsInFlight
-from aioserve.scheduler.loading import Loading
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.timers import Timers
@@ -41,7 +40,7 @@ class OpenStep:
 
 
 class RequestBook:
-    """All requests that have not ended, each in `waiting`, `loading` or `running`, and whatever the
+    """All requests that have not ended, each in `waiting`, `aside` or `running`, and whatever the
     runner is still to return or to be told. One book passes from policy to policy.
     """
 
@@ -49,16 +48,13 @@ class RequestBook:
         self,
         policy_name: str,
         kv_cache: KVCacheManager,
-        encoder_cache: EncoderCacheManager,
         queue_timeout: float | None,
     ) -> None:
         """`queue_timeout`: seconds until a request that was never served is due; None: never."""
         self.policy_name = policy_name  # of the one that plans
         self.kv_cache = kv_cache
-        self.encoder_cache = encoder_cache
         self.requests: dict[str, Request] = {}  # all that are not finished, in order of arrival
         self.waiting = RequestQueue()
-        self.loading = Loading(kv_cache)  # in no line until their blocks have been read
         self.running: list[Request] = []  # replaced, never shrunk in place
         #: Finished, but a step in flight may write their blocks. In order, as all that a plan may
         #: depend on: the same events give the same plan.
@@ -79,6 +75,11 @@ class RequestBook:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
 
+    @property
+    def aside(self) -> set[Request]:
+        """Requests that are in no line until what they need has come."""
+        return {request for resource in self.kv_cache.holding for request in resource.aside}
+
     # Who comes, and in which order.
 
     def add(self, request: Request, order: Order) -> None:
@@ -86,11 +87,11 @@ class RequestBook:
         request.order_key = (order(request), self._num_added)
         self._line_up(request)
         try:
-            is_loading = self.loading.takes(request)
+            is_aside = self.kv_cache.holds_back(request)
         except BaseException:  # a connector may be another author's
             self.waiting.remove(request)
             raise
-        if is_loading:
+        if is_aside:
             self.waiting.remove(request)
         self.requests[request.request_id] = request
         self.timers.add(request)
@@ -176,7 +177,6 @@ class RequestBook:
     def take_back(self, request: Request) -> None:
         """Take everything from a request that waits again."""
         self.kv_cache.free(request)
-        self._release_encoder_outputs(request)
         request.draft_token_ids = []
         request.num_target_tokens = request.num_tokens
 
@@ -192,9 +192,10 @@ class RequestBook:
         self.open_step = step
         step.tokens = {}
         step.preempted_req_ids, self._untold_preempted = self._untold_preempted, []
-        for request in self.loading.begin_step():
-            self._line_up(request)
-            self.loading.leave(request)
+        for resource in self.kv_cache.holding:
+            for request in resource.ready():
+                self._line_up(request)
+                resource.let_go(request)
 
     def close_step(self, step: OpenStep) -> list[str]:
         """The step is planned; returns the ids of the ended that it has to tell the runner."""
@@ -223,9 +224,6 @@ class RequestBook:
         self.in_flight.append((output, requests))
         self.num_prefill_tokens += num_prefill_tokens
         self.num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
-        if self.encoder_cache.has_holders:
-            for request in requests:  # steps run in order: who comes later cannot be too early
-                self._release_encoder_outputs(request, request.num_computed_tokens)
 
     def count_decodes(self, num_steps: int, num_rows: int) -> None:
         """So many steps more, each of so many decodes, were planned together."""
@@ -238,7 +236,8 @@ class RequestBook:
         """
         step, output = self.open_step, self.last_output
         self.open_step = None
-        self.loading.discard_steps(last_step_id)
+        for resource in self.kv_cache.resources:
+            resource.discard_steps(last_step_id)
         touched: list[Request] = []
         if step is not None:
             touched += step.tokens
@@ -246,7 +245,6 @@ class RequestBook:
         if output is not None and output.step_id > last_step_id:
             self._untold_preempted = output.preempted_req_ids + self._untold_preempted
             self.finished_req_ids = output.finished_req_ids + self.finished_req_ids
-            self.encoder_cache.return_evicted(output.free_encoder_hashes)
             touched += self.in_flight.withdraw(output)
         return [request for request in touched if not request.status.is_finished]
 
@@ -307,7 +305,6 @@ class RequestBook:
         """Drop from the caches what the requests were to compute: a step of theirs failed."""
         for request in requests:
             self.kv_cache.forget(request)
-            self.encoder_cache.forget(request.encoder_inputs)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request; the caller has it dropped from `running`, by `drop_finished`."""
@@ -318,8 +315,7 @@ class RequestBook:
         request.status = status
         del self.requests[request.request_id]
         self.timers.forget(request)
-        self.loading.finish(request)
-        self._release_encoder_outputs(request)
+        self.kv_cache.leave(request)
         if request.block_ids and status is not RequestStatus.FINISHED_ERROR:
             self.kv_cache.cache_full_blocks(request, self._num_written_tokens(request))
         if self.in_flight.carries(request):
@@ -339,9 +335,3 @@ class RequestBook:
         """
         num_written = request.num_computed_tokens - self.in_flight.num_tokens(request)
         return min(num_written, request.num_tokens - 1)
-
-    def _release_encoder_outputs(self, request: Request, computed: int | None = None) -> None:
-        """The request needs no encoder output any more, or none before position `computed`."""
-        for item in request.encoder_inputs:
-            if computed is None or item.end <= computed:
-                self.encoder_cache.release(request.request_id, item)

@@ -49,7 +49,6 @@ class DecodingOn:
             and not book.waiting
             and len(book.in_flight) == 1
             and not output.scheduled_spec_decode_tokens
-            and not book.encoder_cache.has_holders
             and not any(resource.plans_decodes for resource in scheduler.kv_cache.resources)
             and all(
                 r.num_computed_tokens == r.num_tokens

@@ -21,33 +21,27 @@ def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
         )
         for request in book.waiting
     }
-    loading = (request.request_id for request in book.loading.requests)
-    return reasons | dict.fromkeys(loading, WaitReason.REMOTE_KVS)
+    aside = (request.request_id for request in book.aside)
+    return reasons | dict.fromkeys(aside, WaitReason.REMOTE_KVS)
 
 
 def stats(book: RequestBook) -> SchedulerStats:
     """As `SchedulerInterface.make_stats`."""
-    kv_cache, states, windows = book.kv_cache, book.kv_cache.states, book.kv_cache.windows
+    kv_cache = book.kv_cache
+    of_resources = [resource.stats() for resource in kv_cache.resources]
     return SchedulerStats(
         num_steps=book.num_steps,
         num_running_reqs=len(book.running),
         num_waiting_reqs=len(book.requests) - len(book.running),
-        num_waiting_tokens=book.waiting.num_tokens + book.loading.num_tokens,
+        num_waiting_tokens=book.waiting.num_tokens + sum(r.num_tokens for r in book.aside),
         num_kv_blocks=kv_cache.pool.num_blocks,
         num_used_kv_blocks=kv_cache.pool.num_used_blocks,
-        num_state_slots=0 if states is None else states.num_slots,
-        num_free_state_slots=0 if states is None else states.num_free_slots,
-        num_window_blocks=0 if windows is None else windows.num_blocks,
-        num_used_window_blocks=0 if windows is None else windows.pool.num_used_blocks,
         num_preemptions=book.num_preemptions,
         num_prefill_tokens=book.num_prefill_tokens,
         num_decode_tokens=book.num_decode_tokens,
         num_prefix_queried_tokens=kv_cache.num_queried_tokens,
         num_prefix_hit_tokens=kv_cache.num_hit_tokens,
-        num_encoder_inputs=book.encoder_cache.num_inputs,
-        num_encoder_tokens=book.encoder_cache.num_tokens,
-        num_encoder_hits=book.encoder_cache.num_hits,
-        num_used_encoder_tokens=book.encoder_cache.num_used_slots,
         num_draft_tokens=book.num_draft_tokens,
         num_accepted_tokens=book.num_accepted_tokens,
+        **{name: number for found in of_resources for name, number in found.items()},
     )

@@ -14,6 +14,8 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.request import EncoderInput, Request
 from aioserve.sampling_params import SamplingParams
 
+_NOTHING: Mapping[str, Any] = {}
+
 
 class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     """A request that enters the batch: for the first time, or again after a preemption."""
@@ -76,13 +78,28 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     finished_req_ids: list[str]
     #: Draft tokens to verify, by request: the last of its tokens in this step, not known tokens.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    #: Encoder inputs to run before this step, by request: indices into its `encoder_inputs`.
-    scheduled_encoder_inputs: dict[str, list[int]] = {}
-    free_encoder_hashes: list[str] = []  # encoder outputs that the runner may drop
-    kv_connector_metadata: KVConnectorMetadata | None = None  # blocks to copy before the step
-    #: By the name of a `Resource`: what its plan tells the runner, by request. Of a resource that
-    #: has nothing to tell there is none.
+    #: By the name of a `Resource`: what its plan tells the runner. Of a resource that has nothing
+    #: to tell there is none.
     parts: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def scheduled_encoder_inputs(self) -> dict[str, list[int]]:
+        """Encoder inputs to run before this step, by request: indices into `encoder_inputs`."""
+        found: dict[str, list[int]] = self.parts.get("encoder", _NOTHING).get("inputs", {})
+        return found
+
+    @property
+    def free_encoder_hashes(self) -> list[str]:
+        """The encoder outputs that the runner may drop."""
+        found: list[str] = self.parts.get("encoder", _NOTHING).get("free", [])
+        return found
+
+    @property
+    def kv_connector_metadata(self) -> KVConnectorMetadata | None:
+        """The blocks to copy before the step; None: there is nothing to copy."""
+        if (part := self.parts.get("loads")) is None:
+            return None
+        return KVConnectorMetadata(part["saves"], part["loads"])
 
     @property
     def highest_new_block(self) -> int:

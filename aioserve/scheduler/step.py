@@ -8,9 +8,7 @@ from collections.abc import Callable
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.adapters import has_place
 from aioserve.scheduler.book import OpenStep, Order, RequestBook
-from aioserve.scheduler.encoder_plan import EncoderPlan
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -27,7 +25,6 @@ class Step(OpenStep):
         "_config",
         "_dependents",
         "_drafts",
-        "_encoder_plan",
         "_fresh_blocks",
         "_kv_cache",
         "_max_num_seqs",
@@ -69,7 +66,6 @@ class Step(OpenStep):
         self._choose_victim = choose_victim
         self._on_output = on_output
         self._kv_cache = book.kv_cache
-        self._encoder_plan: EncoderPlan | None = None  # few steps need one
         self._num_prefill_tokens = 0
         self._drafts: dict[str, list[int]] = {}
         self._admitted: dict[Request, RequestStatus] = {}  # with the status before
@@ -102,7 +98,7 @@ class Step(OpenStep):
                 end == request.num_target_tokens
                 and request.status is running
                 and budget > 0
-                and request.encoder_end < end
+                and request.plain_from < end
                 and not request.draft_token_ids
                 and request not in tokens
             ):  # one token, and nothing but room to be seen to
@@ -143,8 +139,8 @@ class Step(OpenStep):
             num_tokens = max_tokens
         if num_tokens <= 0:
             return 0
-        if num_computed < request.encoder_end:
-            num_tokens = self._encoder.fit(request, num_tokens, num_computed, self._most())
+        if num_computed < request.plain_from:
+            num_tokens, _ = self._kv_cache.fit(request, num_tokens, num_computed, self._most())
             if num_tokens <= 0:
                 return 0
         end = num_computed + num_tokens
@@ -164,7 +160,7 @@ class Step(OpenStep):
                 self._take_drafts(request, end)
             elif end < request.max_total_tokens - 1:
                 request.num_target_tokens = end + 1  # the token that it samples
-            if num_tokens == 1 and num_computed >= request.encoder_end:
+            if num_tokens == 1 and num_computed >= request.plain_from:
                 return 1
         self._note_chunk(request, num_computed, num_tokens)
         return num_tokens
@@ -193,8 +189,6 @@ class Step(OpenStep):
             return self.hold(request, WaitReason.BUDGET)
         if len(book.running) >= self._max_num_seqs:
             return self.hold(request, WaitReason.SEATS)
-        if not has_place(request, book.running, self._config.max_loras):
-            return self.hold(request, WaitReason.ADAPTERS)
         if (lacking := kv_cache.shortage(request)) is not None:
             return self.hold(request, lacking)
         computed_blocks = kv_cache.get_computed_blocks(request)
@@ -204,11 +198,11 @@ class Step(OpenStep):
         num_lacking = request.num_target_tokens - num_computed
         if whole and num_lacking > limit:
             return self.hold(request, WaitReason.BUDGET)
-        if request.encoder_inputs:
+        if num_computed < request.plain_from:
             wanted = min(num_lacking, limit)
-            fitting = self._encoder.fit(request, wanted, num_computed, self._most())
+            fitting, unfit = kv_cache.fit(request, wanted, num_computed, self._most())
             if fitting <= 0 or (whole and fitting < num_lacking):
-                return self.hold(request, WaitReason.ENCODER_BUDGET)
+                return self.hold(request, unfit)
         num_slots = self._num_slots(request, request.num_target_tokens)
         is_alone = not book.running
         if not kv_cache.can_admit(request, computed_blocks, num_slots, is_alone=is_alone):
@@ -257,7 +251,7 @@ class Step(OpenStep):
 
     def output(self) -> SchedulerOutput:
         """Freeze the step. Call it once, last."""
-        book, tokens, admitted = self._book, self.tokens, self._admitted
+        book, kv_cache, tokens, admitted = self._book, self._kv_cache, self.tokens, self._admitted
         finished_req_ids = book.close_step(self)
         requests = list(tokens)
         total = sum(tokens.values())
@@ -286,22 +280,14 @@ class Step(OpenStep):
             preempted_req_ids=self.preempted_req_ids,
             finished_req_ids=finished_req_ids,
             scheduled_spec_decode_tokens=self._drafts,
-            scheduled_encoder_inputs=self._encoder_plan.scheduled if self._encoder_plan else {},
-            free_encoder_hashes=book.encoder_cache.take_evicted() if is_sent else [],
-            kv_connector_metadata=book.loading.build_meta(self.step_id) if is_sent else None,
-            parts=self._kv_cache.plan(tokens) if self._kv_cache.resources else {},
+            parts=(
+                kv_cache.plan(tokens, self.step_id, is_sent=is_sent) if kv_cache.planning else {}
+            ),
         )
         book.commit(output, requests, self._num_prefill_tokens)
         if self._on_output is not None:
             self._on_output(output)
         return output
-
-    @property
-    def _encoder(self) -> EncoderPlan:
-        if self._encoder_plan is None:
-            max_tokens = self._config.max_encoder_tokens
-            self._encoder_plan = EncoderPlan(self._book.encoder_cache, max_tokens)
-        return self._encoder_plan
 
     def _most(self) -> int:
         """Tokens that a request may still get for an image that runs whole, beyond the budget."""
@@ -336,13 +322,13 @@ class Step(OpenStep):
         return True
 
     def _note_chunk(self, request: Request, start: int, num_tokens: int) -> None:
-        """What more than one decode token brings: full blocks, encoder inputs."""
+        """What more than one decode token brings: full blocks, what they need of resources."""
         if request.request_id not in self._drafts:
             self._num_prefill_tokens += num_tokens
         for block_id in self._kv_cache.cache_full_blocks(request):
             self._fresh_blocks[block_id] = request
-        if start < request.encoder_end:
-            for owner in self._encoder.take(request, start, num_tokens):
+        if start < request.plain_from:
+            for owner in self._kv_cache.serve(request, start, num_tokens):
                 self._dependents.setdefault(owner, []).append(request)
 
     def _take_drafts(self, request: Request, end: int) -> None:
@@ -358,8 +344,7 @@ class Step(OpenStep):
         self.token_budget += num_tokens
         self._new_block_ids.pop(request.request_id, None)
         self._drafts.pop(request.request_id, None)
-        if self._encoder_plan is not None:
-            self._encoder_plan.refund(request)
+        self._kv_cache.refund(request)
         for block_id, owner in list(self._fresh_blocks.items()):
             if owner is request:
                 del self._fresh_blocks[block_id]

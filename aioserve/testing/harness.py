@@ -566,7 +566,7 @@ class SchedulerHarness:
 
     def _check_places(self, scheduler: BaseScheduler) -> None:
         """Whoever lives runs or waits: one of both, and its status says which."""
-        running, loading = set(scheduler.running), scheduler.book.loading.requests
+        running, loading = set(scheduler.running), scheduler.book.aside
         for life in self.ledger.alive.values():
             request = life.request
             runs = request in running
@@ -681,7 +681,7 @@ class SchedulerHarness:
     def _loading(self) -> set[Request]:
         """Who waits for blocks, and so is in nobody's way."""
         scheduler = self.scheduler
-        return scheduler.book.loading.requests if isinstance(scheduler, BaseScheduler) else set()
+        return scheduler.book.aside if isinstance(scheduler, BaseScheduler) else set()
 
     @property
     def _where(self) -> str:

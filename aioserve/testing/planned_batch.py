@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from aioserve.config import SchedulerConfig
 from aioserve.request import RequestStatus
-from aioserve.scheduler.adapters import adapters_of
 from aioserve.scheduler.blame import describe_result
 from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 from aioserve.testing.ledger import Ledger, Life
@@ -125,9 +124,8 @@ class PlannedBatch:
                 f"({self._config.max_num_seqs})"
             )
 
-        adapters = adapters_of(
-            life.request for name in scheduled if (life := self._ledger.lives.get(name))
-        )
+        lives = [life for name in scheduled if (life := self._ledger.lives.get(name))]
+        adapters = {life.request.adapter_id for life in lives} - {""}
         if len(adapters) > self._config.max_loras:
             raise ContractViolation(
                 f"{where}: {len(adapters)} adapters are more than max_loras "

@@ -23,7 +23,7 @@ def compute(manager: KVCacheManager, request: Request) -> StateSlots:
     num_tokens = request.num_tokens - request.num_computed_tokens
     request.num_computed_tokens = request.num_tokens
     manager.cache_full_blocks(request)
-    return manager.states.plan({request: num_tokens})[request.request_id]
+    return manager.states.plan({request: num_tokens}, 1)[request.request_id]
 
 
 def decode(manager: KVCacheManager, request: Request) -> StateSlots | None:
@@ -34,7 +34,7 @@ def decode(manager: KVCacheManager, request: Request) -> StateSlots | None:
     if request.num_computed_tokens > request.num_slots:
         manager.grow(request, 1)
     manager.cache_full_blocks(request)
-    return manager.states.plan({request: 1}).get(request.request_id)
+    return manager.states.plan({request: 1}, 1).get(request.request_id)
 
 
 def test_the_same_prompt_begins_behind_its_last_whole_block() -> None:
@@ -125,7 +125,7 @@ def test_a_state_that_a_step_begins_with_is_not_given_away_in_it() -> None:
     assert states.num_free_slots == 1
     manager.admit(other, [], 3)
     again.num_computed_tokens, other.num_computed_tokens = 6, 3
-    told = states.plan({again: 2, other: 3})
+    told = states.plan({again: 2, other: 3}, 1)
     assert told["again"].source == snapshot
     assert snapshot not in (told["again"].slot, told["other"].slot)
 

@@ -39,7 +39,7 @@ def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> Windo
     if request.num_computed_tokens > request.num_slots:
         manager.grow(request, 1)
     manager.cache_full_blocks(request)
-    return manager.windows.plan({request: num_tokens}).get(request.request_id)
+    return manager.windows.plan({request: num_tokens}, 1).get(request.request_id)
 
 
 def run(manager: KVCacheManager, request: Request) -> None:

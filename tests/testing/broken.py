@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from aioserve.kv_cache import StateSlots
+from aioserve.kv_cache.resources.adapters import AdapterSlots
+from aioserve.kv_cache.resources.encoder import EncoderOutputs
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerOutput, Step
-from aioserve.scheduler.encoder_plan import EncoderPlan
 
 CAUGHT_BY: dict[type[BaseScheduler], str] = {}  # a regular expression of the message
 
@@ -491,9 +492,10 @@ class ForgetsMaxLoras(SoundScheduler):
     """Admits any adapter."""
 
     def new_step(self, token_budget: int | None = None) -> Step:
-        step = super().new_step(token_budget)
-        step._config = msgspec.structs.replace(self._config, max_loras=99)
-        return step
+        for resource in self.kv_cache.resources:
+            if isinstance(resource, AdapterSlots):
+                resource.max_adapters = 99
+        return super().new_step(token_budget)
 
 
 # Encoder inputs and draft tokens.
@@ -509,7 +511,7 @@ class ForgetsEncoderInputs(SoundScheduler):
         return output
 
 
-class SplittingPlan(EncoderPlan):
+class SplittingPlan(EncoderOutputs):
     """Knows of no input that runs whole."""
 
     def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:
@@ -527,9 +529,11 @@ class SplitsImages(SoundScheduler):
     """Spends its budget to the last token."""
 
     def new_step(self, token_budget: int | None = None) -> Step:
-        step = super().new_step(token_budget)
-        step._encoder_plan = SplittingPlan(self.book.encoder_cache, self._config.max_encoder_tokens)
-        return step
+        for resource in self.kv_cache.resources:
+            if isinstance(resource, EncoderOutputs):
+                resource.__class__ = SplittingPlan
+                self.kv_cache._use(list(self.kv_cache.resources))
+        return super().new_step(token_budget)
 
 
 @caught_by(r"\w+ verifies drafts \[.*\], but \[.*\] were proposed")
@@ -674,7 +678,8 @@ class LosesTheLoading(SoundScheduler):
     """Drops who waits for its blocks out of the set of those, and does not put it in line."""
 
     def schedule(self) -> SchedulerOutput:
-        self.book.loading.requests.clear()
+        for resource in self.kv_cache.holding:
+            resource._aside.clear()  # type: ignore[attr-defined]
         return super().schedule()
 
 
@@ -685,5 +690,5 @@ class KeepsSlotsOfTheEnded(SoundScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        self.book.loading.finish = self.book.loading.requests.discard  # type: ignore[method-assign]
+        self.kv_cache._leaves = ()
         return super().finish_requests(request_ids, finished_status)

@@ -1,6 +1,8 @@
 """What requests hold besides KV blocks: the seam in `base`, and the kinds that there are."""
 
+from aioserve.kv_cache.resources.adapters import AdapterSlots
 from aioserve.kv_cache.resources.base import Resource
+from aioserve.kv_cache.resources.encoder import EncoderLimits, EncoderOutputs
 from aioserve.kv_cache.resources.states import StatePool
 from aioserve.kv_cache.resources.windows import WindowPool, WindowSpec
 
@@ -21,3 +23,8 @@ def make_resources(
     if windows is not None:
         resources.append(WindowPool(windows, block_size, keeps_prefixes=keeps_prefixes))
     return resources
+
+
+def make_limits(max_loras: int, encoder: EncoderLimits) -> list[Resource]:
+    """What settings of the scheduler limit, whatever the model: these come and go with policies."""
+    return [AdapterSlots(max_loras), EncoderOutputs(encoder)]

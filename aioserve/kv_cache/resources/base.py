@@ -1,52 +1,65 @@
 """What requests hold besides blocks of the main pool: the seam for another kind of cache.
 
-A kind of cache is one class derived from `Resource`, made where the KV cache is
-(`make_resources`), and a part of the runner that reads what its plan says. The book and the step
-know no kind by name; the manager names those of today, for policies that look at them.
+A kind of cache is one class derived from `Resource`, made by `make_resources` if the model decides
+on it, by `make_limits` if settings do, and a part of the runner that reads what its plan says. The
+scheduler knows no kind by name; the manager names two of today, for policies that look at them.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from aioserve.request import Request, WaitReason
 
 
-class Resource(ABC):
-    """Places of which a running request needs some. The manager asks and tells all of its own, in
-    their order, wherever it handles blocks.
+class Resource:
+    """Something of which a running request needs some. The manager asks and tells all of its own,
+    in their order. A method that a kind does not implement is never called.
     """
 
     #: What `SchedulerOutput.parts` calls the plan of this resource.
     name: ClassVar[str]
-    #: Whether steps of nothing but decodes have something to tell the runner.
-    plans_decodes: ClassVar[bool] = False
     #: Most draft tokens of a request in one step; None: any number.
     max_drafts: int | None = None
+    #: Why a request waits of which `fit` lets no token run.
+    unfit: ClassVar[WaitReason] = WaitReason.BUDGET
 
-    @abstractmethod
+    # At the door.
+
+    def concerns(self, request: Request) -> bool:
+        """Whether the request has anything to do with this. Until the first that has, the resource
+        is asked and told nothing else.
+        """
+        return True
+
+    def check_alone(self, request: Request) -> None:
+        """Raise `RequestError` if the request could not even run alone."""
+
+    def holds_back(self, request: Request, num_cached_blocks: int) -> bool:
+        """Whether a new request, whose first blocks are cached, has to stay out of the line. It is
+        in `aside` then, until `ready` names it.
+        """
+        return False
+
+    @property
+    def aside(self) -> Collection[Request]:
+        """The requests that are held back, whose reason to wait is `REMOTE_KVS`."""
+        return ()
+
+    def ready(self) -> list[Request]:
+        """Before each step: the requests that are held back no longer, again until `let_go`."""
+        return []
+
+    def let_go(self, request: Request) -> None:
+        """The request that was ready is in line now."""
+
+    def learn_prices(self, step_time: Any) -> None:
+        """Take note of what steps cost, as the policy in charge has learned it."""
+
+    # Admission.
+
     def shortage(self, request: Request) -> WaitReason | None:
         """Why the request cannot be admitted now; None if there is room. Changes nothing."""
-
-    @abstractmethod
-    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
-        """Give an admitted request its place. The request begins behind its first `num_blocks`
-        blocks, which are reached, and `num_shared_tokens` of its tokens are in cached blocks.
-        Raises `InvariantError` if there is no room.
-        """
-
-    @abstractmethod
-    def give_back(self, request: Request) -> None:
-        """Take the place of a request that was preempted, or has ended and is in no step any more.
-        Does nothing for a request that holds none.
-        """
-
-    @abstractmethod
-    def held(self) -> str:
-        """What requests hold now, as a number and a noun; empty if they hold nothing."""
-
-    def check_alone(self, request: Request) -> None:  # noqa: B027 - most have room for any
-        """Raise `RequestError` if the request could not even run alone."""
+        return None
 
     def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
         """How many of the request's first `num_blocks` blocks, which are cached, it can begin
@@ -54,23 +67,88 @@ class Resource(ABC):
         """
         return num_blocks
 
-    def touch(self, request: Request, num_blocks: int) -> None:  # noqa: B027 - nothing to find
-        """Make what a request needs to begin behind `num_blocks` blocks the last to be evicted."""
+    def num_loadable_tokens(self, request: Request, num_cached_tokens: int) -> int:
+        """How many tokens behind the cached ones need not be computed. Changes nothing."""
+        return 0
 
-    def leave(self, request: Request) -> None:  # noqa: B027 - most wait for `give_back`
-        """The request has ended; a step in flight may still write what it holds."""
+    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
+        """Give an admitted request its place. The request begins behind its first `num_blocks`
+        blocks, which are reached, and what can be loaded behind these; `num_shared_tokens` of its
+        tokens are in cached blocks. Raises `InvariantError` if there is no room.
+        """
 
-    def cache(self, request: Request, num_tokens: int) -> None:  # noqa: B027 - as above
-        """Make what belongs to the first `num_tokens` tokens, known and computed, findable."""
+    # In steps.
 
-    def forget(self, block_hashes: Sequence[bytes]) -> None:  # noqa: B027 - as above
-        """Make what belongs to these blocks unfindable: the step to write it has failed."""
+    def fit(self, request: Request, num_tokens: int, start: int, most: int) -> int:
+        """How many of `num_tokens` tokens from position `start` on may run in this step, at most
+        `most`. Asked as long as `start` is before the request's `plain_from`.
+        """
+        return num_tokens
 
-    def clear(self) -> None:  # noqa: B027 - as above
-        """Make unfindable all that requests have left behind."""
+    def serve(self, request: Request, start: int, num_tokens: int) -> Iterable[Request]:
+        """These tokens, which `fit`, run in this step. Returns which other requests of the step
+        compute something for them.
+        """
+        return ()
 
-    def plan(self, tokens: dict[Request, int]) -> Mapping[str, Any]:
-        """What the runner must be told of a step that computes these numbers of tokens, by request
-        id. Called once for each step, when it is certain which requests run.
+    def refund(self, request: Request) -> None:
+        """The request does not run in this step after all, and loses its place."""
+
+    def plan(self, tokens: dict[Request, int], step_id: int) -> Mapping[str, Any]:
+        """What the runner must be told of a step that computes these numbers of tokens. Called once
+        for each step, when it is certain which requests run.
         """
         return {}
+
+    @property
+    def plans_decodes(self) -> bool:
+        """Whether steps of nothing but decodes have something to tell the runner now."""
+        return False
+
+    def skip(self) -> None:
+        """The step that was planned is empty, and is not sent."""
+
+    def discard_steps(self, last_step_id: int) -> None:
+        """No step after that one goes to the runner, be it planned or half planned."""
+
+    # The end.
+
+    def leave(self, request: Request) -> None:
+        """The request has ended; a step in flight may still write what it holds."""
+
+    def give_back(self, request: Request) -> None:
+        """Take the place of a request that was preempted, or has ended and is in no step any more.
+        Does nothing for a request that holds none.
+        """
+
+    def held(self) -> str:
+        """What requests hold now, as a number and a noun; empty if they hold nothing."""
+        return ""
+
+    # What requests leave behind.
+
+    def touch(self, request: Request, num_blocks: int) -> None:
+        """Make what a request needs to begin behind `num_blocks` blocks the last to be evicted."""
+
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """Make what belongs to the first `num_tokens` tokens, known and computed, findable."""
+
+    def forget(self, request: Request, block_hashes: Sequence[bytes]) -> None:
+        """Make unfindable what steps of the request were to leave, with these blocks: a step has
+        failed.
+        """
+
+    def clear(self) -> None:
+        """Make unfindable all that belongs to blocks."""
+
+    def vacate(self) -> None:
+        """Every request was preempted, and the runner gives back its memory."""
+
+    # For others.
+
+    def stats(self) -> dict[str, int]:
+        """Fields of `SchedulerStats`."""
+        return {}
+
+    def follow(self, other: Any) -> None:
+        """Take over the limits of another of this class, whose policy is in charge from now on."""

@@ -119,7 +119,7 @@ class StatePool(Resource):
         if (held := self._held.pop(request, None)) is not None:
             self._unused.append(held.slot)
 
-    def plan(self, tokens: dict[Request, int]) -> dict[str, StateSlots]:
+    def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, StateSlots]:
         """What the runner must be told of a step that computes so many tokens of each, by id.
 
         Called once, when it is certain who runs. What the step leaves can be found from the next
@@ -141,7 +141,13 @@ class StatePool(Resource):
         self._snapshots |= made
         return told
 
-    def forget(self, block_hashes: Sequence[bytes]) -> None:
+    def skip(self) -> None:
+        self._busy.clear()
+
+    def stats(self) -> dict[str, int]:
+        return {"num_state_slots": self.num_slots, "num_free_state_slots": self.num_free_slots}
+
+    def forget(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         """Drop the snapshots behind these blocks: they were not written after all."""
         for block_hash in block_hashes:
             if (slot := self._snapshots.pop(block_hash, None)) is not None:

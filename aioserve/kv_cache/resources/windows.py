@@ -152,7 +152,7 @@ class WindowPool(Resource):
             self._num_reserved -= held.num_reserved
             self.pool.free(reversed(held.block_ids))
 
-    def plan(self, tokens: dict[Request, int]) -> dict[str, WindowBlocks]:
+    def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, WindowBlocks]:
         """What the runner must be told of a step that computes so many tokens of each, by id.
 
         Called once, when it is certain who runs. What the step leaves can be found from the next
@@ -181,7 +181,11 @@ class WindowPool(Resource):
         self.pool.register(block_ids, request.block_hashes[begin:end])
         held.num_cached = end
 
-    def forget(self, block_hashes: Sequence[bytes]) -> None:
+    def stats(self) -> dict[str, int]:
+        num_used = self.pool.num_used_blocks
+        return {"num_window_blocks": self.num_blocks, "num_used_window_blocks": num_used}
+
+    def forget(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         self.pool.forget(block_hashes)
 
     def clear(self) -> None:

@@ -1,0 +1,45 @@
+"""How many adapters running requests may have together.
+
+A request keeps its adapter's place until it ends or is preempted, so no step ever has more, and no
+running request waits for another's. Knows adapter ids; knows nothing about weights.
+"""
+
+from aioserve.kv_cache.resources.base import Resource
+from aioserve.request import Request, WaitReason
+
+
+class AdapterSlots(Resource):
+    """Places for adapters, one for all requests that have the same."""
+
+    name = "adapters"
+
+    def __init__(self, max_adapters: int) -> None:
+        self.max_adapters = max_adapters
+        self._held: dict[Request, str] = {}
+
+    def concerns(self, request: Request) -> bool:
+        return bool(request.adapter_id)
+
+    def shortage(self, request: Request) -> WaitReason | None:
+        if not request.adapter_id:
+            return None
+        adapters = {*self._held.values(), request.adapter_id}
+        is_held = len(adapters) == len(set(self._held.values()))
+        return None if is_held or len(adapters) <= self.max_adapters else WaitReason.ADAPTERS
+
+    def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
+        if request.adapter_id:
+            self._held[request] = request.adapter_id
+
+    def leave(self, request: Request) -> None:
+        self._held.pop(request, None)
+
+    def give_back(self, request: Request) -> None:
+        self._held.pop(request, None)
+
+    def held(self) -> str:
+        num = len(set(self._held.values()))
+        return f"{num} places for adapters" if num else ""
+
+    def follow(self, other: "AdapterSlots") -> None:
+        self.max_adapters = other.max_adapters
