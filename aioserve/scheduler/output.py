@@ -97,7 +97,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     @property
     def kv_connector_metadata(self) -> KVConnectorMetadata | None:
         """The blocks to copy before the step; None: there is nothing to copy."""
-        if (part := self.parts.get("loads")) is None:
+        if not (part := self.parts.get("loads")):  # of some rows of a step alone, it is empty
             return None
         return KVConnectorMetadata(part["saves"], part["loads"])
 
