@@ -5,8 +5,9 @@ Also the types of flags, and the event loop. Knows argparse. Knows no command an
 
 import argparse
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -53,19 +54,27 @@ class Parser(argparse.ArgumentParser):
         unknown, colon, words = message.partition("unrecognized arguments: ")
         if colon and not unknown:
             flag = words.split()[0].partition("=")[0]
-            message += did_you_mean(flag, self._option_string_actions)
+            message += did_you_mean(flag, re.findall(r"--[\w-]+", self.format_help()))
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class _Formatter(argparse.HelpFormatter):
     """Says every default that the help of an argument does not say itself."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
+    def add_argument(self, action: argparse.Action) -> None:
         default, text = action.default, action.help or ""
         is_switch = isinstance(default, bool)  # off unless it is named
-        if default in (None, argparse.SUPPRESS, [], {}) or is_switch or "default:" in text:
-            return action.help
-        return f"{text} (default: %(default)s)".lstrip()
+        is_plain = default in (None, argparse.SUPPRESS, [], {}) or is_switch
+        if not is_plain and text != argparse.SUPPRESS and "default:" not in text:
+            action.help = f"{text} (default: %(default)s)".lstrip()
+        super().add_argument(action)
+
+
+class TakesArguments(Protocol):
+    """A parser, or a group of its arguments."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As `ArgumentParser.add_argument`."""
 
 
 def assignment(text: str) -> tuple[str, str]:

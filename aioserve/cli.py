@@ -22,6 +22,7 @@ from aioserve.arguments import (
     EXIT_FAILED,
     EXIT_USAGE,
     Parser,
+    TakesArguments,
     assignment,
     run,
 )
@@ -155,6 +156,9 @@ def _load_tool(name: str) -> Callable[[Sequence[str]], int]:
 class _ServeParser(Parser):
     """The help of the server: of the commonest settings, or of all."""
 
+    #: The flags of settings.
+    settings: Sequence[argparse.Action] = ()
+
     def format_help(self) -> str:
         """All settings, with the installed policies, which are looked up only here."""
         from aioserve.scheduler.registry import describe_policies
@@ -166,7 +170,7 @@ class _ServeParser(Parser):
 
     def format_common_help(self) -> str:
         """The settings of `COMMON_SETTINGS` alone, and how many there are besides."""
-        hidden = [a for a in self._actions if "." in a.dest and a.dest not in COMMON_SETTINGS]
+        hidden = [a for a in self.settings if a.dest not in COMMON_SETTINGS]
         helps = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
@@ -221,11 +225,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=assignment,
         help="any setting, and options of the policy: scheduler.options.chunk_size=64; repeatable",
     )
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups: dict[str, TakesArguments] = {}
+    settings = []
     for section, field in iter_settings():
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
-        _add_flag(groups[section], section, field)
+        settings += _add_flag(groups[section], section, field)
+    parser.settings = settings
     return parser
 
 
@@ -254,11 +260,12 @@ _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 
 
 def _add_flag(
-    group: argparse._ArgumentGroup, section: str, field: msgspec.structs.FieldInfo
-) -> None:
+    group: TakesArguments, section: str, field: msgspec.structs.FieldInfo
+) -> list[argparse.Action]:
+    """Those that it has added: one, or none."""
     kind, description = _read_annotation(field.type)
     if typing.get_origin(kind) is dict:
-        return  # mappings have no flag: --set reaches inside
+        return []  # --set reaches inside of mappings
     help_text = description.replace("%", "%%")
     if field.default not in (None, ()):  # None is explained in the description
         help_text += f" (default: {_show(field.default)})"
@@ -272,7 +279,7 @@ def _add_flag(
         options["choices"] = [str(value) for value in typing.get_args(kind)]
     else:
         options["metavar"] = _METAVARS.get(kind, "VALUE")
-    group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    return [group.add_argument(f"--{field.name.replace('_', '-')}", **options)]
 
 
 def _read_annotation(annotation: Any) -> tuple[Any, str]:

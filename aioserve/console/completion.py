@@ -72,30 +72,22 @@ def answer_shell(
 def _offer(parser: argparse.ArgumentParser) -> NoReturn:
     import argcomplete
 
-    for action in parser._actions:
-        names = _names_of(action)
-        if names is not None:
-            action.completer = _completer(names)  # type: ignore[attr-defined]
-    argcomplete.autocomplete(parser, always_complete_options=False)
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_complete)
     os._exit(1)
 
 
-def _completer(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+def _complete(prefix: str, action: argparse.Action, **_: Any) -> list[str]:
     """Names, and files: nearly all that has a name may lie in a file as well."""
+    from argcomplete.completers import FilesCompleter
 
-    def complete(prefix: str, **_: Any) -> list[str]:
-        from argcomplete.completers import FilesCompleter
-
-        found = [name for name in names() if name.startswith(prefix)]
-        return [*found, *FilesCompleter()(prefix)]
-
-    return complete
+    found = [name for name in _names_of(action) if name.startswith(prefix)]
+    return [*found, *FilesCompleter()(prefix)]
 
 
-def _names_of(action: argparse.Action) -> Callable[[], Iterable[str]] | None:
+def _names_of(action: argparse.Action) -> Iterable[str]:
     if not action.option_strings and action.dest in ("config", "configs"):
-        return lambda: (*_configs(), *_policies())  # of the lab, which takes both
-    return _NAMES.get(action.dest)
+        return (*_configs(), *_policies())  # of the lab, which takes both
+    return _NAMES.get(action.dest, tuple)()
 
 
 def _policies() -> Iterable[str]:

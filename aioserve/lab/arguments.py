@@ -6,7 +6,7 @@ Knows argparse and what the arguments are for. Knows no command.
 import argparse
 import sys
 
-from aioserve.arguments import assignment, output_file, positive
+from aioserve.arguments import TakesArguments, assignment, output_file, positive
 from aioserve.lab.slo import Slo
 
 
@@ -34,7 +34,7 @@ def add_slo(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_time_scale(group: argparse._ArgumentGroup) -> None:
+def add_time_scale(group: TakesArguments) -> None:
     """`--time-scale`, above 0."""
     group.add_argument(
         "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"

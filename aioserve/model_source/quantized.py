@@ -83,12 +83,12 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def attach(parameter: Tensor, weight: QuantizedWeight) -> None:
     """Note what a parameter stands in for."""
-    parameter._quantized = weight  # type: ignore[attr-defined]
+    parameter.quantized_weight = weight  # type: ignore[attr-defined]
 
 
 def attached(parameter: Tensor) -> QuantizedWeight | None:
     """What a parameter stands in for, if for anything."""
-    return getattr(parameter, "_quantized", None)
+    return getattr(parameter, "quantized_weight", None)
 
 
 def unpacked(parameter: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def unpacked(parameter: Tensor) -> Tensor:
 
 
 def _has_attached(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)
     return weight is not None and attached(weight) is not None
 
 
@@ -107,11 +107,12 @@ def unpacked_in_turn(module: nn.Module) -> Iterator[None]:
     """Meanwhile `module` computes with what its parameters stand in for, unpacked one by one."""
 
     def unpack(part: nn.Module, _: Any) -> None:
-        standing_in[part] = part.weight
-        part._parameters["weight"] = unpacked(part.weight)  # type: ignore[arg-type, assignment]
+        weight: Any = part.weight
+        standing_in[part] = weight
+        part.weight = nn.Parameter(unpacked(weight), requires_grad=False)
 
     def forget(part: nn.Module, _: Any, __: Any) -> None:
-        part._parameters["weight"] = standing_in.pop(part)
+        part.weight = standing_in.pop(part)
 
     standing_in: dict[nn.Module, Any] = {}
     handles: list[Any] = []

@@ -21,7 +21,11 @@ from aioserve.engine import AsyncEngine, EngineClient
 from aioserve.engine.builder import check_policies
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access, MainAccess
-from aioserve.server.access.connections import Connections, allow_connections
+from aioserve.server.access.connections import (
+    Connections,
+    allow_connections,
+    tell_connection,
+)
 from aioserve.server.access.exposure import check_exposure
 from aioserve.server.access.gate import check_key
 from aioserve.server.access.hosts import Hosts
@@ -91,7 +95,7 @@ def build_app(
     """
     app = web.Application(
         middlewares=[
-            *(count_answers, log_requests, answer_errors),
+            *(tell_connection, count_answers, log_requests, answer_errors),
             *(check_caller, answer_preflights, check_key),
         ],
         client_max_size=max_body_mib(engine) * 2**20,
@@ -191,17 +195,18 @@ async def listening(
             runner = web.AppRunner(
                 app,
                 handler_cancellation=True,  # off by default: a client's leaving would go unnoticed
-                auto_decompress=False,  # refused by name; aiohttp drops connections over bad ones
-                access_log=None,
                 shutdown_timeout=HANDLER_TIMEOUT,
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
+            assert runner.server is not None
             for sock in sockets:
+                site = Site(runner.server, sock, connections, access.tls)
                 try:
-                    await Site(runner, sock, connections, access.tls).start()
+                    await site.start()
                 except OSError as error:
                     raise cannot_listen(url_of(sock), error) from error
+                stack.push_async_callback(site.stop)
         yield url_of(doors.public[0], is_encrypted=access.tls is not None)
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from socket import socket
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from aioserve.errors import EngineDeadError
 from aioserve.operations.answers import Health
@@ -20,7 +21,7 @@ from aioserve.server.access.origins import check_caller
 from aioserve.server.access.site import BACKLOG
 from aioserve.server.admin import tell_alive, tell_ready
 from aioserve.server.keys import HOSTS
-from aioserve.server.middleware import Handler, answer_errors, say_when_to_come_again
+from aioserve.server.middleware import answer_errors, say_when_to_come_again
 from aioserve.server.sockets import bind_beside, share
 
 LOADING = Health("loading", "the model is being loaded")

@@ -7,10 +7,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
 from aioserve.errors import (
     AioserveError,
@@ -25,8 +25,6 @@ from aioserve.server.keys import ACCESS, HTTP_COUNTS, KEY, MADE_ID, RESPONSE_ID,
 from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
 

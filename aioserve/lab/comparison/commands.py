@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from aioserve.arguments import Parser, count, positive
+from aioserve.arguments import Parser, TakesArguments, count, positive
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.lab.arguments import add_output, add_settings, add_slo, add_time_scale
@@ -216,7 +216,7 @@ def _is_list(value: str) -> bool:
     return "," in value and value[0] not in "[{"
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
     """Returns the group in which exactly one says where requests come from."""
     group = parser.add_argument_group("workload")
     sources = group.add_mutually_exclusive_group(required=True)

@@ -206,7 +206,8 @@ def _prove(
 def _let_go(layer: LayerParts) -> None:
     """Of what is one fused copy now."""
     for module in _modules(layer):
-        module._parameters.clear()
+        for name, _ in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            delattr(module, name)
 
 
 def _modules(layer: LayerParts) -> list[nn.Module]:
@@ -217,7 +218,7 @@ def _modules(layer: LayerParts) -> list[nn.Module]:
 
 
 def _is_small(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)
     return weight is not None and attached(weight) is not None
 
 

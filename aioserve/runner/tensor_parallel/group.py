@@ -38,7 +38,7 @@ class Ranks:
         import torch.distributed
 
         distributed: Any = torch.distributed  # its stubs tell little
-        self.rank, self.size, self._timeout = rank, size, timeout
+        self.rank, self.size, self._seconds = rank, size, timeout
         self.device = device = device or torch.device("cpu")
         store = distributed.FileStore(str(meeting), size)
         if device.type == "cuda":
@@ -128,5 +128,5 @@ class Ranks:
             self._group.abort()
 
     def _lost(self, error: RuntimeError) -> RunnerDeadError:
-        what = f"another rank has left, or has not answered for {self._timeout:g} s"
+        what = f"another rank has left, or has not answered for {self._seconds:g} s"
         return RunnerDeadError(f"{what} (runner.rank_timeout): {error}".partition("\n")[0])

@@ -10,17 +10,16 @@ import itertools
 import logging
 import socket
 from http import HTTPStatus
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig
 from aioserve.server.access.access import Refusals
+from aioserve.server.access.refusal import Refusal
 from aioserve.server.keys import make_id
-from aioserve.server.protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,11 @@ OTHER_DESCRIPTORS = 256  # files, pipes and sockets besides those of clients
 
 RETRY_SECONDS = 5  # A guess: connections come and go.
 
-_encoder = msgspec.json.Encoder()
+HEAD_END = b"\r\n\r\n"
+
+# Seconds behind an answer until a connection is idle of which more has come: another request would
+# be begun in the next turns of the loop, and until then nothing that is public tells of it.
+SETTLE_SECONDS = 0.01
 
 
 class Connections:
@@ -147,18 +150,26 @@ class Handshake:
         """Its time is the loop's to look at."""
 
 
-class Connection(RequestHandler):
-    """One, as aiohttp has it, with an eye on the clock."""
+class Connection(web.RequestHandler):
+    """One connection of aiohttp's, with an eye on the clock.
+
+    It overrides public methods alone, and finds the end of a head by itself: what aiohttp keeps in
+    private is not looked at.
+    """
 
     __slots__ = (
+        "_behind_head",
         "_body",
         "_connections",
         "_handshake",
-        "_has_request",
         "_head_bytes",
+        "_head_end",
         "_head_since",
+        "_is_asked",
+        "_is_refused",
         "_is_unwanted",
         "_link",
+        "_settled_at",
         "_unread",
     )
 
@@ -173,24 +184,33 @@ class Connection(RequestHandler):
             keepalive_timeout=settings.keep_alive_timeout,
             max_line_size=settings.max_header_bytes,
             max_field_size=settings.max_header_bytes,
-            **server._kwargs,
+            auto_decompress=False,  # refused by name; aiohttp drops connections over bad ones
+            access_log=None,  # type: ignore[arg-type] # as runners take it
         )
         self._connections = connections
         self._handshake = handshake
         self._link: asyncio.Transport | None = None
-        self._has_request = False  # whose head has come and that is not answered
-        self._body: StreamReader | None = None  # of that
-        self._head_bytes = 0  # of a head that has begun
-        self._head_since: float | None = None
+        self._is_asked = False  # a request, whose head has come and that is not answered
+        self._is_refused = False  # what still comes is not read
+        self._settled_at = 0.0  # until then another request may be there
+        self._body: StreamReader | None = None  # of the last request
+        self._behind_head = 0  # bytes that have come behind its head
+        self._head_since: float | None = None  # of a head that has begun
+        self._head_bytes = 0
+        self._head_end = b""  # the last bytes of it that came
         self._unread: tuple[int, float] | None = None  # bytes, and when it read some last
         self._is_unwanted = False  # what is left of the body that is coming
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered: it has not come, or not all of it has."""
-        if self._has_request and self._body is not None:
-            return not self._body.is_eof()
-        return not self._messages
+        if self._is_refused or self._is_body_coming:
+            return True
+        return not self._is_asked and asyncio.get_running_loop().time() >= self._settled_at
+
+    @property
+    def _is_body_coming(self) -> bool:
+        return self._body is not None and not self._body.is_eof()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
@@ -199,51 +219,46 @@ class Connection(RequestHandler):
         if self._connections.add(self):
             super().connection_made(transport)
             return
-        self._close = True
+        self._is_refused = True
         why = "this server has as many connections as it takes, all of them busy"
         code = "too_many_connections"
-        refusal = _Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why, code, make_id())
+        refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, why, code, make_id())
         self._link.write(refusal.whole(f"Retry-After: {RETRY_SECONDS}\r\n"))
-        self._loop.call_later(LINGER_SECONDS, self._link.abort)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._link.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._close or self._force_close:
+        if self._is_refused:
             return
         self._connections.note(self)
-        # Behind a request that is answered, what is left of its body may still be coming.
-        was_waiting = self._waiter is not None and not self._waiter.done() and not self._messages
-        count = self._request_count
-        if count == 0:  # the first bytes may be there before the handler's task has begun to wait
-            was_waiting = not self._messages
+        is_body = self._is_body_coming  # of a request that may be answered
+        if self._is_asked or is_body:
+            self._behind_head += len(data)
+        elif not self._take_head(data):
+            return
         super().data_received(data)
-        if self._request_count == count:
-            if was_waiting:
-                self._take_head(data)
-            elif self._is_unwanted:
-                self._rest()
-            return
-        self._is_unwanted = False
-        if not self._has_request:  # else they wait until that is answered
-            self._take_next()
-        size, self._head_bytes, self._head_since = self._head_bytes + len(data), 0, None
-        if not (was_waiting and self._messages):
-            return
-        message = self._messages[0][0]
-        if isinstance(message, _ErrInfo):
-            self._refuse(self._refusal_of(message.exc, message.message))
-        elif size > self._max_head and _head_size(message) > self._max_head:
-            self._refuse(self._head_too_large())
+        if is_body and self._is_unwanted:
+            self._rest()
+
+    def begin(self, body: StreamReader) -> None:
+        """A request is answered from now on; some of its body may still be coming."""
+        self._is_asked, self._body, self._is_unwanted = True, body, False
+        self._head_since = None
 
     async def finish_response(self, *args: Any, **options: Any) -> tuple[web.StreamResponse, bool]:
         """As aiohttp's: the last that is done for a request."""
         try:
-            return await super().finish_response(*args, **options)
+            result = await super().finish_response(*args, **options)
+            if self._is_refused:
+                await asyncio.sleep(LINGER_SECONDS)
+            return result
         finally:
-            self._take_next()
+            self._is_asked, self._head_since = False, None
+            if self._body is not None and self._behind_head > self._body.total_bytes:
+                self._settled_at = asyncio.get_running_loop().time() + SETTLE_SECONDS
 
     def handle_error(
         self,
@@ -259,6 +274,7 @@ class Connection(RequestHandler):
             return super().handle_error(request, status, exc, message)
         refusal = self._refusal_of(exc, message or "")
         self._note(refusal)
+        self._is_refused = True
         answer = web.Response(
             body=refusal.body,
             status=refusal.status,
@@ -268,18 +284,13 @@ class Connection(RequestHandler):
         answer.force_close()
         return answer
 
-    def _take_next(self) -> None:
-        """Of the requests that have come, the first is the one to answer."""
-        self._has_request = bool(self._messages)
-        self._body = self._messages[0][1] if self._messages else None
-
     def resume_writing(self) -> None:
         self._unread = None  # it has read a good deal
         super().resume_writing()
 
     def drop(self) -> None:
         """Close it at once, whatever its client has not read."""
-        link, self._close = self._link, True
+        link = self._link
         self.force_close()
         if link is not None and link.get_write_buffer_size():
             link.abort()
@@ -294,10 +305,8 @@ class Connection(RequestHandler):
         """Give up on a head that does not end, and on an answer that is not read."""
         settings = self._connections.settings
         if self._head_since is not None and now - self._head_since > settings.header_timeout:
-            if not self._has_request:
-                why = f"the head of the request took more than {settings.header_timeout:g} s"
-                self._refuse(_Refusal(HTTPStatus.REQUEST_TIMEOUT, why, "slow_head", make_id()))
-            self._head_since = None
+            why = f"the head of the request took more than {settings.header_timeout:g} s"
+            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, why, "slow_head", make_id()))
         left = 0 if self._link is None else self._link.get_write_buffer_size()
         if not left:
             self._unread = None
@@ -314,83 +323,67 @@ class Connection(RequestHandler):
     def _rest(self) -> None:
         if self._link is not None and not self._link.is_closing():
             self._link.pause_reading()
-            self._loop.call_later(UNWANTED_SECONDS, self._go_on)
+            asyncio.get_running_loop().call_later(UNWANTED_SECONDS, self._go_on)
 
     def _go_on(self) -> None:
         if self._link is not None and not self._link.is_closing():
             self._link.resume_reading()
 
-    @property
-    def _max_head(self) -> int:
-        return self._connections.settings.max_header_bytes
-
-    def _take_head(self, data: bytes) -> None:
+    def _take_head(self, data: bytes) -> bool:
+        """Count the bytes of a head. False if it is too large: then it was refused."""
         if self._head_since is None:
-            if not data.strip(b"\r\n"):
-                return  # some clients end their bodies so: it is no beginning (RFC 9112, 2.2)
-            self._head_since = self._loop.time()
-        self._head_bytes += len(data)
-        if self._head_bytes > self._max_head:
+            data = data.lstrip(b"\r\n")
+            if not data:
+                return True  # some clients end their bodies so: it is no beginning (RFC 9112, 2.2)
+            self._head_since = asyncio.get_running_loop().time()
+            self._head_bytes, self._head_end = 0, b""
+        data = self._head_end + data
+        end = data.find(HEAD_END)
+        size = len(data) if end < 0 else end + len(HEAD_END)
+        self._head_bytes += size - len(self._head_end)
+        if self._head_bytes > self._connections.settings.max_header_bytes:
             self._refuse(self._head_too_large())
+            return False
+        if end >= 0:
+            self._is_asked, self._head_since = True, None
+            self._behind_head = len(data) - size
+        self._head_end = data[-len(HEAD_END) + 1 :]
+        return True
 
-    def _refusal_of(self, error: BaseException, message: str) -> "_Refusal":
+    def _refusal_of(self, error: BaseException, message: str) -> Refusal:
         if isinstance(error, LineTooLong) or message.startswith("Too many headers"):
             return self._head_too_large()
         why = message.strip().partition("\n")[0].rstrip(":")[:100]
         message = f"this is not HTTP/1.1: {why}"
-        return _Refusal(HTTPStatus.BAD_REQUEST, message, "bad_http", make_id())
+        return Refusal(HTTPStatus.BAD_REQUEST, message, "bad_http", make_id())
 
-    def _head_too_large(self) -> "_Refusal":
-        return _Refusal(
+    def _head_too_large(self) -> Refusal:
+        return Refusal(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-            f"the request line and the headers are more than {self._max_head} bytes together, "
-            "or too many",
+            "the request line and the headers are more than "
+            f"{self._connections.settings.max_header_bytes} bytes together, or too many",
             "head_too_large",
             make_id(),
         )
 
-    def _note(self, refusal: "_Refusal") -> None:
+    def _note(self, refusal: Refusal) -> None:
         self._connections.count(refusal.code)
         who = self.peername or "a client"
         logger.info("%s (%s) refused: %s", who, refusal.request_id, refusal.message)
 
-    def _refuse(self, refusal: "_Refusal") -> None:
+    def _refuse(self, refusal: Refusal) -> None:
         """Answer without a handler, and close."""
         self._note(refusal)
-        self._messages.clear()
-        self._close = True
-        if self._task_handler is not None:
-            self._task_handler.cancel()
+        self._is_refused, self._head_since = True, None
+        self.close()
         if self.transport is not None:
             self.transport.write(refusal.whole())
-        self._loop.call_later(LINGER_SECONDS, self.force_close)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self.force_close)
 
 
-def _head_size(message: Any) -> int:
-    fields = sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
-    return fields + len(message.method) + len(message.path) + 14  # of the request line
-
-
-class _Refusal(NamedTuple):
-    """What a client is told that no handler hears of."""
-
-    status: HTTPStatus
-    message: str
-    code: str
-    request_id: str  # in the log, but for connections that are too many
-
-    @property
-    def body(self) -> bytes:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        info = ErrorInfo(message=self.message, type=kind, code=self.code)
-        return _encoder.encode(ErrorResponse(error=info))
-
-    def whole(self, headers: str = "") -> bytes:
-        """The answer as it is sent, with its head."""
-        body = self.body
-        head = (
-            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}"
-            f"X-Request-Id: {self.request_id}\r\nConnection: close\r\n\r\n"
-        )
-        return head.encode() + body
+@web.middleware
+async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The first of all: the connection of a request hears that it is answered."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.begin(request.content)
+    return await handler(request)

@@ -5,10 +5,11 @@ Knows requests and keys; what is counted where, `access` knows.
 
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
 from aioserve.errors import ForbiddenError, RequestError, UnknownKeyError
 from aioserve.server.access.accounts import Leave
@@ -17,8 +18,6 @@ from aioserve.server.access.keyring import Key
 from aioserve.server.access.origins import check_page
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # whose trace it belongs to, as W3C has it
 

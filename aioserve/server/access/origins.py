@@ -4,17 +4,15 @@ Refuses what a browser sends for a page without asking first. Knows headers; kno
 keys, which such a page must show like everybody.
 """
 
-from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
 from aioserve.config import AccessConfig
 from aioserve.errors import ForbiddenError
 from aioserve.server.errors import ForeignOriginError
 from aioserve.server.keys import ACCESS, HOSTS
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: What else of an answer a page may read.
 EXPOSED = "X-Request-Id, Request-Id, Retry-After"
