@@ -11,6 +11,7 @@ from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.errors import UnknownRequestError
 from aioserve.server.keys import ENGINE, RUNNING
+from aioserve.server.openapi import Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.validation import BodyDecoder
 
@@ -44,3 +45,16 @@ async def abort_request(request: web.Request) -> web.Response:
     return web.Response(
         body=_encoder.encode(Aborted(request_id=body.request_id)), content_type="application/json"
     )
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/abort",
+        abort_request,
+        "End a running request.",
+        Aborted,
+        body=decoder,
+        raises=(UnknownRequestError,),
+    ),
+)

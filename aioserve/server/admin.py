@@ -8,9 +8,11 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aioserve.engine import EngineClient
+from aioserve.errors import UnknownKeyError, UnknownModelError
 from aioserve.operations import HealthCheck, ShowMetrics
 from aioserve.operations.answers import Health, Readiness
 from aioserve.server.keys import ENGINE, HTTP_COUNTS
+from aioserve.server.openapi import Route
 from aioserve.server.protocol import ModelCard, ModelList
 from aioserve.version import __version__
 
@@ -111,3 +113,53 @@ def _cards(engine: EngineClient) -> list[ModelCard]:
 
 def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=_encoder.encode(body), status=status, content_type="application/json")
+
+
+ROUTES = (
+    Route(
+        "GET",
+        "/v1/models",
+        list_models,
+        "The model that is served, and its adapters.",
+        ModelList,
+    ),
+    Route(
+        "GET",
+        "/v1/models/{id:.+}",
+        get_model,
+        "One of them by its name, which may hold slashes.",
+        ModelCard,
+        raises=(UnknownModelError,),
+    ),
+    Route(
+        "GET",
+        "/health",
+        health,
+        "Whether the server lives.",
+        Alive,
+        statuses=(200, 503),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
+        "/ready",
+        ready,
+        "Whether a new request would be served now.",
+        Ready,
+        statuses=(200, 503),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
+        "/metrics",
+        metrics,
+        "Counters in Prometheus' format.",
+        str,
+        raises=(UnknownKeyError,),
+        needs="nothing",  # unless the settings say otherwise
+    ),
+    Route("GET", "/version", version, "The version of the server.", Version),
+)
+
+#: What is asked by machines that have no key.
+PROBES = tuple(route for route in ROUTES if route.path in ("/health", "/ready", "/metrics"))

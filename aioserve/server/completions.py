@@ -5,6 +5,7 @@ Knows the shape of that endpoint; admission and streaming are in `generation`.
 
 import asyncio
 from collections.abc import Sequence
+from typing import Literal
 
 from aiohttp import web
 
@@ -14,7 +15,14 @@ from aioserve.sampling_params import MAX_N
 from aioserve.server.generation import Reply, read_body, respond
 from aioserve.server.keys import ENGINE
 from aioserve.server.logprobs import completion_logprobs, prompt_logprobs
-from aioserve.server.protocol import Completion, CompletionChoice, CompletionRequest, Usage
+from aioserve.server.openapi import GENERATION_ERRORS, Route
+from aioserve.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    ErrorResponse,
+    Usage,
+)
 from aioserve.server.sse import event
 from aioserve.server.unserved import NOT_ON_COMPLETIONS
 from aioserve.server.validation import BodyDecoder
@@ -131,3 +139,17 @@ class CompletionReply(Reply):
             )
         self.extend(choice, output)
         return choice
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        "Go on with a text, or with several.",
+        Completion,
+        body=decoder,
+        events=(Completion, ErrorResponse, Literal["[DONE]"]),
+        raises=GENERATION_ERRORS,
+    ),
+)

@@ -18,6 +18,7 @@ from aioserve.server.access.gate import allowed_fields, entered, owner_of
 from aioserve.server.body import decode_body
 from aioserve.server.generation import run_all
 from aioserve.server.keys import ENGINE, RESPONSE_ID, RUNNING, check_id
+from aioserve.server.openapi import GENERATION_ERRORS, Route
 from aioserve.server.protocol import SHARED_REQUEST_FIELDS, Int, ModelRequest
 from aioserve.server.unserved import NOT_ON_EMBEDDINGS
 from aioserve.server.validation import BodyDecoder
@@ -154,3 +155,16 @@ def _write(vector: Vector, encoding: str | None) -> msgspec.Raw:
     if encoding == "base64":
         return msgspec.Raw(b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes()))
     return msgspec.Raw(_encoder.encode(vector.tolist()))
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/embeddings",
+        create_embedding,
+        "A vector of each input.",
+        EmbeddingList,
+        body=decoder,
+        raises=GENERATION_ERRORS,
+    ),
+)

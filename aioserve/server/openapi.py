@@ -6,18 +6,22 @@ Knows JSON Schema, and which limits are known without a model. Knows no route.
 import asyncio
 import http
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import cleandoc
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from aioserve.errors import (
     AioserveError,
+    EngineDeadError,
     EngineOverloadedError,
     KeyLimitError,
+    RequestIdInUseError,
+    RequestTimeoutError,
     UnknownKeyError,
     UnknownModelError,
 )
@@ -44,12 +48,17 @@ _ANY_ROUTE = (403, 415, 500)  # a foreign name or origin, a body of another type
 _ANY_BODY = (400, 408, 413)  # not what was asked for, too slow, too long
 
 
+#: What is raised where the engine is asked, and where it generates.
+NOT_NOW_ERRORS = (EngineOverloadedError, EngineDeadError)
+GENERATION_ERRORS = (*NOT_NOW_ERRORS, RequestIdInUseError, RequestTimeoutError)
+
+
 class Route(NamedTuple):
     """What is known about one route."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str  # as aiohttp has it
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    handler: Handler
     summary: str
     answer: Any  # its type: JSON, or text if it is `str`
     body: BodyDecoder[Any] | None = None
@@ -156,6 +165,9 @@ async def serve_document(request: web.Request) -> web.Response:
     """GET /openapi.json. Made in a thread, as it takes as long as some steps."""
     body = await asyncio.to_thread(request.app[DOCUMENT].encoded)
     return web.Response(body=body, content_type="application/json")
+
+
+ROUTES = (Route("GET", "/openapi.json", serve_document, "This document.", dict[str, Any]),)
 
 
 _SECURITY_SCHEMES: Schema = {

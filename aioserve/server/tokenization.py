@@ -11,13 +11,14 @@ import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation, Prompt
-from aioserve.errors import RequestError
+from aioserve.errors import EngineDeadError, RequestError
 from aioserve.server.access.gate import entered
 from aioserve.server.body import decode_body
 from aioserve.server.chat.messages import template_messages
 from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import ENGINE, IMAGES
+from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import ChatCompletionRequest, ChatMessage, Int, ModelRequest, Tool
 from aioserve.server.unserved import Unserved
 from aioserve.server.validation import BodyDecoder
@@ -139,3 +140,25 @@ async def detokenize(request: web.Request) -> web.Response:
 
 def _json(body: Any) -> web.Response:
     return web.Response(body=_encoder.encode(body), content_type="application/json")
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/tokenize",
+        tokenize,
+        "The tokens of a text or a conversation.",
+        Tokenized,
+        body=tokenize_decoder,
+        raises=NOT_NOW_ERRORS,  # with images, which take time
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        "The text of tokens.",
+        Detokenized,
+        body=detokenize_decoder,
+        raises=(EngineDeadError,),
+    ),
+)

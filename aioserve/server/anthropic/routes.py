@@ -15,10 +15,19 @@ from aioserve.errors import RequestError
 from aioserve.server.anthropic.answer import MessageAnswer
 from aioserve.server.anthropic.prompt import template_messages, tools_of
 from aioserve.server.anthropic.protocol import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
     CountTokensRequest,
     InputTokens,
+    Message,
+    MessageDelta,
+    MessagesError,
     MessagesRequest,
+    MessageStart,
+    MessageStop,
     OutputConfig,
+    Ping,
 )
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
@@ -26,6 +35,7 @@ from aioserve.server.chat.tool_use import ToolUse
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
+from aioserve.server.openapi import GENERATION_ERRORS, NOT_NOW_ERRORS, Route
 from aioserve.server.tokenization import preparing
 from aioserve.server.unserved import HINTS_ON_MESSAGES, NOT_ON_MESSAGES, UNSERVED_ANTHROPIC
 from aioserve.server.validation import BodyDecoder
@@ -116,3 +126,35 @@ def _own_names(body: CountTokensRequest) -> Iterator[None]:
         blame(error, bool(body.tools) and is_offered, "output_config.format")
         error.param = _NAMES.get(error.param or "", error.param)
         raise
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation, as Anthropic's protocol has it.",
+        Message,
+        body=create_decoder,
+        events=(
+            MessageStart,
+            BlockStart,
+            Ping,
+            BlockDelta,
+            BlockStop,
+            MessageDelta,
+            MessageStop,
+            MessagesError,
+        ),
+        raises=GENERATION_ERRORS,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens that such a conversation has.",
+        InputTokens,
+        body=count_decoder,
+        raises=NOT_NOW_ERRORS,  # with images, which take time
+    ),
+)

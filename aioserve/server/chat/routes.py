@@ -5,6 +5,7 @@ are in `generation`, what becomes of the reply's text in `reply`.
 """
 
 from functools import partial
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -20,7 +21,13 @@ from aioserve.server.chat.tool_use import chat_tool_use
 from aioserve.server.generation import read_body, respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES
-from aioserve.server.protocol import ChatCompletionRequest
+from aioserve.server.openapi import GENERATION_ERRORS, Route
+from aioserve.server.protocol import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ErrorResponse,
+)
 from aioserve.server.unserved import NOT_ON_CHAT
 from aioserve.server.validation import BodyDecoder
 
@@ -98,3 +105,17 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
     if top and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return top if body.logprobs else None
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        "Answer a conversation.",
+        ChatCompletion,
+        body=decoder,
+        events=(ChatCompletionChunk, ErrorResponse, Literal["[DONE]"]),
+        raises=GENERATION_ERRORS,
+    ),
+)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from aiohttp import hdrs, web
 
 from aioserve.server.errors import UnknownFileError
+from aioserve.server.openapi import Route
 
 FOLDER = Path(__file__).parent
 CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -74,3 +75,26 @@ def _answer(request: web.Request, file: File) -> web.Response:
         )
     response.etag = file.etag
     return response
+
+
+ROUTES = (
+    Route(
+        "GET",
+        "/",
+        show_page,
+        "A page that shows the scheduler at work.",
+        str,
+        media_types=("text/html",),
+        needs="nothing",
+    ),
+    Route(
+        "GET",
+        "/page/{name}",
+        get_file,
+        "What the page is made of.",
+        str,
+        raises=(UnknownFileError,),
+        media_types=("text/html", "text/css", "text/javascript"),
+        needs="nothing",
+    ),
+)

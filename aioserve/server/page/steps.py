@@ -6,11 +6,14 @@ socket's buffer and no more. Knows nothing about what is in a frame.
 
 from aiohttp import web
 
-from aioserve.errors import AioserveError
+from aioserve.errors import AioserveError, EngineDeadError, RequestError
 from aioserve.operations import ShowSteps
 from aioserve.server.errors import to_wire
 from aioserve.server.keys import ENGINE
+from aioserve.server.openapi import Route
+from aioserve.server.protocol import ErrorResponse
 from aioserve.server.sse import EventStream, event
+from aioserve.watch.frames import Frame, Snapshot
 
 
 async def stream_steps(request: web.Request) -> web.StreamResponse:
@@ -27,3 +30,18 @@ async def stream_steps(request: web.Request) -> web.StreamResponse:
             return await stream.end(event(to_wire(error)[1]))
         number = seen.number
         await stream.send(b"".join(b"data: " + frame + b"\n\n" for frame in seen.frames))
+
+
+ROUTES = (
+    Route(
+        "GET",
+        "/watch/steps",
+        stream_steps,
+        "What the scheduler does, as it does it.",
+        str,
+        events=(Snapshot, Frame, ErrorResponse),
+        raises=(RequestError, EngineDeadError),
+        media_types=("text/event-stream",),
+        needs="looker",  # it tells of all clients' requests
+    ),
+)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from aioserve.engine import Conversation
-from aioserve.errors import RequestError
+from aioserve.errors import RequestError, RequestTimeoutError
 from aioserve.server.access.gate import reach_of
 from aioserve.server.body import decode_body
 from aioserve.server.chat.binding import bind_off_loop, blame
@@ -20,15 +20,23 @@ from aioserve.server.errors import UnknownResponseError
 from aioserve.server.generation import respond
 from aioserve.server.images import ImageParts
 from aioserve.server.keys import CHAT_FORMAT, ENGINE, IMAGES, RESPONSES
+from aioserve.server.openapi import NOT_NOW_ERRORS, Route
 from aioserve.server.protocol import RequestPart
 from aioserve.server.responses.answer import ResponseAnswer
 from aioserve.server.responses.prompt import template_turns, tools_of
 from aioserve.server.responses.protocol import (
     Deleted,
+    DeltaEvent,
+    DoneEvent,
+    ErrorEvent,
     InputItem,
     InputPart,
+    ItemEvent,
     ItemList,
     Page,
+    PartEvent,
+    Response,
+    ResponseEvent,
     ResponsesRequest,
     Whole,
 )
@@ -178,3 +186,51 @@ async def _kept(request: web.Request) -> Kept:
     if kept is None or not kept.is_for(reach_of(request)):
         raise UnknownResponseError(f"no response {response_id[:128]!r} is stored here", param="id")
     return kept
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation, as OpenAI's newer protocol has it.",
+        Response,
+        body=decoder,
+        events=(
+            ResponseEvent,
+            ItemEvent,
+            PartEvent,
+            DeltaEvent,
+            DoneEvent,
+            ErrorEvent,
+        ),
+        raises=(*NOT_NOW_ERRORS, RequestTimeoutError),
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{id}",
+        get_response,
+        "A response that is remembered.",
+        Response,
+        query=Whole,
+        raises=(RequestError, UnknownResponseError),
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        list_input_items,
+        "What led to a response.",
+        ItemList,
+        query=Page,
+        raises=(RequestError, UnknownResponseError),
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{id}",
+        delete_response,
+        "Forget a response.",
+        Deleted,
+        query=RequestPart,
+        raises=(RequestError, UnknownResponseError),
+    ),
+)
