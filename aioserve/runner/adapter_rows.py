@@ -9,39 +9,39 @@ import numpy as np
 from aioserve.model_source.adapter import AdapterFiles
 from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.batch_part import BatchPart
 from aioserve.runner.low_rank import Adapter, AdapterOwners
-from aioserve.scheduler.output import NewRequestData
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
-class AdapterRows:
-    """Loaded adapters by id, and those of rows."""
+class AdapterRows(BatchPart[Adapter]):
+    """Loaded adapters by id, and those of rows; which tokens of a step have which is
+    `AdapterOwners`, if any has one.
+    """
+
+    name = "adapters"
 
     def __init__(self) -> None:
+        super().__init__()
         self.loaded: dict[str, Adapter] = {}
-        self._rows: dict[int, Adapter] = {}
 
     def set(self, row: int, request: NewRequestData) -> None:
-        """Enter a request. Raises `KeyError` if its adapter is not loaded."""
+        """Raises `KeyError` if the adapter of the request is not loaded."""
         if request.adapter_id:
-            self._rows[row] = self.loaded[request.adapter_id]
+            self.rows[row] = self.loaded[request.adapter_id]
 
-    def drop(self, row: int) -> None:
-        """Forget the request of a row."""
-        self._rows.pop(row, None)
-
-    def of(self, inputs: StepInputs) -> AdapterOwners | None:
-        """Those of the packed tokens of a step; None if nobody there has one."""
-        if not self._rows:
-            return None
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        del step
         found: dict[int, tuple[int, Adapter]] = {}  # by identity: its place
         owners = np.full(len(inputs.rows), -1, dtype=np.int64)
         for index, row in enumerate(inputs.rows.tolist()):
-            if (adapter := self._rows.get(row)) is not None:
+            if (adapter := self.rows.get(row)) is not None:
                 owners[index], _ = found.setdefault(id(adapter), (len(found), adapter))
-        if not found:
-            return None
-        adapters = [adapter for _, adapter in found.values()]
-        return AdapterOwners(adapters, np.repeat(owners, np.diff(inputs.query_start_loc)))
+        if found:
+            adapters = [adapter for _, adapter in found.values()]
+            own = AdapterOwners(adapters, np.repeat(owners, np.diff(inputs.query_start_loc)))
+            inputs.parts[self.name] = own
+        return inputs
 
 
 class LoadedAdapters:

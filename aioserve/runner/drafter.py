@@ -5,40 +5,22 @@ Knows rows and token ids. Knows nothing about how guesses are verified.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.grammar_rows import GrammarRows
-from aioserve.runner.sampling_columns import SamplingInputs
+from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.sampling_columns import SamplingColumns
 from aioserve.scheduler.output import NewRequestData
 
 
-class Texts(Protocol):
-    """What a drafter may ask of the batch: the texts of its rows, and where their blocks lie."""
+class Texts(NamedTuple):
+    """What a drafter may ask: the texts of rows, where their blocks lie, and how they go on."""
 
-    grammar_rows: GrammarRows
-
-    def num_tokens(self, rows: Sequence[int] | IntArray) -> IntArray:
-        """How many tokens are known of each of `rows`."""
-
-    def num_slots(self, rows: Sequence[int]) -> IntArray:
-        """How many tokens the blocks of each of `rows` can hold."""
-
-    def blocks(self, row: int) -> npt.NDArray[np.int32]:
-        """The blocks of a row, in the order of its tokens; int32."""
-
-    def write(self, row: int, place: int, token_id: int) -> None:
-        """Put a guess behind the known tokens of a row."""
-
-    def pack(self, rows: IntArray, begins: IntArray, ends: IntArray) -> StepInputs:
-        """The tokens from `begins` to `ends` of R `rows` as a step in which none samples."""
-
-    def sampling_of(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
-        """How `rows` would be sampled if so many tokens were known of them."""
+    batch: InputBatch
+    grammars: GrammarRows
+    sampling: SamplingColumns
 
 
 class Drafter(ABC):

@@ -58,8 +58,8 @@ class EagleDrafter(ModelDrafter):
         self._states.index_copy_(0, slots, states.transpose(0, 1).flatten(1))
 
     def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
-        token_ids = texts.pack(rows, begins, ends).input_ids
-        return replace(texts.pack(rows, begins - 1, ends - 1), input_ids=token_ids)
+        token_ids = texts.batch.pack(rows, begins, ends).input_ids
+        return replace(texts.batch.pack(rows, begins - 1, ends - 1), input_ids=token_ids)
 
     def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
         before = [self._own[row] for row in rows.tolist()] if self._own else []

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.batch_part import BatchPart
 from aioserve.runner.unsound import step_failed
-from aioserve.structured_outputs import StructuredOutputs
+from aioserve.scheduler.output import NewRequestData
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 MAX_GUESSES = 16  # tokens without a choice that are sent along at a time
@@ -55,43 +56,37 @@ class Standing(NamedTuple):
     matcher: "LLMatcher"
 
 
-class GrammarRows:
+class GrammarRows(BatchPart["LLMatcher"]):
     """Matchers by row. `begin`'s future is awaited before `advance`, `set` or `drop`."""
 
     def __init__(
         self, grammars: "GrammarCompiler | None", vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
+        super().__init__()
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
-        self._matchers: dict[int, LLMatcher] = {}
-        self.errors: dict[int, str] = {}  # rows that cannot go on, and why
         self._ahead: dict[int, int] = {}  # guesses that rows have gone ahead
         self._executor: ThreadPoolExecutor | None = None
         only_eos = np.zeros(self._num_words * 32, dtype=np.bool_)
         only_eos[list(eos_token_ids)] = True
         self._only_eos: Words = np.packbits(only_eos, bitorder="little").view(np.int32)
 
-    def set(self, row: int, wanted: StructuredOutputs | None, output: Sequence[int]) -> None:
-        """Enter a request that has said `output` so far."""
+    def set(self, row: int, request: NewRequestData) -> None:
+        wanted = request.sampling_params.structured_outputs
         if wanted is None:
             return
         assert self._grammars is not None, "the engine's door refuses what cannot be compiled"
-        self._matchers[row] = self._grammars.matcher(wanted)
-        self.advance(row, output)
-
-    def drop(self, row: int) -> None:
-        """Forget the request of a row."""
-        self._matchers.pop(row, None)
-        self.errors.pop(row, None)
+        self.rows[row] = self._grammars.matcher(wanted)
+        self.advance(row, request.token_ids[request.num_prompt_tokens :])
 
     def begin(self, rows: IntArray, drafts: Mapping[int, Sequence[int]]) -> "Future[Masks] | None":
         """Start the masks of the S `rows`; None if none of them has a grammar.
 
         A row stands there once, and once more for each of its `drafts`, one after the other.
         """
-        if not self._matchers:
+        if not self.rows:
             return None
-        places = [place for place, row in enumerate(rows.tolist()) if row in self._matchers]
+        places = [place for place, row in enumerate(rows.tolist()) if row in self.rows]
         if not places:
             return None
         if self._executor is None:
@@ -100,30 +95,31 @@ class GrammarRows:
 
     def standing(self, rows: IntArray) -> list[Standing]:
         """Who of the S `rows` has a grammar: for `catch_up`, when their tokens are known."""
-        if not self._matchers:
+        if not self.rows:
             return []
         return [
-            Standing(place, row, self._matchers[row])
+            Standing(place, row, self.rows[row])
             for place, row in enumerate(rows.tolist())
-            if row in self._matchers
+            if row in self.rows
         ]
 
     def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
         """What was sampled, at the places of the S; unless somebody else has the row by now."""
         for place, row, matcher in standing:
             token_id = int(token_ids[place])
-            if self._matchers.get(row) is matcher and token_id >= 0:  # else the row has failed
+            if self.rows.get(row) is matcher and token_id >= 0:  # else the row has failed
                 self.advance(row, [token_id])
 
-    def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
-        """Note the tokens kept of `rows`."""
-        if self._matchers:
-            for row, own in zip(rows.tolist(), token_ids, strict=True):
-                self.advance(row, own)
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        del drafts
+        for row, own in zip(rows.tolist(), token_ids, strict=True):
+            self.advance(row, own)
 
     def advance(self, row: int, token_ids: Sequence[int]) -> None:
         """A row has said so much more. A step that was planned ahead may bring too many."""
-        matcher = self._matchers.get(row)
+        matcher = self.rows.get(row)
         if matcher is None or not token_ids:
             return
         try:
@@ -135,7 +131,7 @@ class GrammarRows:
 
     def guesses(self, row: int) -> list[int]:
         """What comes next of a row, as far as its grammar leaves no choice of text."""
-        matcher = self._matchers.get(row)
+        matcher = self.rows.get(row)
         try:
             if matcher is None or matcher.is_stopped():
                 return []
@@ -158,7 +154,7 @@ class GrammarRows:
 
     def go_ahead(self, row: int, token_id: int) -> bool:
         """Take a guess as said until `come_back`; False if nothing can follow it."""
-        matcher = self._matchers.get(row)
+        matcher = self.rows.get(row)
         if matcher is None:
             return True
         if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
@@ -169,7 +165,7 @@ class GrammarRows:
     def come_back(self) -> None:
         """Take back all guesses."""
         for row, num_tokens in self._ahead.items():
-            self._matchers[row].rollback(num_tokens)
+            self.rows[row].rollback(num_tokens)
         self._ahead.clear()
 
     def _fail(self, row: int, error: Exception) -> None:
@@ -183,7 +179,6 @@ class GrammarRows:
             self.errors.setdefault(row, f"structured_outputs cannot be followed further: {reason}")
 
     def close(self) -> None:
-        """Let the thread end. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown()
 
@@ -198,7 +193,7 @@ class GrammarRows:
             row, guesses = rows[place], drafts.get(rows[place], ())
             own = words[place : place + 1 + len(guesses)]
             try:
-                self._fill_ahead(row, self._matchers[row], own, guesses)
+                self._fill_ahead(row, self.rows[row], own, guesses)
             except Exception as error:
                 self._fail(row, error)
                 own[:] = self._only_eos

@@ -30,25 +30,25 @@ def num_deep_rows(config: Any) -> int:
     return len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
 
 
-class ImageEncoder:
-    """Vision tower and projector of one model."""
+class ImageEncoder(ImageRows):
+    """Vision tower and projector of one model, and the part of the batch that reads its rows."""
 
     def __init__(self, module: Any, family: Family, token_id: int) -> None:
         """`module` is the whole model; `token_id` stands for a row in its prompts."""
+        merged = module.config.vision_config.spatial_merge_size if family.axes else None
+        super().__init__(token_id, merged)
         self._module, self._family = module, family
         self._dtype = next(module.parameters()).dtype
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        merged = module.config.vision_config.spatial_merge_size if family.axes else None
-        self.batch_rows = ImageRows(token_id, merged)
         self._hidden_size = module.config.get_text_config().hidden_size
         self._made: dict[str, Tensor] = {}  # [n, hidden or a multiple] by content
         self._failures: dict[str, str] = {}  # why, by content
         self._gone: set[str] = set()  # of these, what the step says to drop
 
-    def drop(self, content_hashes: Iterable[str]) -> None:
-        """Nobody will ask for these before they are encoded again. To be called with every step:
-        that they failed is known until the next, as who comes with this one may have found blocks
-        that were computed without them.
+    def forget(self, content_hashes: Iterable[str]) -> None:
+        """Drop what was made of these images. To be called with every step: that they failed is
+        known until the next, as a request that comes with this one may have found blocks that were
+        computed without them.
         """
         for content_hash in self._gone:
             self._failures.pop(content_hash, None)
@@ -57,46 +57,29 @@ class ImageEncoder:
             self._made.pop(content_hash, None)
 
     def run(self, step: SchedulerOutput) -> None:
-        """Drop and encode what the step says, before `see`."""
-        self.drop(step.free_encoder_hashes)
+        """Drop and encode what the step says, before it is prepared."""
+        self.forget(step.free_encoder_hashes)
         if step.scheduled_encoder_inputs:
-            self.encode(
-                self.batch_rows.item(request_id, index)
-                for request_id, indices in step.scheduled_encoder_inputs.items()
-                for index in indices
-                if request_id in self.batch_rows
-            )
+            self.encode(self.items(step.scheduled_encoder_inputs))
 
-    def see(self, inputs: StepInputs, step: SchedulerOutput) -> tuple[StepInputs, dict[str, str]]:
-        """The step with what its tokens for images are given; and whose image could not be encoded,
-        and why. It may be asked for again.
-        """
-        rows = self.batch_rows
-        spans = list(rows.spans(inputs))
-        failed = {
-            span.request_id: NOT_ENCODED
-            for span in spans
-            if span.content_hash not in self._made and span.content_hash not in self._failures
-        }
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        """What tokens for images are given; a row fails whose image could not be encoded."""
+        spans = list(self.spans(inputs))
+        for span in spans:
+            if span.content_hash not in self._made:
+                why = self._failures.get(span.content_hash, NOT_ENCODED)
+                self.errors[int(inputs.rows[span.row])] = why
         if self._failures:
-            needed = [(span.request_id, span.content_hash) for span in spans]
-            # who has just come may have found blocks that were computed without the image
-            needed += [
-                (request.request_id, item.content_hash)
-                for request in step.scheduled_new_reqs
-                for item in request.encoder_inputs
-            ]
-            failed |= {
-                request_id: self._failures[content_hash]
-                for request_id, content_hash in needed
-                if content_hash in self._failures
-            }
-        if spans or rows.has_axes:
-            together = rows.together(spans) if self._family.together else ()
-            inputs = replace(
-                inputs, given=self._give(spans), turns=rows.turns(inputs), together=together
-            )
-        return inputs, failed
+            # A new request may have found blocks that were computed without the image.
+            new = {request.request_id for request in step.scheduled_new_reqs}
+            for row, own in self.rows.items():
+                for item in own.items if own.request_id in new else ():
+                    if item.content_hash in self._failures:
+                        self.errors[row] = self._failures[item.content_hash]
+        if not spans and self._merged is None:
+            return inputs
+        together = self.together(spans) if self._family.together else ()
+        return replace(inputs, given=self._give(spans), turns=self.turns(inputs), together=together)
 
     @torch.inference_mode()
     def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:

@@ -3,7 +3,7 @@
 Knows tokens and positions; knows no pixels and no model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from aioserve.images.families import GRID
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch_part import BatchPart
 from aioserve.scheduler.output import NewRequestData
 
 
@@ -19,7 +20,6 @@ class Span(NamedTuple):
     """Tokens of one request in a step that stand for one image."""
 
     row: int  # of the step
-    request_id: str
     content_hash: str
     positions: IntArray  # of these tokens
     rows: slice  # of the image
@@ -29,6 +29,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
+    request_id: str
     items: Sequence[EncoderInput]
     places: IntArray  # positions that stand for a row of an image, ascending
     starts: IntArray  # the first of each image among these, and their number
@@ -45,18 +46,17 @@ class _Row:
         return turns
 
 
-class ImageRows:
-    """Those requests in the batch that have images."""
+class ImageRows(BatchPart[_Row]):
+    """The rows whose requests have images."""
 
     def __init__(self, token_id: int, merged: int | None = None) -> None:
         """`token_id` stands for one row of an image; `merged` x `merged` patches are one, if heads
         turn by axes.
         """
+        super().__init__()
         self._token_id, self._merged = token_id, merged
-        self._rows: dict[str, _Row] = {}
 
-    def set(self, request: NewRequestData) -> None:
-        """It is in the batch from now on."""
+    def set(self, row: int, request: NewRequestData) -> None:
         if not request.encoder_inputs:
             return
         ids = np.asarray(request.token_ids[: request.num_prompt_tokens])
@@ -69,29 +69,23 @@ class ImageRows:
         if self._merged is not None:
             axes = _axes(request.encoder_inputs, places, self._merged)
             ahead = int(axes.max()) + 1 - axes.shape[1]
-        self._rows[request.request_id] = _Row(
-            request.encoder_inputs, np.concatenate(places), starts, axes, ahead
+        self.rows[row] = _Row(
+            request.request_id, request.encoder_inputs, np.concatenate(places), starts, axes, ahead
         )
 
-    def drop(self, request_id: str) -> None:
-        """It is in the batch no longer."""
-        self._rows.pop(request_id, None)
+    def may_cut(self, row: int) -> bool:
+        return False  # tokens of an image may see each other
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether a request in the batch has images."""
-        return request_id in self._rows
-
-    def item(self, request_id: str, index: int) -> tuple[EncoderInput, int]:
-        """An image of a request, and how many rows it stands for."""
-        own = self._rows[request_id]
-        return own.items[index], int(own.starts[index + 1] - own.starts[index])
+    def items(self, chosen: Mapping[str, Iterable[int]]) -> Iterator[tuple[EncoderInput, int]]:
+        """The images `chosen` of requests in the batch, and how many rows each stands for."""
+        for own in self.rows.values():
+            for index in chosen.get(own.request_id, ()):
+                yield own.items[index], int(own.starts[index + 1] - own.starts[index])
 
     def spans(self, inputs: StepInputs) -> Iterator[Span]:
         """The tokens of this step that stand for images."""
-        if not self._rows:
-            return
-        for row, request_id in enumerate(inputs.req_ids):
-            own = self._rows.get(request_id)
+        for row, own_row in enumerate(inputs.rows.tolist()):
+            own = self.rows.get(own_row)
             if own is None:
                 continue
             first = inputs.query_start_loc[row]
@@ -106,7 +100,6 @@ class ImageRows:
                     places = own.places[a:b]
                     yield Span(
                         row,
-                        request_id,
                         item.content_hash,
                         places,
                         slice(a - start, b - start),
@@ -124,20 +117,15 @@ class ImageRows:
                 found.append((span.row, int(part[0]), int(part[-1]) + 1))
         return found
 
-    @property
-    def has_axes(self) -> bool:
-        """Whether heads may turn by something other than positions now."""
-        return self._merged is not None and bool(self._rows)
-
     def turns(self, inputs: StepInputs) -> IntArray | None:
         """By which heads of the T tokens turn, if not by their positions."""
-        if not self.has_axes:
+        if self._merged is None:
             return None
         turns = inputs.positions.copy()
-        for row, request_id in enumerate(inputs.req_ids):
-            own = self._rows.get(request_id)
+        for index, row in enumerate(inputs.rows.tolist()):
+            own = self.rows.get(row)
             if own is not None:
-                part = slice(inputs.query_start_loc[row], inputs.query_start_loc[row + 1])
+                part = slice(inputs.query_start_loc[index], inputs.query_start_loc[index + 1])
                 turns[part] = own.turns(turns[part])
         return turns
 

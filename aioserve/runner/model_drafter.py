@@ -108,15 +108,15 @@ class ModelDrafter(Drafter):
         self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
     ) -> dict[int, list[int]]:
         # Of others as far as they are computed; the drafts of this step may have been wrong.
-        computed = np.minimum(inputs.seq_lens, texts.num_tokens(inputs.rows))
+        computed = np.minimum(inputs.seq_lens, texts.batch.num_tokens(inputs.rows))
         known = dict(zip(inputs.rows.tolist(), computed.tolist(), strict=True))
-        known |= zip(rows, texts.num_tokens(rows).tolist(), strict=True)
+        known |= zip(rows, texts.batch.num_tokens(rows).tolist(), strict=True)
         num_unread = {row: known[row] - int(self._num_read[row]) for row in (*rows, *others)}
         limits = self.length.limits(num_unread)
         followed = sorted(limits, key=num_unread.__getitem__)
         if not followed:
             return {}
-        room = np.minimum(texts.num_slots(followed), self._max_model_len)
+        room = np.minimum(texts.batch.num_slots(followed), self._max_model_len)
         spans: list[_Span] = []
         longest: dict[int, int] = {}  # how much those guess who have caught up
         budget = self._max_step_tokens
@@ -133,7 +133,7 @@ class ModelDrafter(Drafter):
             spans.append(_Span(row, begin, end))
             self._num_read[row] = end
             num_filled = (end - self.num_skipped) // self._block_size
-            self._is_filled[texts.blocks(row)[:num_filled]] = True
+            self._is_filled[texts.batch.blocks(row)[:num_filled]] = True
             if row in asking and end == known[row]:
                 longest[row] = min(limits[row], num_slots - end + 1)  # the last needs no room
         spans.sort(key=lambda span: span.end - span.begin > 1)  # as a `DraftRunner` wants them
@@ -144,14 +144,14 @@ class ModelDrafter(Drafter):
         num_read, size = int(self._num_read[row]), self._block_size
         if num_read % size:
             return num_read
-        ahead = self._is_filled[texts.blocks(row)[num_read // size : end // size]]
+        ahead = self._is_filled[texts.batch.blocks(row)[num_read // size : end // size]]
         return num_read + size * (len(ahead) if ahead.all() else int(ahead.argmin()))
 
     def _guess(
         self, spans: "Sequence[_Span]", longest: dict[int, int], texts: Texts
     ) -> dict[int, list[int]]:
         """Read `spans`, then token after token of what is guessed behind them."""
-        grammars = texts.grammar_rows
+        grammars = texts.grammars
         found: dict[int, list[int]] = {row: [] for row in longest}
         while spans:
             drawn = self._read(spans, longest, texts)
@@ -163,7 +163,7 @@ class ModelDrafter(Drafter):
                     and token_id not in self._stops[row]
                     and grammars.go_ahead(row, token_id)
                 ):
-                    texts.write(row, begin, token_id)
+                    texts.batch.write(row, begin, token_id)
                     spans.append(_Span(row, begin, begin + 1))
         grammars.come_back()
         for row, token_ids in found.items():
@@ -183,9 +183,9 @@ class ModelDrafter(Drafter):
         last = packed.query_start_loc[1:][sampling] - 1
         step = replace(packed, sampling=sampling, logits_indices=last)
         own, places = rows[sampling], ends[sampling]
-        columns = texts.sampling_of(own, places)
+        columns = texts.sampling.select(own, places)
         columns = replace(columns, num_logprobs=np.full(len(own), NO_LOGPROBS))
-        masks = texts.grammar_rows.masks(own)
+        masks = texts.grammars.masks(own)
         token_ids = self._runner.draw(step, self._forward(rows, sampling), columns, masks)
         self.length.drafted(len(packed.input_ids), time.perf_counter() - began)
         return list(zip(own.tolist(), places.tolist(), token_ids, strict=True))
@@ -220,7 +220,7 @@ class DraftModel(ModelDrafter):
         self._model, self._known, self._vocab_size = model, known, vocab_size
 
     def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
-        packed = texts.pack(rows, begins, ends)
+        packed = texts.batch.pack(rows, begins, ends)
         if self._known < self._vocab_size:  # a prompt of ids may hold what no text means
             np.minimum(packed.input_ids, self._known - 1, out=packed.input_ids)
         return packed

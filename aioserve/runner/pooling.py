@@ -4,7 +4,7 @@ A prompt may come in any pieces. Knows rows, positions and hidden states; knows 
 these come from.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from aioserve.outputs import Vector
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.scheduler.output import NewRequestData
+from aioserve.runner.batch_part import BatchPart
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -66,28 +67,22 @@ class WantedStates:
         return complete
 
 
-class PooledRows:
-    """Prompts by row."""
+class PooledRows(BatchPart[_Prompt]):
+    """Prompts by row, none of which samples; what a step pools of them is `WantedStates`, if it is
+    anything.
+    """
 
-    def __init__(self) -> None:
-        self._prompts: dict[int, _Prompt] = {}
+    name = "pooling"
 
     def set(self, row: int, request: NewRequestData) -> None:
-        """Enter a request, if it is pooled."""
         if (params := request.pooling_params) is not None:
-            self._prompts[row] = _Prompt(request.request_id, request.num_prompt_tokens, params)
+            self.rows[row] = _Prompt(request.request_id, request.num_prompt_tokens, params)
 
-    def drop(self, row: int) -> None:
-        """Forget the request of a row."""
-        self._prompts.pop(row, None)
-
-    def begin(self, inputs: StepInputs) -> WantedStates | None:
-        """What is wanted of the step of `inputs`; None if nothing is."""
-        if not self._prompts:
-            return None
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        del step
         places, parts = [], []
         for index, row in enumerate(inputs.rows.tolist()):
-            prompt = self._prompts.get(row)
+            prompt = self.rows.get(row)
             if prompt is None:
                 continue
             begin, end = inputs.query_start_loc[index : index + 2].tolist()
@@ -97,4 +92,11 @@ class PooledRows:
             if begin < end:
                 places.append(np.arange(begin, end))
                 parts.append((prompt, end - begin, is_last))
-        return WantedStates(np.concatenate(places), parts) if parts else None
+        if parts:
+            inputs.parts[self.name] = WantedStates(np.concatenate(places), parts)
+        samples = np.isin(inputs.rows[inputs.sampling], list(self.rows), invert=True)
+        return replace(
+            inputs,
+            sampling=inputs.sampling[samples],
+            logits_indices=inputs.logits_indices[samples],
+        )

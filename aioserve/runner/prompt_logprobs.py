@@ -10,7 +10,8 @@ import numpy as np
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.scheduler.output import NewRequestData
+from aioserve.runner.batch_part import BatchPart
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 # Logits that are made at a time for prompts: 32 MiB in float32, however long the prompts are.
 PIECE_ELEMENTS = 1 << 23
@@ -60,32 +61,23 @@ class WantedLogprobs:
         return complete
 
 
-class PromptRows:
-    """Prompts by row."""
+class PromptRows(BatchPart[_Prompt]):
+    """Prompts by row; what a step can tell of them is `WantedLogprobs`, if it is anything."""
 
-    def __init__(self) -> None:
-        self._prompts: dict[int, _Prompt] = {}
+    name = "prompt_logprobs"
 
     def set(self, row: int, request: NewRequestData) -> None:
-        """Enter a request, if it asks. One that has an output was told already."""
+        # A request that has an output was told already.
         count, num_prompt = request.sampling_params.prompt_logprobs, request.num_prompt_tokens
         if count is not None and len(request.token_ids) == num_prompt:
             token_ids = np.array(request.token_ids, dtype=np.int64)
-            self._prompts[row] = _Prompt(request.request_id, token_ids, count)
+            self.rows[row] = _Prompt(request.request_id, token_ids, count)
 
-    def drop(self, row: int) -> None:
-        """Forget the request of a row."""
-        self._prompts.pop(row, None)
-
-    def begin(self, inputs: StepInputs) -> WantedLogprobs | None:
-        """What the step of `inputs` can tell; None if no request asks. A step that raises may ask
-        again.
-        """
-        if not self._prompts:
-            return None
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        del step
         places, token_ids, num_logprobs, parts = [], [], [], []
         for index, row in enumerate(inputs.rows.tolist()):
-            prompt = self._prompts.get(row)
+            prompt = self.rows.get(row)
             if prompt is None:
                 continue
             begin, end = inputs.query_start_loc[index : index + 2].tolist()
@@ -101,8 +93,8 @@ class PromptRows:
             token_ids.append(prompt.token_ids[following])
             num_logprobs += [prompt.num_logprobs] * len(following)
             parts.append((prompt, place, len(following), is_last))
-        if not parts:
-            return None
-        return WantedLogprobs(
-            np.concatenate(places), np.concatenate(token_ids), num_logprobs, parts
-        )
+        if parts:
+            inputs.parts[self.name] = WantedLogprobs(
+                np.concatenate(places), np.concatenate(token_ids), num_logprobs, parts
+            )
+        return inputs

@@ -4,11 +4,14 @@ Knows rows and numbers; knows nothing about models or about how a token is chose
 """
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch_part import BatchPart
 from aioserve.runner.logits_edits import LogitsEdits
 from aioserve.runner.noise import seed_words
 from aioserve.runner.unsound import step_failed
@@ -17,7 +20,6 @@ from aioserve.scheduler.output import NewRequestData
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
 # The smallest number that float32 holds in full precision. What is smaller, and not 0, is taken for
@@ -52,10 +54,11 @@ class SamplingInputs:
         )
 
 
-class SamplingColumns:
-    """One entry per row of the persistent batch."""
+class SamplingColumns(BatchPart[LogitsEdits]):
+    """One entry per row of the persistent batch; `rows` are those whose logits are edited."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
@@ -63,11 +66,8 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seeds = np.zeros((num_rows, 2), dtype=np.uint32)
         self._num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int64)
-        self._edits: dict[int, LogitsEdits] = {}
-        self.errors: dict[int, str] = {}  # rows that cannot go on, and why
 
     def set(self, row: int, request: NewRequestData) -> None:
-        """Enter a request."""
         params = request.sampling_params
         self._temperature[row] = params.temperature and max(params.temperature, SMALLEST)
         self._top_k[row] = min(max(params.top_k, 0), self._vocab_size)
@@ -76,7 +76,7 @@ class SamplingColumns:
         self._seeds[row] = seed_words(params.seed or 0)
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         if LogitsEdits.needed(params):
-            self._edits[row] = LogitsEdits(
+            self.rows[row] = LogitsEdits(
                 params,
                 request.stop_token_ids,
                 request.token_ids,
@@ -84,33 +84,34 @@ class SamplingColumns:
                 self._vocab_size,
             )
 
-    def drop(self, row: int) -> None:
-        """Forget the request of a row."""
-        self._edits.pop(row, None)
-        self.errors.pop(row, None)
-
-    def append(self, rows: IntArray, token_ids: list[list[int]]) -> None:
-        """Note the tokens kept of `rows`."""
-        if self._edits:
-            for row, own in zip(rows.tolist(), token_ids, strict=True):
-                try:
-                    if row in self._edits:
-                        for token_id in own:
-                            self._edits[row].append(token_id)
-                except Exception as error:
-                    logger.exception("a token could not be counted")
-                    self.errors.setdefault(row, step_failed(error))
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        del drafts
+        for row, own in zip(rows.tolist(), token_ids, strict=True):
+            try:
+                if row in self.rows:
+                    for token_id in own:
+                        self.rows[row].append(token_id)
+            except Exception as error:
+                logger.exception("a token could not be counted")
+                self.errors.setdefault(row, step_failed(error))
 
     def counts_tokens(self, row: int) -> bool:
         """Whether what a row has said changes what it says next."""
-        return row in self._edits and self._edits[row].counts_tokens
+        return row in self.rows and self.rows[row].counts_tokens
+
+    def of(self, inputs: StepInputs) -> SamplingInputs:
+        """What the sampler needs for the S rows of a step that sample."""
+        num_tokens = inputs.positions[inputs.logits_indices] + 1
+        return self.select(inputs.rows[inputs.sampling], num_tokens)
 
     def select(self, rows: IntArray, num_tokens: IntArray) -> SamplingInputs:
         """What the sampler needs for `rows`, which hold `num_tokens` each."""
         edits = {}
-        if self._edits:
+        if self.rows:
             places = enumerate(rows.tolist())
-            edits = {place: self._edits[row] for place, row in places if row in self._edits}
+            edits = {place: self.rows[row] for place, row in places if row in self.rows}
         return SamplingInputs(
             num_tokens=num_tokens,
             temperature=self._temperature[rows],

@@ -4,50 +4,41 @@ Cuts rows at their snapshots, and puts pieces of one length together: what a lay
 one call. Knows rows and slots; knows nothing about models.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from aioserve.kv_cache import StateSlots
-
-IntArray = npt.NDArray[np.int64]
-
-
-class StatePieces(NamedTuple):
-    """B pieces of L tokens each."""
-
-    tokens: IntArray  # [B, L] packed tokens
-    sources: IntArray | None  # B, slots of the states before them; None: they begin texts
-    slots: IntArray  # B, where the states behind them go
-    copies: IntArray  # [2, C]: those places among B whose states go to these slots as well
+from aioserve.kv_cache import StatePool, StateSlots
+from aioserve.runner.attention.backend import StatePieces, StepInputs
+from aioserve.runner.batch_part import BatchPart
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
 
 
-class StateRows:
+class StateRows(BatchPart[None]):
     """The slots of the rows of a batch."""
 
     def __init__(self, max_num_seqs: int) -> None:
+        super().__init__()
         self._slots = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def pieces(
-        self,
-        req_ids: Sequence[str],
-        rows: IntArray,
-        positions: IntArray,
-        query_start_loc: IntArray,
-        told: Mapping[str, StateSlots],
-    ) -> list[StatePieces]:
-        """The pieces of a step, in an order in which each comes after those before it; arguments
-        are as in `StepInputs` and the part `states` of a `SchedulerOutput`.
-        """
+    def set(self, row: int, request: NewRequestData) -> None:
+        self.rows[row] = None  # its slot comes with its first step
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        return replace(inputs, states=self._pieces(inputs, step.parts.get(StatePool.name, {})))
+
+    def _pieces(self, inputs: StepInputs, told: Mapping[str, StateSlots]) -> list[StatePieces]:
+        """The pieces of a step, in an order in which each comes after those before it."""
+        positions, query_start_loc = inputs.positions, inputs.query_start_loc
         num_tokens = len(positions)
-        if not told and num_tokens == len(rows):  # nothing but decodes: most steps are
-            slots = self._slots[rows]
+        if not told and num_tokens == len(inputs.rows):  # nothing but decodes: most steps are
+            slots = self._slots[inputs.rows]
             return [StatePieces(np.arange(num_tokens)[:, None], slots, slots, _NO_COPIES)]
         groups: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
         begins, ends = query_start_loc[:-1].tolist(), query_start_loc[1:].tolist()
-        for request_id, row, begin, end in zip(req_ids, rows.tolist(), begins, ends, strict=True):
+        members = zip(inputs.req_ids, inputs.rows.tolist(), begins, ends, strict=True)
+        for request_id, row, begin, end in members:
             moves = told.get(request_id)
             if moves is not None:
                 self._slots[row] = moves.slot

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aioserve.runner.attention.backend import StatePieces
 from aioserve.runner.attention.bridge import UnsupportedModelError
-from aioserve.runner.state_rows import StatePieces
 
 _CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")

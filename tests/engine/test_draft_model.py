@@ -117,8 +117,8 @@ async def test_a_draft_model_has_read_what_it_says(
         texts = rest[-1]
         assert isinstance(self._runner, CpuDraftRunner)
         for row in (*rows, *others):
-            size = min(int(self._num_read[row]), int(texts.num_tokens([row])[0]) - 1)
-            blocks = torch.from_numpy(texts.blocks(row)).long()
+            size = min(int(self._num_read[row]), int(texts.batch.num_tokens([row])[0]) - 1)
+            blocks = torch.from_numpy(texts.batch.blocks(row)).long()
             ours, theirs = (
                 caches.value_caches[-1][blocks].transpose(1, 2).flatten(0, 1)[:size]
                 for caches in (self._runner.backend, served[0])

@@ -364,14 +364,17 @@ def test_a_failure_is_known_to_who_comes_with_the_step_that_drops_its_image(
     encoder = ImageEncoder(model.model, FAMILIES[ONE], mark)
     tokens = [mark] * 4 + [7]
     encoder.encode([(EncoderInput(0, 4, "X", {}), 4)])  # there are no pixels in it
-    for says, expected in ((["X"], ["b"]), ([], [])):
+    for says, expected in ((["X"], [0]), ([], [])):
         inputs, step = a_step("b", tokens, begin=4)  # all of the image was found cached
-        encoder.batch_rows.set(step.scheduled_new_reqs[0])
-        encoder.drop(says)
-        assert list(encoder.see(inputs, step)[1]) == expected
+        encoder.set(0, step.scheduled_new_reqs[0])
+        encoder.forget(says)
+        encoder.prepare(inputs, step)
+        assert list(encoder.errors) == expected
+        encoder.drop(0)
     inputs, step = a_step("c", tokens, begin=0)  # nobody had it encoded
-    encoder.batch_rows.set(step.scheduled_new_reqs[0])
-    assert "was not encoded" in encoder.see(inputs, step)[1]["c"]
+    encoder.set(0, step.scheduled_new_reqs[0])
+    encoder.prepare(inputs, step)
+    assert "was not encoded" in encoder.errors[0]
 
 
 async def test_a_failed_step_leaves_the_embedding_where_it_was(

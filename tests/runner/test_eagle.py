@@ -220,10 +220,10 @@ async def test_a_head_guesses_what_a_plain_reference_guesses(
         found = guesses(self, *arguments)
         texts = arguments[-1]
         for row, own in found.items():
-            (known,) = texts.num_tokens([row])
+            (known,) = texts.batch.num_tokens([row])
             one, begin, end = (torch.tensor([n]).numpy() for n in (row, 0, int(known)))
-            if texts.sampling_of(one, end).temperature[0] == 0:
-                text = texts.pack(one, begin, end).input_ids.tolist()
+            if texts.sampling.select(one, end).temperature[0] == 0:
+                text = texts.batch.pack(one, begin, end).input_ids.tolist()
                 assert own == reference.guess(text, len(own))
                 num_compared += 1
         return found

@@ -1,10 +1,14 @@
 """The packed arrays of a step against a loop over requests and tokens."""
 
 import random
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch_part import BatchPart
 from aioserve.runner.input_batch import InputBatch
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -44,9 +48,46 @@ def make_request(
     )
 
 
+class Counted(BatchPart[int]):
+    """It counts the tokens of the requests that have a salt."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        if request.cache_salt:
+            self.rows[row] = 0
+
+    def drop(self, row: int, *, is_finished: bool = False) -> None:
+        super().drop(row)
+        self.calls.append(f"drop {is_finished}")
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        self.calls.append(f"extend by {block_ids}")
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        self.calls.append("prepare")
+        for row, count in zip(inputs.rows.tolist(), np.diff(inputs.query_start_loc), strict=True):
+            if row in self.rows:
+                self.rows[row] += int(count)
+        inputs.parts[self.name] = sum(self.rows.values())
+        return inputs
+
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.calls.append(f"append {token_ids}")
+
+    def may_cut(self, row: int) -> bool:
+        return False
+
+
 @pytest.fixture
 def batch() -> InputBatch:
-    return InputBatch(max_num_seqs=3, max_model_len=30, block_size=BLOCK_SIZE, vocab_size=100)
+    return InputBatch(max_num_seqs=3, max_model_len=30, block_size=BLOCK_SIZE)
 
 
 def test_arrays_of_a_step_equal_the_loop(batch: InputBatch) -> None:
@@ -88,7 +129,6 @@ def test_sampled_tokens_are_the_next_inputs(batch: InputBatch) -> None:
     inputs = batch.prepare(second)
     assert (inputs.input_ids.tolist(), inputs.positions.tolist()) == ([77], [3])
     assert inputs.sampling.tolist() == [0]
-    assert batch.sampling_inputs(inputs).num_tokens.tolist() == [4]
 
 
 def test_the_scheduler_may_set_computed_tokens_back(batch: InputBatch) -> None:
@@ -143,3 +183,28 @@ def test_rows_are_never_shared_or_lost(batch: InputBatch) -> None:
         batch.apply(step)
         assert len(batch) == len(alive)
         assert batch.prepare(step).input_ids.tolist() == list(alive.values())
+
+
+def test_a_part_is_called_from_the_first_request_that_asks_for_it_to_the_last() -> None:
+    part = Counted()
+    batch = InputBatch(3, 30, BLOCK_SIZE, [part])
+    first = make_step({"plain": 3}, [make_request("plain", [1, 2, 3], [0])])
+    batch.apply(first)
+    inputs = batch.prepare(first)
+    batch.append(inputs, np.array([4]))
+    assert (part.calls, inputs.parts) == ([], {})
+    asks = msgspec.structs.replace(make_request("asks", [1, 2], [1]), cache_salt="mine")
+    second = make_step({"plain": 1, "asks": 2}, [asks], {"plain": (3, [2])})
+    batch.apply(second)
+    assert (batch.may_cut("plain", second), batch.may_cut("asks", second)) == (True, False)
+    inputs = batch.prepare(second)
+    batch.append(inputs, np.array([5, 6]))
+    assert inputs.parts == {"counted": 2}
+    part.errors[inputs.rows[1]] = "it has counted enough"
+    assert batch.failures(inputs) == {"asks": "it has counted enough"}
+    batch.apply(make_step({}, cached={"asks": (3, [3])}))
+    third = make_step({"plain": 1}, cached={"plain": (4, [])}, finished=["asks"])
+    batch.apply(third)
+    batch.append(batch.prepare(third), np.array([7]))
+    assert part.calls == ["prepare", "append [[5], [6]]", "extend by [3]", "drop True"]
+    assert (part.rows, part.errors) == ({}, {})

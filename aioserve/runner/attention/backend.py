@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
-from aioserve.runner.state_rows import StatePieces
 
 IntArray = npt.NDArray[np.int64]
 SCALE_BYTES = 4  # of a float32, behind the codes of K or V
@@ -33,13 +32,24 @@ class StepInputs:
     logits_indices: IntArray  # S, the packed token whose logits they sample from
     #: Draft tokens by row of the batch: its last packed tokens. It is in S once more for each.
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    states: Sequence[StatePieces] = ()  # of a model with states
+    states: "Sequence[StatePieces]" = ()  # of a model with states
     given: "GivenRows | None" = None  # of a model that sees
     turns: IntArray | None = None  # T, by which heads turn; None: `positions`
     #: Rows, and from where to where their tokens see each other, in both directions.
     together: Sequence[tuple[int, int, int]] = ()
     #: The step as layers see it that have blocks of their own: other slots, another table.
     windows: "StepInputs | None" = None
+    #: What parts of the batch have found for who asked, by their names.
+    parts: dict[str, Any] = field(default_factory=dict)
+
+
+class StatePieces(NamedTuple):
+    """B pieces of L tokens each."""
+
+    tokens: IntArray  # [B, L] packed tokens
+    sources: IntArray | None  # B, slots of the states before them; None: they begin texts
+    slots: IntArray  # B, where the states behind them go
+    copies: IntArray  # [2, C]: those places among B whose states go to these slots as well
 
 
 class GivenRows(NamedTuple):

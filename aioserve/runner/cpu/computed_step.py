@@ -10,7 +10,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.prompts import Looked
 from aioserve.runner.cpu.sampler import SampledTokens
-from aioserve.runner.drafter import Drafter
+from aioserve.runner.draft_rows import DraftRows
 from aioserve.runner.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.unsound import failed_requests
 
@@ -21,24 +21,23 @@ class ComputedStep:
 
     inputs: StepInputs
     sampled: SampledTokens
-    unseen: dict[str, str]  # whose images could not be encoded, and why
     looked: Looked | None  # if prompts are looked at
     is_masked: bool
     started: float
 
     def keep(
-        self, batch: InputBatch, drafter: Drafter | None, *, takes_guesses: bool
+        self, batch: InputBatch, drafts: DraftRows, *, takes_guesses: bool
     ) -> ModelRunnerOutput:
         """Enter the tokens into the batch, and guess what comes next if it `takes_guesses`."""
-        inputs, sampled = self.inputs, self.sampled
+        inputs, sampled, drafter = self.inputs, self.sampled, drafts.drafter
         token_ids = batch.append(inputs, sampled.token_ids)
         guesses: dict[str, list[int]] = {}
         if drafter is not None:
             seconds = time.perf_counter() - self.started
             drafter.length.stepped(len(inputs.req_ids), len(inputs.positions), seconds)
         if takes_guesses and (self.is_masked or drafter is not None):
-            guesses = batch.guesses(inputs)
-        failed = self.unseen | batch.failures(inputs)
+            guesses = drafts.guesses(inputs, batch)
+        failed = batch.failures(inputs)
         if sampled.failed:
             rows = failed_requests(sampled.failed, inputs.sampling.tolist(), token_ids)
             failed |= {inputs.req_ids[row]: why for row, why in rows.items()}

@@ -17,6 +17,7 @@ from aioserve.kernels import KernelsUnavailableError, compute_thread_ids
 from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import KVCacheSpec, WindowLayers
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
@@ -106,20 +107,25 @@ def load_on_cpu(
             draft_backend = create_attention_backend(draft_spec, num_blocks, block_size)
             drafter = draft.make_drafter(config, CpuDraftRunner(draft_backend, block_size))
         undo.pop_all()
+    parts = BatchParts(
+        model,
+        config.scheduler.max_num_seqs,
+        info.max_model_len,
+        block_size,
+        info.vocab_size,
+        grammars=grammars,
+        eos_token_ids=info.eos_token_ids,
+        drafter=drafter,
+        windows=window_spec,
+    )
     executor = StepExecutor(
         model,
         backend,
         threads,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=info.max_model_len,
-        block_size=block_size,
-        vocab_size=info.vocab_size,
-        grammars=grammars,
-        eos_token_ids=info.eos_token_ids,
+        parts,
         # A step planned ahead would not know which of them are right.
         # States cannot be taken back.
         takes_guesses=config.scheduler.depth == 1 and model.states is None,
-        drafter=drafter,
         windows=window_spec,
         repeats_steps=ranks is None and model.states is None,
     )

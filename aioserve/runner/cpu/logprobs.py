@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.runner.sampling_columns import IntArray
+from aioserve.runner.attention.backend import IntArray
 
 
 def token_logprobs(

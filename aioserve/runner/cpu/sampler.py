@@ -13,9 +13,10 @@ from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner import noise
+from aioserve.runner.attention.backend import IntArray
 from aioserve.runner.cpu.logprobs import token_logprobs
 from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.sampling_columns import NO_LOGPROBS, IntArray, SamplingInputs
+from aioserve.runner.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.unsound import why_unsound
 
 FloatArray = npt.NDArray[np.float32]

@@ -18,7 +18,9 @@ from torch import Tensor
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.progress import stage
+from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.batch import OverlappedBatch
@@ -32,6 +34,7 @@ from aioserve.runner.drafter import Drafter
 from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
+from aioserve.runner.prompt_logprobs import PromptRows, WantedLogprobs
 from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.unsound import failed_requests
@@ -39,7 +42,6 @@ from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
-    from aioserve.grammars import GrammarCompiler
     from aioserve.runner.tensor_parallel.group import Ranks
 
 MAX_IN_FLIGHT = 2  # results that may be on their way; the engine hands over no more steps
@@ -89,11 +91,8 @@ class StepExecutor:
         sampler: DeviceSampler,
         layout: Layout,
         arena: Tensor,
+        parts: BatchParts,
         *,
-        max_model_len: int,
-        grammars: "GrammarCompiler | None" = None,
-        eos_token_ids: Sequence[int] = (),
-        drafter: Drafter | None = None,
         adapter_room: int = 0,
         ranks: "Ranks | None" = None,
     ) -> None:
@@ -105,20 +104,10 @@ class StepExecutor:
         self._device = device
         self._model = model
         self._attention = attention
-        self._batch = OverlappedBatch(
-            limits.num_rows,
-            max_model_len,
-            limits.page_size,
-            sampler.vocab_size,
-            grammars=grammars,
-            eos_token_ids=eos_token_ids,
-            drafter=drafter,
-        )
-        self.adapters = DeviceAdapters(
-            model.adapter_sites, self._batch.adapter_rows, device, adapter_room
-        )
+        self.parts, self._batch = parts, OverlappedBatch(*parts.sizes, parts.all)
+        self.adapters = DeviceAdapters(model.adapter_sites, parts.adapters, device, adapter_room)
         self._host_blocks: DeviceBlocks | None = None
-        self._drafter, self._ranks = drafter, ranks
+        self._drafter, self._ranks = parts.drafts.drafter, ranks
         self._unread: list[LaunchedStep] = []  # whose tokens grammars wait for
         self._rescue = StepRescue(
             self._batch, self._launch, is_possible=ranks is None, is_end=self._is_end
@@ -230,10 +219,10 @@ class StepExecutor:
         """A step whose copies are queued. If this raises, it may be done again."""
         began = time.perf_counter()
         inputs = self._batch.prepare(step)
-        columns = self._batch.sampling_inputs(inputs)
+        columns = self.parts.sampling.of(inputs)
         buffer = self._ring.take()
-        wanted = self._batch.prompt_rows.begin(inputs)
-        owners = self._batch.adapter_rows.of(inputs)
+        wanted: WantedLogprobs | None = inputs.parts.get(PromptRows.name)
+        owners: AdapterOwners | None = inputs.parts.get(AdapterRows.name)
         # graphs give no hidden states, and have no adapters
         sizes = self._graphs.sizes if wanted is None and owners is None else ()
         plan = plan_step(inputs, columns, self._layout, buffer.array, sizes)
@@ -248,7 +237,7 @@ class StepExecutor:
         finally:  # also if that fails: it may be queued by then
             self._ring.guard()
         rows = inputs.rows[plan.sampled]
-        standing = self._batch.grammar_rows.standing(rows)
+        standing = self.parts.grammars.standing(rows)
         if standing:
             self._launch_masked(plan, sampling, attention, rows, asked)
         else:
@@ -295,7 +284,7 @@ class StepExecutor:
         logits: list[Tensor] = []
         self._device.launch(lambda: logits.append(self._compute(plan, attention, asked)))
         self._read_last()
-        made = self._batch.grammar_rows.begin(rows, plan.inputs.drafts)
+        made = self.parts.grammars.begin(rows, plan.inputs.drafts)
         assert made is not None, "one of the rows has a grammar"
         masks = self._sampler.stage_masks(made.result())
         self._device.launch(lambda: self._sample(logits.pop(), sampling, masks))
@@ -317,7 +306,7 @@ class StepExecutor:
         while self._unread:
             last = self._unread.pop(0)
             last.event.wait()
-            self._batch.grammar_rows.catch_up(last.standing, last.result.array)
+            self.parts.grammars.catch_up(last.standing, last.result.array)
 
     def close(self) -> None:
         """Let its thread end. Idempotent."""
@@ -371,7 +360,7 @@ class StepExecutor:
         drafter.length.stepped(
             len(inputs.req_ids), len(inputs.positions), time.perf_counter() - step.began
         )
-        guesses = self._batch.guesses(inputs)
+        guesses = self.parts.drafts.guesses(inputs, self._batch)
         step.failed.update(self._batch.failures(inputs))
         return _make_output(step, kept, failed, logprobs, of_prompts, guesses)
 

@@ -27,6 +27,7 @@ from aioserve.runner.attention.backend import (
     KVCacheSpec,
     ModelInputs,
 )
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
@@ -201,10 +202,16 @@ def make_executor(
         sampler,
         layout,
         arena,
-        max_model_len=max_model_len,
-        grammars=grammars,
-        eos_token_ids=info.eos_token_ids,
-        drafter=drafter,
+        BatchParts(
+            model,
+            num_rows,
+            max_model_len,
+            page_size,
+            info.vocab_size,
+            grammars=grammars,
+            eos_token_ids=info.eos_token_ids,
+            drafter=drafter,
+        ),
         adapter_room=card.free - memory.total + memory.adapters,
         ranks=ranks,
     )

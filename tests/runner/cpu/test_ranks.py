@@ -317,7 +317,10 @@ def test_drafts_of_the_first_are_verified_by_both(
     expected = alone.generate("a", 8)
     ngram = SpeculationConfig(speculative_method="ngram")
     driver, pair = make_pair(dtype="float32", speculation=ngram)
-    assert (pair.first._drafter is None, pair.second._drafter is None) == (False, True)
+    assert [rank.parts.drafts.drafter is None for rank in (pair.first, pair.second)] == [
+        False,
+        True,
+    ]
     driver.add("a", prompt)
     driver.step()
     drafts = [expected[1], (expected[2] + 1) % VOCAB_SIZE, expected[3]]

@@ -264,8 +264,8 @@ def test_a_step_that_raises_at_once_still_gives_the_rows_of_those_who_left_back(
         driver.add(f"old{index}", [1, 2, index], SamplingParams(temperature=0, logit_bias={3: 1.0}))
     driver.step()
     batch = driver.runner._batch
-    for part in (batch.grammar_rows, batch.prompt_rows, batch.adapter_rows):
-        monkeypatch.setattr(part, "drop", lambda row: 1 / 0)
+    for part in batch.parts:
+        monkeypatch.setattr(part, "drop", lambda row, **_: 1 / 0)
     for index in range(8):
         driver.finish(f"old{index}")
     driver.add("lost", [1, 2, 3])
@@ -371,7 +371,7 @@ def test_a_row_whose_token_cannot_be_chosen_fails_alone(
     driver.add("odd", [1, 2], SamplingParams(temperature=0, logit_bias={3: 1.0}))
     driver.add("late", [1, 2], SamplingParams(temperature=0, presence_penalty=1.0))
     driver.step()
-    edits = driver.runner._batch._sampling._edits
+    edits = driver.runner.parts.sampling.rows
     odd, late = (edits[driver.runner._batch._rows[name]] for name in ("odd", "late"))
     monkeypatch.setattr(odd, "apply", lambda logits, num_tokens: 1 / 0)
     monkeypatch.setattr(late, "append", lambda token_id: 1 / 0)

@@ -215,7 +215,7 @@ def test_penalties_count_tokens_as_they_are_sampled() -> None:
     for length in range(1, 5):
         inputs = columns.select(np.array([0]), np.array([length]))
         token_ids = sampler.sample(logits, inputs).token_ids
-        columns.append(np.array([0]), [token_ids.tolist()])
+        columns.append(np.array([0]), [token_ids.tolist()], {})
         chosen += token_ids.tolist()
     assert chosen == [7, 7, 8, 7]
 
@@ -232,7 +232,7 @@ def test_a_bad_word_is_never_said_to_its_end_unless_nothing_else_is_allowed() ->
     for length in range(2, 8):
         inputs = columns.select(rows, np.full(2, length))
         token_ids = sampler.sample(logits, inputs).token_ids
-        columns.append(rows, token_ids[:, None].tolist())
+        columns.append(rows, token_ids[:, None].tolist(), {})
         chosen.append(token_ids.tolist())
     assert [list(said) for said in zip(*chosen, strict=True)] == [[7, 7, 9, 7, 7, 9], [7] * 6]
 

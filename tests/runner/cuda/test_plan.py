@@ -10,6 +10,7 @@ from aioserve.runner import noise
 from aioserve.runner.attention import StepInputs
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
+from aioserve.runner.sampling_columns import SamplingColumns
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.driver import Driver
@@ -32,7 +33,8 @@ class Traffic(Driver):
     def __init__(self, seed: int) -> None:
         super().__init__(None, NUM_BLOCKS, BLOCK_SIZE)  # type: ignore[arg-type]
         self.random = random.Random(seed)
-        self.batch = OverlappedBatch(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+        self.sampling = SamplingColumns(NUM_ROWS, VOCAB_SIZE)
+        self.batch = OverlappedBatch(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, [self.sampling])
         self.given: dict[str, int] = {}  # tokens that the runner was told, by request
         self.num_added = 0
 
@@ -80,7 +82,7 @@ class Traffic(Driver):
             return None
         inputs = self.batch.prepare(output)
         arena = np.full(LAYOUT.size, -(1 << 30), dtype=np.int32)
-        plan = plan_step(inputs, self.batch.sampling_inputs(inputs), LAYOUT, arena, SIZES)
+        plan = plan_step(inputs, self.sampling.of(inputs), LAYOUT, arena, SIZES)
         self.batch.append_unknown(inputs)
         return output, inputs, plan
 

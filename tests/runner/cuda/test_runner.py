@@ -27,6 +27,7 @@ from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
@@ -108,10 +109,16 @@ def make_runner(
             DeviceSampler(device, limits.num_rows, limits.num_samples, info.vocab_size, draw.draw),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
-            max_model_len=info.max_model_len,
-            grammars=grammars,
-            eos_token_ids=info.eos_token_ids,
-            drafter=ngram_drafter(config.speculation),
+            BatchParts(
+                loaded,
+                limits.num_rows,
+                info.max_model_len,
+                page_size,
+                info.vocab_size,
+                grammars=grammars,
+                eos_token_ids=info.eos_token_ids,
+                drafter=ngram_drafter(config.speculation),
+            ),
             adapter_room=1 << 30,
         )
 

@@ -14,6 +14,7 @@ from aioserve.runner.attention.backend import (
     LayerSpec,
     ModelInputs,
 )
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import DeviceAttention, TorchDeviceAttention
 from aioserve.runner.cuda.executor import StepExecutor
@@ -100,14 +101,15 @@ def make_executor(
             capture_sizes=sizes,
             arrays=layout.split(arena),
         )
+    model = TinyModel()
     executor = StepExecutor(
         device,
-        TinyModel(),
+        model,
         attention,
         DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
         layout,
         arena,
-        max_model_len=max_model_len,
+        BatchParts(model, limits.num_rows, max_model_len, limits.page_size, VOCAB_SIZE),
     )
     executor.capture(sizes)
     return executor

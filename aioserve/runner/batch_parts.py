@@ -1,0 +1,56 @@
+"""Which parts the batch of a runner has, on either side: a new part gets its line here."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aioserve.kv_cache import WindowSpec
+from aioserve.runner.adapter_rows import AdapterRows
+from aioserve.runner.batch_part import BatchPart
+from aioserve.runner.draft_rows import DraftRows
+from aioserve.runner.drafter import Drafter
+from aioserve.runner.grammar_rows import GrammarRows
+from aioserve.runner.pooling import PooledRows
+from aioserve.runner.prompt_logprobs import PromptRows
+from aioserve.runner.sampling_columns import SamplingColumns
+from aioserve.runner.served_model import ServedModel
+from aioserve.runner.state_rows import StateRows
+from aioserve.runner.window_rows import WindowRows
+
+if TYPE_CHECKING:
+    from aioserve.grammars import GrammarCompiler
+
+
+class BatchParts:
+    """The parts of one batch; `all` in the order in which they are called."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        grammars: "GrammarCompiler | None" = None,
+        eos_token_ids: Sequence[int] = (),
+        drafter: Drafter | None = None,
+        windows: WindowSpec | None = None,
+    ) -> None:
+        """Without `grammars`, no request may ask for structured outputs."""
+        self.sizes = max_num_seqs, max_model_len, block_size  # as `InputBatch` takes them
+        self.sampling = SamplingColumns(max_num_seqs, vocab_size)
+        self.grammars = GrammarRows(grammars, vocab_size, eos_token_ids)
+        self.adapters = AdapterRows()
+        self.drafts = DraftRows(drafter, self.sampling, self.grammars)
+        parts: list[BatchPart[Any] | None] = [
+            self.sampling,
+            PromptRows(),
+            PooledRows(),
+            self.adapters,
+            model.image_encoder,
+            None if model.states is None else StateRows(max_num_seqs),
+            None if windows is None else WindowRows(max_num_seqs, max_model_len, block_size),
+            self.grammars,
+            self.drafts,
+        ]
+        self.all = tuple(part for part in parts if part is not None)
