@@ -42,11 +42,10 @@ EXIT_UNREAD = 141  # a shell's, for SIGPIPE
 _EPILOG = """\
 Commands: serve (the default); chat, bench, compare, search, sweep, calibrate, replay, trace, fetch,
 doctor and completion have a --help of their own.
-Settings come from --config, then --set, then flags: of two values the later in this order wins, and
-of two --set the later one.
+Flags override --set, --set overrides --config, and a later --set overrides an earlier one.
 Exit codes of serve: 0 after SIGTERM or Ctrl-C, 1 for a failure, 2 for settings that cannot work, 3
-if the engine died (every client is told first; --no-exit-on-dead-engine waits for a signal) or what
-hangs was given up.
+if the engine died (clients get an error first; --no-exit-on-dead-engine waits for a signal) or if a
+hung event loop or shutdown was given up.
 
 Policies, for --policy and --shadow-policy:
 """
@@ -211,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=("all",),
         metavar="all",
-        help="the commonest settings; --help=all: every setting",
+        help="show the commonest settings and exit; --help=all: every setting",
     )
     parser.add_argument("--version", action="version", version=f"aioserve {__version__}")
     parser.add_argument(
@@ -223,7 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=assignment,
-        help="any setting, and options of the policy: scheduler.options.chunk_size=64; repeatable",
+        help="set any setting or policy option: scheduler.options.chunk_size=64; repeatable",
     )
     groups: dict[str, TakesArguments] = {}
     settings = []

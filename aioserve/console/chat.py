@@ -84,20 +84,22 @@ def _parser() -> Parser:
         epilog="Without a terminal, each message of stdin is answered on stdout, and the first "
         f"failure ends it. The key of the server is taken from {KEY_VARIABLE}.",
     )
-    parser.add_argument("url", nargs="?", metavar="URL", default=DEFAULT_URL, help="of the server")
-    parser.add_argument("--model", help="name of a model or adapter there (default: its model)")
+    parser.add_argument(
+        "url", nargs="?", metavar="URL", default=DEFAULT_URL, help="URL of the server"
+    )
+    parser.add_argument("--model", help="model or LoRA adapter on the server (default: its model)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
         "--sampling",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help=f"repeatable; {', '.join(SAMPLING)}",
+        help=f"sampling parameter; repeatable; names: {', '.join(SAMPLING)}",
     )
     parser.add_argument(
         "--no-history",
         action="store_true",
-        help="neither read nor keep the file of typed lines, for the arrows: "
+        help="neither read nor write the history file of typed lines: "
         "~/.local/state/aioserve/chat_history",
     )
     return parser

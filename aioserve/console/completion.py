@@ -24,11 +24,13 @@ def run_completion(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         "completion",
-        description="Print what has a shell complete the command aioserve.",
+        description="Print the shell completion script of the command aioserve.",
         epilog='In ~/.bashrc: eval "$(aioserve completion bash)". In ~/.zshrc, after compinit: '
         'eval "$(aioserve completion zsh)".',
     )
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh"), help="shell to print the completion script for"
+    )
     arguments = parser.parse_args(argv)
     try:
         import argcomplete

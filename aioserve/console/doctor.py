@@ -42,10 +42,10 @@ def run_doctor(argv: Sequence[str]) -> int:
     """`python -m aioserve doctor [--json]`; returns 0 if nothing is missing, else 1."""
     parser = Parser(
         "doctor",
-        description="Say what is found on this machine: packages, instruction sets, kernels, "
-        "memory, cards; and what is missing, with the line that brings it.",
-        epilog="Exit codes: 0 if nothing is missing, 1 if something is. Notes are of what can be "
-        "added.",
+        description="Check this machine: packages, instruction sets, kernels, memory, GPUs. "
+        "Prints what is missing, with the command that installs it.",
+        epilog="Exit codes: 0 if nothing is missing, 1 if something is. Notes list what is "
+        "optional.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)

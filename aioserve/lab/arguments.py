@@ -11,7 +11,7 @@ from aioserve.lab.slo import Slo
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, help: str = "a setting, as for serve; repeatable"
+    parser: argparse.ArgumentParser, help: str = "set any setting of serve; repeatable"
 ) -> None:
     """`--set`, as a list of (dotted name, value)."""
     parser.add_argument(
@@ -30,14 +30,18 @@ def add_slo(parser: argparse.ArgumentParser) -> None:
         "--slo",
         type=Slo.parse,
         metavar="LIMITS",
-        help="for goodput, in seconds: ttft=0.5,tpot=0.05,e2e=10",
+        help="latency limits in seconds that goodput counts against: ttft=0.5,tpot=0.05,e2e=10",
     )
 
 
 def add_time_scale(group: TakesArguments) -> None:
     """`--time-scale`, above 0."""
     group.add_argument(
-        "--time-scale", type=positive, default=1.0, metavar="X", help="0.5: twice the rate"
+        "--time-scale",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="factor on the times between arrivals; 0.5: twice the request rate",
     )
 
 
@@ -46,8 +50,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print the numbers as JSON too, in the last line; into a pipe or a file they always "
-        "are",
+        help="print the numbers as JSON too, in the last line (the default without a terminal)",
     )
 
 

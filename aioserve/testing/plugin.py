@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="POLICY",
-        help="run the contract on this policy, up to the first broken rule (--maxfail=99: on): an "
-        "installed name, package.module:Class or path/to/file.py:Class; may be repeated. Other "
+        help="run the contract on this policy and stop at the first broken rule (--maxfail=99: go "
+        "on): an installed name, package.module:Class or path/to/file.py:Class; repeatable. Other "
         "tests run only if they are named",
     )
     group.addoption(
@@ -39,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_mapping,
         default={},
         metavar="JSON",
-        help="options of the policies, as a JSON object",
+        help="options of these policies, as a JSON object",
     )
     group.addoption(
         "--aioserve-examples",
         type=int,
         default=None,
         metavar="N",
-        help="how many random traffics each policy meets at each pipeline depth",
+        help="number of random request sequences per policy and pipeline depth",
     )
 
 

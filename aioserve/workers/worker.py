@@ -34,13 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser("aioserve.workers.worker")
-    parser.add_argument("name", help="what it is called in the log")
-    parser.add_argument("address", help="where the engine is")
-    parser.add_argument("log_level", help="as the setting")
-    parser.add_argument("log_format", help="likewise")
-    parser.add_argument("lifeline", type=int, help="a descriptor that ends with the engine")
-    parser.add_argument("num_admin", type=int, help="how many of the last are for operators")
-    parser.add_argument("sockets", type=int, nargs="+", help="descriptors to listen on")
+    parser.add_argument("name", help="name of this worker in the log")
+    parser.add_argument("address", help="address of the engine's socket")
+    parser.add_argument("log_level", help="log level, as --log-level of serve")
+    parser.add_argument("log_format", help="log format, as --log-format of serve")
+    parser.add_argument(
+        "lifeline", type=int, help="file descriptor that closes when the engine ends"
+    )
+    parser.add_argument(
+        "num_admin", type=int, help="how many of the sockets, the last ones, serve the admin routes"
+    )
+    parser.add_argument(
+        "sockets", type=int, nargs="+", help="file descriptors of the sockets to listen on"
+    )
     given = parser.parse_args(argv)
     set_up_logging(given.log_level, given.log_format, given.name)
     sockets = [socket.socket(fileno=number) for number in given.sockets]

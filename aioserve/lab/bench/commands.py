@@ -73,35 +73,51 @@ def _parser() -> Parser:
         description="Measure an OpenAI-compatible server over HTTP.",
         epilog="Where stdout is no terminal, the last line is JSON, unless -o names a file for it.",
     )
-    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", help="its name there (default: the first of /v1/models)")
+    parser.add_argument(
+        "url", metavar="URL", help="URL of the server, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--model", help="model name on that server (default: the first of /v1/models)"
+    )
     parser.add_argument(
         "--endpoint",
         choices=("completions", "chat"),
         default="completions",
-        help="which of OpenAI's two",
+        help="OpenAI endpoint to send requests to",
     )
     parser.add_argument(
         "--prompts",
         choices=("auto", "ids", "text"),
         default="auto",
-        help="token ids, or common words in their place; auto: ids if the server takes them",
+        help="prompts as token ids or as common words; auto: ids if the server accepts them",
     )
     parser.add_argument(
-        "--vocab-size", type=count, default=2000, metavar="N", help="prompt ids stay below"
+        "--vocab-size",
+        type=count,
+        default=2000,
+        metavar="N",
+        help="random prompt token ids are below N",
     )
     parser.add_argument(
         "--extra-body",
         type=mapping,
         default={},
         metavar="JSON",
-        help='fields for every request; null removes one: {"min_tokens": 9, "ignore_eos": null}',
+        help='request fields to add; null removes one: {"min_tokens": 9, "ignore_eos": null}',
     )
     parser.add_argument(
-        "--header", action="append", default=[], metavar="NAME:VALUE", help="repeatable"
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="HTTP header to send; repeatable",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=600.0, metavar="S", help="seconds without a byte"
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="seconds without a byte after which a request fails",
     )
     load = parser.add_argument_group("load")
     arrivals = load.add_mutually_exclusive_group()
@@ -109,34 +125,52 @@ def _parser() -> Parser:
         "--concurrency",
         type=count,
         metavar="N",
-        help="closed loop: so many clients, each with one request at a time (default: 1)",
+        help="closed loop: number of clients, each with one request at a time (default: 1)",
     )
-    arrivals.add_argument("--rate", type=positive, metavar="R", help="Poisson arrivals a second")
+    arrivals.add_argument(
+        "--rate", type=positive, metavar="R", help="open loop: Poisson arrivals per second"
+    )
     arrivals.add_argument(
         "--workload",
         metavar="FILE",
-        help="as for compare: a description or a trace",
+        help="description or trace of requests, as for compare",
     )
-    load.add_argument("--input-tokens", type=count, default=128, metavar="N", help="of each prompt")
-    load.add_argument("--output-tokens", type=count, default=128, metavar="N", help="of each reply")
     load.add_argument(
-        "--prefix-tokens", type=count, metavar="N", help="before those: the same for all requests"
+        "--input-tokens", type=count, default=128, metavar="N", help="tokens per prompt"
+    )
+    load.add_argument(
+        "--output-tokens", type=count, default=128, metavar="N", help="tokens per reply"
+    )
+    load.add_argument(
+        "--prefix-tokens",
+        type=count,
+        metavar="N",
+        help="tokens of a shared prefix before each prompt",
     )
     load.add_argument(
         "--num-requests",
         type=count,
         metavar="N",
-        help="default: 4 for each client, at least 10; 100 with --rate; all with --workload",
+        help="requests to measure (default: 4 per client, at least 10; 100 with --rate; all with "
+        "--workload)",
     )
     add_time_scale(load)
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and arrivals")
     load.add_argument(
-        "--warmup", type=natural, default=1, metavar="N", help="requests before those that count"
+        "--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals"
     )
-    load.add_argument("--max-seconds", type=positive, metavar="S", help="cut the run short")
+    load.add_argument(
+        "--warmup",
+        type=natural,
+        default=1,
+        metavar="N",
+        help="requests sent first and not measured",
+    )
+    load.add_argument(
+        "--max-seconds", type=positive, metavar="S", help="stop the run after this many seconds"
+    )
     add_slo(parser)
     add_json(parser)
-    add_output(parser, "-o", "--output", help="write the JSON there")
+    add_output(parser, "-o", "--output", help="file to write the JSON to")
     return parser
 
 

@@ -27,12 +27,16 @@ def run_calibrate(argv: Sequence[str]) -> int:
         epilog="A minute and a half with the embedded model. Where stdout is no terminal, the last "
         "line is JSON.",
     )
-    parser.add_argument("--config", metavar="FILE", help="settings, as for serve")
-    parser.add_argument("--model", help="as for serve (default: the embedded model)")
-    add_settings(parser)
-    add_output(parser, "-o", "--output", help="where to write the profile", metavar="FILE.yaml")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, as for serve")
     parser.add_argument(
-        "--quick", action="store_true", help="a third of the loads, for a rougher profile"
+        "--model", help="model to measure, as for serve (default: the embedded model)"
+    )
+    add_settings(parser)
+    add_output(parser, "-o", "--output", help="file to write the profile to", metavar="FILE.yaml")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure a third of the loads: a faster, rougher profile",
     )
     add_json(parser)
     args = parser.parse_args(argv)

@@ -41,11 +41,11 @@ def run_compare(words: Sequence[str]) -> int:
     _add_workload(parser).add_argument(
         "--replay",
         metavar="LOG",
-        help="a decision log: its requests, and the step times and memory of its server",
+        help="decision log: repeat its requests with the step times and memory of its server",
     )
     _add_common(parser)
     _add_jobs(parser)
-    add_output(parser, "--html", help="write a report with plots")
+    add_output(parser, "--html", help="write a report with plots to this HTML file")
     parser.add_argument(
         "--live", action="store_true", help="run the real engine in real time, in rounds"
     )
@@ -73,21 +73,20 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fleet",
         metavar="N",
-        help="so many replicas behind a router in one virtual time; or a YAML file, or the name "
-        "of a shipped one",
+        help="replicas behind a router, simulated: their number, a YAML file or a shipped name",
     )
     group.add_argument(
         "--routers",
         nargs="+",
         metavar="NAME",
-        help=f"each configuration behind each of these: {', '.join(ROUTERS)} (default: the "
+        help=f"routers to try with each configuration: {', '.join(ROUTERS)} (default: the fleet "
         "file's, else least_work)",
     )
     group.add_argument(
         "--price-per-hour",
         type=float,
         metavar="X",
-        help="of a replica, for prices per million tokens; in any currency",
+        help="price of a replica per hour in any currency, to report prices per million tokens",
     )
 
 
@@ -115,10 +114,18 @@ def run_search(words: Sequence[str]) -> int:
     _add_workload(parser)
     _add_common(parser, seeds=1)
     parser.add_argument(
-        "--goodput", type=float, default=0.99, metavar="SHARE", help="of requests within the SLO"
+        "--goodput",
+        type=float,
+        default=0.99,
+        metavar="SHARE",
+        help="share of requests that must be within the SLO",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.02, metavar="SHARE", help="how exact, of the rate"
+        "--tolerance",
+        type=float,
+        default=0.02,
+        metavar="SHARE",
+        help="relative precision of the rate found",
     )
     arguments = parser.parse_args(words)
     if arguments.slo is None:
@@ -167,11 +174,11 @@ def run_sweep(words: Sequence[str]) -> int:
     _add_workload(parser)
     _add_common(
         parser,
-        set_help="the setting to sweep, with several values separated by commas, such as "
-        "scheduler.options.chunk_size=64,128,256; more --set with one value each hold for all",
+        set_help="setting to sweep, with several values separated by commas, such as "
+        "scheduler.options.chunk_size=64,128,256; a --set with one value holds for all runs",
     )
     _add_jobs(parser)
-    add_output(parser, "--html", help="write a report with plots")
+    add_output(parser, "--html", help="write a report with plots to this HTML file")
     arguments = parser.parse_args(words)
     swept = [(name, value) for name, value in arguments.set if _is_list(value)]
     if len(swept) != 1:
@@ -223,24 +230,36 @@ def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
     sources.add_argument(
         "--workload",
         metavar="FILE",
-        help=".yaml, or the name of a shipped one: a description; .csv: an Azure trace; "
+        help="requests to send; .yaml or a shipped name: a description; .csv: an Azure trace; "
         ".jsonl: a Mooncake trace or request log",
     )
     add_time_scale(group)
-    group.add_argument("--start", type=float, default=0.0, metavar="S", help="skip so many seconds")
+    group.add_argument(
+        "--start", type=float, default=0.0, metavar="S", help="seconds of arrivals to skip"
+    )
     group.add_argument(
         "--duration", type=positive, metavar="S", help="seconds of arrivals to keep (default: all)"
     )
     group.add_argument("--limit", type=count, metavar="N", help="requests to keep (default: all)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     group.add_argument(
-        "--copies", type=count, default=1, metavar="N", help="so many such crowds at once"
+        "--seed", type=int, default=0, metavar="N", help="seed of the first repetition"
     )
     group.add_argument(
-        "--min-turns", type=count, default=1, metavar="N", help="conversations of so many turns"
+        "--copies",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of copies of the workload to run at once",
     )
     group.add_argument(
-        "--clip", action="store_true", help="shorten requests that are longer than max_model_len"
+        "--min-turns",
+        type=count,
+        default=1,
+        metavar="N",
+        help="keep only conversations of at least N turns",
+    )
+    group.add_argument(
+        "--clip", action="store_true", help="shorten requests that exceed max_model_len"
     )
     return sources
 
@@ -248,7 +267,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
 def _add_common(
     parser: argparse.ArgumentParser,
     seeds: int = DEFAULT_SEEDS,
-    set_help: str = "a setting of all configurations, over those of their files; repeatable",
+    set_help: str = "set a setting of all configurations, overriding their files; repeatable",
 ) -> None:
     parser.add_argument(
         "--seeds",
@@ -258,7 +277,7 @@ def _add_common(
     )
     add_slo(parser)
     add_settings(parser, set_help)
-    add_output(parser, "--json", help="write all numbers")
+    add_output(parser, "--json", help="write all numbers to this JSON file")
     parser.set_defaults(live=False)
 
 
@@ -267,7 +286,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="processes for simulated runs (default: one a core, if there is that much to do)",
+        help="processes for simulated runs (default: one per core, fewer for little work)",
     )
 
 

@@ -37,10 +37,12 @@ def run_replay(argv: Sequence[str]) -> int:
         epilog="Where stdout is no terminal, the last line is JSON. Exit code 1: some step came "
         "out differently.",
     )
-    parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
-    parser.add_argument("--policy", help="another policy, as for serve")
+    parser.add_argument(
+        "log", metavar="FILE", help="decision log, written by a server with --decision-log"
+    )
+    parser.add_argument("--policy", help="policy to simulate on the recorded traffic, as for serve")
     add_settings(
-        parser, "another scheduler or cache setting, or scheduler.options.NAME; repeatable"
+        parser, "change a scheduler or cache setting, or scheduler.options.NAME; repeatable"
     )
     add_json(parser)
     args = parser.parse_args(argv)
@@ -60,12 +62,14 @@ def run_trace(argv: Sequence[str]) -> int:
         "trace",
         description="Turn a decision log into a trace for ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument("log", metavar="FILE", help="written by a server with --decision-log")
-    add_output(parser, "-o", "--output", help="where to (default: FILE.json)")
+    parser.add_argument(
+        "log", metavar="FILE", help="decision log, written by a server with --decision-log"
+    )
+    add_output(parser, "-o", "--output", help="file to write the trace to (default: FILE.json)")
     parser.add_argument(
         "--no-reasons",
         action="store_true",
-        help="leave out why requests waited, for which the scheduler is run again",
+        help="leave out why requests waited: faster, as the scheduler is not run again",
     )
     args = parser.parse_args(argv)
     log = DecisionLog(args.log)
