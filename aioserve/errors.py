@@ -18,6 +18,7 @@
     ├── EngineStartError        an engine was started twice, or after its end, or ended meanwhile
     ├── ForeignLoopError        an engine was called from a thread or event loop that is not its own
     ├── PolicyError             a scheduler policy broke a rule of the scheduler interface
+    │   └── StalledError        it has scheduled no request for too long although some wait
     ├── InvariantError          aioserve's own books do not add up: a bug, or private state was used
     ├── WorkerError             the processes in front of the engine do not stay alive
     ├── RunnerDeadError         the model runner cannot run another step; the engine ends
@@ -28,6 +29,7 @@
 A message says what is wrong, what would be right, and where.
 """
 
+from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,10 +48,19 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+class CallInterrupted(BaseException):
+    """Another thread ends a call that takes too long; no `Exception`, so that what is called does
+    not take it for one of its own.
+    """
+
+
 #: What comes from outside while a policy runs. All else that it raises is its failure, `SystemExit`
 #: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
 #: a policy's to ask for.
-FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit)
+FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit, CallInterrupted)
+
+#: What an observer, or what turns one request's tokens into text, may raise without harm to others.
+FAULTS = (Exception, CancelledError, SystemExit)
 
 
 class AioserveError(Exception):
@@ -157,6 +168,10 @@ class EngineDeadError(AioserveError):
 
 class PolicyError(AioserveError):
     """A policy broke a rule; the message names the policy and the rule."""
+
+
+class StalledError(PolicyError):
+    """A policy has scheduled no request for too long, although some wait and nothing runs."""
 
 
 class InvariantError(AioserveError):

@@ -25,7 +25,7 @@ MISTAKES = {
     "returned a list": ("    def schedule(self):\n        return [1]\n", "got [1]"),
     "held for ever": (
         "    def schedule(self):\n        return self.new_step().output()\n",
-        "has scheduled nobody for 30 s although 3 requests wait",
+        "has scheduled no request for 30 s although 3 wait",
     ),
     "admitted an id": (
         "    def schedule(self):\n"

@@ -50,7 +50,7 @@ class Arrivals:
         `EngineOverloadedError`, before the work is done, if that is too much for the queue.
         """
         try:
-            self._core.scheduler.check_queue(num_tokens, self.num_arriving, self.num_tokens)
+            self._core.loop.scheduler.check_queue(num_tokens, self.num_arriving, self.num_tokens)
             self.num_arriving += 1
             self.num_tokens += num_tokens
             try:
@@ -95,7 +95,7 @@ class Arrivals:
 
     def _estimate_wait(self) -> float:
         """Seconds until today's queue is served, if prompts go on being served as of late."""
-        stats = self._core.scheduler.make_stats()
+        stats = self._core.loop.scheduler.make_stats()
         rate = self._metrics.prompt_token_rate.per_second(self._clock())
         if stats is None or rate <= 0:
             return MIN_RETRY_SECONDS

@@ -90,7 +90,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         self.metrics = EngineMetrics(
             self.get_stats,
             self._get_wait_reasons,
-            lambda: 0 if self._parts is None else self._parts.core.num_policy_failures,
+            lambda: 0 if self._parts is None else self._parts.core.loop.failures.count,
             lambda: self.replaced_policy_error is not None,
             lambda: None if self._runner is None else self._runner.num_compute_threads,
             self._get_info,
@@ -137,9 +137,9 @@ class AsyncEngine(EngineFront[EngineParts]):
         Requests of its step failed with this error; the engine goes on, and asks it again.
         """
         parts = self._parts
-        if parts is None or parts.core.policy_failure is None:
+        if parts is None or parts.core.loop.failures.last is None:
             return None
-        error, when = parts.core.policy_failure
+        error, when = parts.core.loop.failures.last
         return None if parts.clock() - when > POLICY_FAILURE_SECONDS else error
 
     @property
@@ -147,14 +147,14 @@ class AsyncEngine(EngineFront[EngineParts]):
         """What the policy did wrong, for which a plain one, first come first served, plans in its
         place until `switch_policy`; None: the policy that is set plans.
         """
-        return None if self._parts is None else self._parts.core.replaced_after
+        return None if self._parts is None else self._parts.core.loop.failures.replaced_after
 
     @property
     def first_policy_error(self) -> Exception | None:
         """The first thing that a policy did wrong since the start: figures of such a run are not
         those of the policy alone.
         """
-        return None if self._parts is None else self._parts.core.first_policy_failure
+        return None if self._parts is None else self._parts.core.loop.failures.first
 
     @property
     def adapters(self) -> Adapters:
@@ -208,9 +208,9 @@ class AsyncEngine(EngineFront[EngineParts]):
         if is_real(parts.clock):
             self._watchdog = Watchdog(
                 self.config.server,
-                lambda: parts.core.scheduler.policy,
+                lambda: parts.core.loop.scheduler.policy,
                 lambda: parts.core.step_since,
-                lambda: parts.core.scheduler.has_requests(),
+                lambda: parts.core.loop.scheduler.has_requests(),
                 self._give_up_step,
             )
 
@@ -252,7 +252,9 @@ class AsyncEngine(EngineFront[EngineParts]):
         """
         parts = self._alive()
         if self._trials is None:
-            self._trials = Trials(parts.core, parts.clock, lambda: self.config, self.max_model_len)
+            self._trials = Trials(
+                parts.core.loop, parts.clock, lambda: self.config, self.max_model_len
+            )
         return self._trials
 
     async def look(self, after: int) -> Seen:
@@ -260,7 +262,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         parts = self._alive()
         if self._gallery is None:
             self._gallery = Gallery(
-                parts.core, parts.clock, self.metrics, lambda: self.config, self.max_model_len
+                parts.core.loop, parts.clock, self.metrics, lambda: self.config, self.max_model_len
             )
         return await self._gallery.look(after)
 
@@ -282,12 +284,13 @@ class AsyncEngine(EngineFront[EngineParts]):
             return Health("ready", f"{plain} {self.config.scheduler.policy}: {error}")
         if self.policy_error is not None:
             return Health("failing", str(self.policy_error))
-        seconds = parts.core.stalled_seconds()
+        seconds = parts.core.loop.stalled_seconds()
         if seconds > self.config.scheduler.stall_timeout / 2:
-            waits = (
-                f"policy {self.config.scheduler.policy} has scheduled nobody for {seconds:.0f} s"
+            return Health(
+                "stalled",
+                f"policy {self.config.scheduler.policy} has scheduled no request for "
+                f"{seconds:.0f} s although requests wait",
             )
-            return Health("stalled", f"{waits} although requests wait")
         return Health()
 
     def switch_policy(self, policy: str, options: dict[str, Any] | None = None) -> None:
@@ -387,14 +390,14 @@ class AsyncEngine(EngineFront[EngineParts]):
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; True if the KV cache is now empty."""
         parts = self._alive()
-        is_empty = parts.core.scheduler.reset_prefix_cache()
+        is_empty = parts.core.loop.scheduler.reset_prefix_cache()
         if parts.kv_events is not None:
             parts.kv_events.deliver()
         return is_empty
 
     def get_stats(self) -> SchedulerStats | None:
         """The scheduler's state and totals; None before the start and after the end."""
-        return None if self._parts is None else self._parts.core.scheduler.make_stats()
+        return None if self._parts is None else self._parts.core.loop.scheduler.make_stats()
 
     def inspect(self) -> EngineSnapshot | None:
         """What it is doing now: every request and why it waits, steps in flight, what memory is
@@ -402,7 +405,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         """
         if (parts := self._parts) is None:
             return None
-        is_fallback = parts.core.replaced_after is not None
+        is_fallback = parts.core.loop.failures.replaced_after is not None
         policy = FALLBACK_POLICY if is_fallback else self.config.scheduler.policy
         return take_snapshot(parts, policy, self.state, is_fallback=is_fallback)
 
@@ -511,8 +514,8 @@ class AsyncEngine(EngineFront[EngineParts]):
             }
         }
         if parts is not None:
-            settings, policy = self.config.scheduler, parts.core.scheduler.policy
-            if parts.core.replaced_after is not None:
+            settings, policy = self.config.scheduler, parts.core.loop.scheduler.policy
+            if parts.core.loop.failures.replaced_after is not None:
                 info["policy"] = options_as_labels(FALLBACK_POLICY, policy, {})
             else:
                 info["policy"] = options_as_labels(settings.policy, policy, settings.options)
@@ -525,7 +528,9 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     def _get_wait_reasons(self) -> Counter[WaitReason]:
         parts = self._parts
-        return Counter(() if parts is None else parts.core.scheduler.get_wait_reasons().values())
+        return Counter(
+            () if parts is None else parts.core.loop.scheduler.get_wait_reasons().values()
+        )
 
     # What follows is for front ends in other processes.
 

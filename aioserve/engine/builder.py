@@ -16,7 +16,7 @@ from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.adapters import Adapters
 from aioserve.engine.arrivals import Arrivals
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
-from aioserve.engine.core import EngineCore
+from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.delivery import Delivery
 from aioserve.engine.image_memory import ImageMemory
 from aioserve.engine.input_processor import InputProcessor
@@ -37,11 +37,11 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.watch.delegate import DelegatingScheduler, without
+from aioserve.step_loop import StepLoop
 from aioserve.watch.recorder import RecordingScheduler
-from aioserve.watch.shadow import Shadow, ShadowedScheduler
+from aioserve.watch.shadow import Shadow
 from aioserve.watch.shadow_turns import ShadowTurns
-from aioserve.watch.timeline import TimelineScheduler
+from aioserve.watch.timeline import Timelines
 from aioserve.watch.writer import LogWriter
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class EngineParts(NamedTuple):
 
     async def close(self) -> None:
         """Give back all but the runner. The engine task has ended."""
-        scheduler = self.core.scheduler
+        scheduler = self.core.loop.scheduler
         try:
             if (connector := scheduler.get_kv_connector()) is not None:
                 await connector.shutdown()
@@ -149,11 +149,20 @@ class EngineBuilder:
         max_model_len = self._fit_max_model_len(kv_cache.num_slots)
         _check_windows(config, info.windows, max_model_len)
         scheduler = self._make_scheduler(kv_cache, max_model_len)
+        loop: EngineLoop = StepLoop(
+            scheduler,
+            depth=config.scheduler.depth,
+            clock=clock,
+            stall_timeout=config.scheduler.stall_timeout,
+            fallback=msgspec.structs.replace(
+                config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
+            ),
+        )
         turns = None
         if self._shadow_policy is not None:
             shadow = self._make_shadow(self._shadow_policy, info, max_model_len, metrics)
-            scheduler = ShadowedScheduler(scheduler, shadow, clock)
             turns = ShadowTurns(shadow, clock)
+            loop.observers.subscribe(turns)
         input_processor = InputProcessor(
             self._model_info,
             max_model_len,
@@ -166,36 +175,25 @@ class EngineBuilder:
         tracing = None
         if config.server.otlp_traces_endpoint is not None:
             exporter = make_exporter(config.server.otlp_traces_endpoint)
-            scheduler = timelines = TimelineScheduler(scheduler, clock)
+            timelines = Timelines()
+            loop.observers.subscribe(timelines)
             tracing = Tracing(exporter, timelines, clock, config.model.served_name)
         output_processor = OutputProcessor(
             tokenizer, metrics, self._request_log, tracing, clock=clock
         )
+        loop.observers.subscribe(output_processor)
         relay = None
         if on_kv_event is not None:
             relay = KVEventRelay(
-                kv_cache, on_kv_event, lambda error: core.failures.log("on_kv_event", error)
+                kv_cache, on_kv_event, lambda error: loop.log.log("on_kv_event", error)
             )
-        delivery = Delivery(output_processor, clock, turns)
-        deliver = delivery.deliver
+            loop.observers.subscribe(relay)
+        delivery = Delivery(output_processor, clock)
+        sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_role == "producer":
             reader_of = output_processor.reader_of
-            deliver = HeldBack(deliver, kv_cache.connector, reader_of).deliver
-        core = EngineCore(
-            scheduler,
-            self.runner,
-            pipeline_depth=config.scheduler.depth,
-            stall_timeout=config.scheduler.stall_timeout,
-            clock=clock,
-            deliver=deliver,
-            expire=delivery.expire,
-            fail=delivery.fail,
-            note_scheduled=output_processor.note_scheduled,
-            after_step=(lambda: None) if relay is None else relay.deliver,
-            fallback=msgspec.structs.replace(
-                config.scheduler, policy=FALLBACK_POLICY, options={}, victim="policy"
-            ),
-        )
+            sink = HeldBack(delivery, kv_cache.connector, reader_of)
+        core = EngineCore(loop, self.runner, sink, clock=clock)
         return EngineParts(
             info,
             core,
@@ -223,12 +221,7 @@ class EngineBuilder:
         """Another shadow, or none, as `config` has it. Raises `ConfigError` or `PolicyError` before
         anything has changed. The requests that are there are not told to it.
         """
-        watched, shadow = parts.core.scheduler, None
-        layer = watched
-        while isinstance(layer, DelegatingScheduler):
-            if isinstance(layer, ShadowedScheduler):
-                watched = without(watched, layer)
-            layer = layer.live
+        shadow = None
         before, self.config = self.config, config
         try:
             if config.shadow.shadow_policy is not None:
@@ -239,15 +232,15 @@ class EngineBuilder:
         except BaseException:
             self.config = before
             raise
+        observers = parts.core.loop.observers
         if parts.shadow_turns is not None:
             parts.shadow_turns.close()
-        turns = None
+            observers.unsubscribe(parts.shadow_turns)
         if shadow is None:
             self._metrics.shadow.begin(None)
-        else:
-            watched = ShadowedScheduler(watched, shadow, self._clock)
-            turns = ShadowTurns(shadow, self._clock)
-        parts.core.scheduler, parts.delivery.shadow_turns = watched, turns
+            return None
+        turns = ShadowTurns(shadow, self._clock)
+        observers.subscribe(turns)
         return turns
 
     def _make_scheduler(self, kv_cache: KVCacheManager, max_model_len: int) -> SchedulerInterface:

@@ -164,13 +164,13 @@ class Control:
     async def _vacate(self) -> None:
         """Take their blocks from all requests, and forget what was cached."""
         await self._core.vacate()
-        if not self._core.scheduler.reset_prefix_cache():
+        if not self._core.loop.scheduler.reset_prefix_cache():
             raise InvariantError("a request has kept its blocks")
 
     def _check(self, what: str, running: Running, *, replaces_weights: bool) -> None:
         """Raises `ConfigError` where blocks, or weights, cannot be given up."""
         config = self._config
-        if not isinstance(innermost(self._core.scheduler), BaseScheduler):
+        if not isinstance(innermost(self._core.loop.scheduler), BaseScheduler):
             raise ConfigError(f"{what}: only policies that derive from BaseScheduler give way")
         if config.cache.kv_connector != "none":
             raise ConfigError(
@@ -198,7 +198,9 @@ class Control:
             self._check_trial(what)
 
     def _check_trial(self, what: str) -> None:
-        if any(isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.scheduler)):
+        if any(
+            isinstance(watcher, RecordingScheduler) for watcher in chain(self._core.loop.scheduler)
+        ):
             raise ConfigError(
                 f"{what}: the traffic is recorded to try a policy on, and a recording does not "
                 "tell that requests lose their blocks: abort them (running: abort), or wait"

@@ -5,11 +5,10 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 
 from collections.abc import Callable
 
-from aioserve.engine.failure_log import FAULTS, FailureLog
 from aioserve.engine.output_processor import OutputProcessor
-from aioserve.errors import PolicyError, RequestFailedError
+from aioserve.errors import FAULTS, PolicyError, RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
-from aioserve.watch.shadow_turns import ShadowTurns
+from aioserve.step_loop import FailureLog
 
 
 class Delivery:
@@ -19,12 +18,10 @@ class Delivery:
         self,
         output_processor: OutputProcessor,
         clock: Callable[[], float],
-        shadow_turns: ShadowTurns | None,
     ) -> None:
         self._output_processor = output_processor
         self._clock = clock
         self._failures = FailureLog(clock)
-        self.shadow_turns = shadow_turns
         #: By client that is another process: sends off what was delivered for it.
         self.send_off: dict[int, Callable[[], None]] = {}
 
@@ -38,11 +35,6 @@ class Delivery:
                 send_off()
             except FAULTS as error:  # of that client alone: its connection ends
                 self._failures.log(f"sending outputs to client {client_index}", error)
-        if self.shadow_turns is not None:
-            try:
-                self.shadow_turns.take()
-            except FAULTS as error:
-                self._failures.log("the shadow's turn", error)
         return stopped
 
     def expire(self, request_ids: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Frames of the scheduler at work, for whoever looks: some a second, while somebody does.
 
-Puts an `Onlooker` before the scheduler when the first comes, and takes it away when the last has
+Lets an `Onlooker` observe the step loop when the first comes, and takes it away when the last has
 gone. A frame is encoded once for all; who is too slow for them gets a snapshot instead, so nobody
 has a queue. Knows no HTTP: a look is a question, from here or from another process.
 """
@@ -14,7 +14,7 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.clock import Clock, LoopLag
-from aioserve.engine.core import EngineCore
+from aioserve.engine.core import EngineLoop
 from aioserve.engine.metrics import EngineMetrics, Latencies, ShadowMetrics
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.operations.answers import Seen
@@ -22,7 +22,7 @@ from aioserve.scheduler import BaseScheduler
 from aioserve.scheduler.option_fields import OptionField
 from aioserve.scheduler.registry import describe_options, describe_policies
 from aioserve.version import __version__
-from aioserve.watch.delegate import innermost, without
+from aioserve.watch.delegate import innermost
 from aioserve.watch.frames import About, Frame, Gauges, Histograms, Shadow, Snapshot
 from aioserve.watch.onlooker import Onlooker
 
@@ -40,14 +40,14 @@ class Gallery:
 
     def __init__(
         self,
-        core: EngineCore,
+        loop: EngineLoop,
         clock: Clock,
         metrics: EngineMetrics,
         config: Callable[[], EngineConfig],
         max_model_len: int,
     ) -> None:
         """`config` is asked each time: the policy may have changed."""
-        self._core = core
+        self._loop = loop
         self._clock = clock
         self._metrics = metrics
         self._config = config
@@ -103,7 +103,7 @@ class Gallery:
 
     def _take_away(self) -> None:
         if self._onlooker is not None:
-            self._core.scheduler = without(self._core.scheduler, self._onlooker)
+            self._loop.observers.unsubscribe(self._onlooker)
         self._onlooker = self._metrics.latencies = None
         self._frames.clear()
         if self._timer is not None:
@@ -111,14 +111,14 @@ class Gallery:
         self._wake()
 
     def _open(self) -> None:
-        policy = innermost(self._core.scheduler)
+        policy = innermost(self._loop.scheduler)
         if not isinstance(policy, BaseScheduler):
             raise RequestError(
                 f"policy {type(policy).__name__} does not derive from BaseScheduler: what it does "
                 "cannot be watched"
             )
-        self._onlooker = Onlooker(self._core.scheduler, policy, self._clock)
-        self._core.scheduler = self._onlooker
+        self._onlooker = Onlooker(lambda: self._loop.scheduler, policy, self._clock)
+        self._loop.observers.subscribe(self._onlooker)
         self._metrics.latencies = Latencies()
         self._unix_time = time.time()
         self._set_timer()
@@ -197,9 +197,9 @@ class Gallery:
         return _encoder.encode(snapshot)
 
     def _measure(self, onlooker: Onlooker) -> Gauges:
-        num_running, num_waiting = onlooker.get_request_counts()
+        num_running, num_waiting = self._loop.scheduler.get_request_counts()
         pool, latencies = onlooker.pool, self._metrics.latencies
-        policy = innermost(self._core.scheduler)
+        policy = innermost(self._loop.scheduler)
         first_tokens, gaps = ([], []) if latencies is None else latencies.take()
         return Gauges(
             loop_lag=round(1e3 * self._loop_lag(), 2),

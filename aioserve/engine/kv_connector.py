@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aioserve.config import EngineConfig
+from aioserve.engine.core import OutputSink
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.kv_connector import (
@@ -34,8 +35,6 @@ GIB = 1 << 30
 
 # No end is held back for longer: on a disk that hangs, nothing will be found. A guess.
 HOLD_SECONDS = 10.0
-
-Deliver = Callable[[int, list[EngineCoreOutput]], list[str]]
 
 
 def check_connector(config: EngineConfig, policy: type[SchedulerInterface]) -> None:
@@ -134,22 +133,23 @@ class HeldBack:
 
     def __init__(
         self,
-        deliver: Deliver,
+        sink: OutputSink,
         connector: KVConnectorBase,
         reader_of: Callable[[str], object | None],
     ) -> None:
         """`reader_of` returns what reads the outputs of the request of that id now."""
-        self._deliver = deliver
+        self._sink = sink
+        self.expire, self.fail = sink.expire, sink.fail
         self._connector = connector
         self._reader_of = reader_of
 
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
-        """As `Delivery.deliver`."""
+        """Hand a step's outputs on, but for the ends of requests."""
         ends = [output for output in outputs if output.finish_reason is not None]
         if ends:  # their readers may have left by then: nobody is told
             self._hold(client_index, ends)
             outputs = [output for output in outputs if output.finish_reason is None]
-        return self._deliver(client_index, outputs)
+        return self._sink.deliver(client_index, outputs)
 
     def _hold(self, client_index: int, ends: list[EngineCoreOutput]) -> None:
         readers = [self._reader_of(end.request_id) for end in ends]
@@ -164,7 +164,7 @@ class HeldBack:
                     if reader is not None and self._reader_of(end.request_id) is reader
                 ]
                 ends.clear()
-                self._deliver(client_index, told)
+                self._sink.deliver(client_index, told)
 
         timer = asyncio.get_running_loop().call_later(HOLD_SECONDS, tell)
         self._connector.when_saved(tell)

@@ -7,11 +7,12 @@ blocks.
 import asyncio
 from collections.abc import Callable
 
-from aioserve.engine.failure_log import FAULTS
+from aioserve.errors import FAULTS
 from aioserve.kv_cache import KVCacheManager, KVEvent
+from aioserve.step_loop import StepObserver
 
 
-class KVEventRelay:
+class KVEventRelay(StepObserver):
     """An observer that raises misses what it raised over; nobody else notices."""
 
     def __init__(
@@ -25,6 +26,9 @@ class KVEventRelay:
         self._observer = observer
         self._on_error = on_error
         self._is_delivering = False
+
+    def on_turn_end(self) -> None:
+        self.deliver()
 
     def deliver(self) -> None:
         """Tell the observer what it does not know yet, in order. On the event loop."""

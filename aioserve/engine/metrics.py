@@ -186,7 +186,7 @@ class EngineMetrics(Collector):
         )
         yield CounterMetricFamily(
             "aioserve_policy_failures",
-            "Times the policy raised, broke a rule or scheduled nobody",
+            "Times the policy raised, broke a rule or scheduled no request",
             self._get_num_policy_failures(),
         )
         yield GaugeMetricFamily(

@@ -13,16 +13,17 @@ from aioserve.engine.detokenizer import (
     StopStringMatcher,
     choose_detokenizer,
 )
-from aioserve.engine.failure_log import FAULTS, FailureLog
 from aioserve.engine.metrics import RequestCounts
 from aioserve.engine.request_lines import log_request
 from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.tracing import Tracing
-from aioserve.errors import RequestFailedError
+from aioserve.errors import FAULTS, RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
 from aioserve.request import Request
+from aioserve.scheduler import SchedulerOutput
+from aioserve.step_loop import FailureLog, StepObserver
 
 
 class RequestState(SampleState):
@@ -131,7 +132,7 @@ class RequestState(SampleState):
         return (text + self.stops.flush() if is_last else text), None, num_tokens
 
 
-class OutputProcessor:
+class OutputProcessor(StepObserver):
     """All requests that have a reader, and the delivery to them."""
 
     def __init__(
@@ -218,12 +219,10 @@ class OutputProcessor:
         if (state := self._states.get(request_id)) is not None:
             state.request.num_cached_tokens = num_tokens
 
-    def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
-        """A step with these was planned, which have no blocks before it: for the first time, or
-        again.
-        """
-        for request_id in request_ids:
-            state = self._states.get(request_id)
+    def on_planned(self, output: SchedulerOutput, now: float) -> None:
+        """Note when requests entered the batch for the first time."""
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.request_id)
             if state is not None and state.scheduled_time is None:
                 state.scheduled_time = now
 

@@ -71,7 +71,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # the name of the policy that plans, as `scheduler.policy` has it
     policy_class: str  # the name of its class
     is_fallback: bool  # a plain policy plans in the place of the one that is set, which has failed
-    watchers: list[str]  # the classes that look on, the one next to the engine first
+    watchers: list[str]  # the classes that record the scheduler, and those that observe its steps
     stalled_seconds: float  # for how long no request was served although some wait
     num_running: int
     num_waiting: int  # in the queue, or until their blocks have been read
@@ -90,16 +90,20 @@ def take_snapshot(
 ) -> EngineSnapshot:
     """Look at `parts` between two of their steps. `policy` is the name of the one that plans."""
     core, arrivals, claims = parts.core, parts.arrivals, parts.claims
-    *watchers, deciding = chain(core.scheduler)
+    *recorders, deciding = chain(core.loop.scheduler)
     now = parts.clock()
     num_running, num_waiting = deciding.get_request_counts()
     return EngineSnapshot(
         state=state,
         policy=policy,
-        policy_class=core.scheduler.policy.__name__,
+        policy_class=core.loop.scheduler.policy.__name__,
         is_fallback=is_fallback,
-        watchers=[type(watcher).__name__ for watcher in watchers],
-        stalled_seconds=core.stalled_seconds(),
+        watchers=[
+            type(watcher).__name__
+            for watcher in (*recorders, *core.loop.observers)
+            if watcher is not parts.output_processor
+        ],
+        stalled_seconds=core.loop.stalled_seconds(),
         num_running=num_running,
         num_waiting=num_waiting,
         num_arriving=arrivals.num_arriving,
@@ -110,11 +114,11 @@ def take_snapshot(
         ids_in_use=claims.ids(),
         steps_in_flight=[
             StepSnapshot(
-                step_id=output.step_id,
-                age=now - since,
-                num_tokens=dict(output.num_scheduled_tokens),
+                step_id=step.output.step_id,
+                age=now - step.since,
+                num_tokens=dict(step.output.num_scheduled_tokens),
             )
-            for output, since in core.steps_in_flight()
+            for step in core.loop.in_flight
         ],
         cache=_cache(deciding),
     )

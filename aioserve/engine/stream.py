@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from aioserve.engine.failure_log import FAULTS
+from aioserve.errors import FAULTS
 from aioserve.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from aioserve.errors import ConfigError
 from aioserve.images import Illustrated
 from aioserve.outputs import FinishReason
 from aioserve.version import __version__
-from aioserve.watch.timeline import Timeline, TimelineScheduler
+from aioserve.watch.timeline import Timeline, Timelines
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -63,12 +63,12 @@ def operation_of(prompt: Any, *, is_pooled: bool) -> str:
 
 
 class Tracing:
-    """Of one engine, whose scheduler `timelines` watches."""
+    """The traces of one engine, made of what its `timelines` have noted."""
 
     def __init__(
         self,
         exporter: "SpanExporter",
-        timelines: TimelineScheduler,
+        timelines: Timelines,
         clock: Callable[[], float],
         model: str,
     ) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.engine.clock import Clock
-from aioserve.engine.core import EngineCore
+from aioserve.engine.core import EngineLoop
 from aioserve.errors import EngineOverloadedError, RequestError
 from aioserve.operations.answers import Report
 from aioserve.scheduler import BaseScheduler, load_policy
@@ -48,13 +48,13 @@ class Trials:
 
     def __init__(
         self,
-        core: EngineCore,
+        loop: EngineLoop,
         clock: Clock,
         config: Callable[[], EngineConfig],
         max_model_len: int,
     ) -> None:
         """`config` is asked each time: the policy may have changed."""
-        self._core = core
+        self._loop = loop
         self._clock = clock
         self._config = config
         self._max_model_len = max_model_len
@@ -87,7 +87,7 @@ class Trials:
                 f"seconds must be from 1 to {MAX_SECONDS:g}, got {seconds:g}", param="seconds"
             )
         policy = load_policy(settings.policy)
-        live = innermost(self._core.scheduler)
+        live = innermost(self._loop.scheduler)
         if not (issubclass(policy, BaseScheduler) and isinstance(live, BaseScheduler)):
             raise RequestError("only policies that derive from BaseScheduler can be compared")
         policy.parse_options(settings.options)
@@ -131,7 +131,7 @@ class Trials:
         recorder, end = self._begin(sink), self._clock() + seconds
         there = self._request_ids()
         try:
-            self._core.scheduler = recorder
+            self._loop.scheduler = recorder
             if enough is None:
                 await asyncio.sleep(seconds)
             else:
@@ -140,14 +140,14 @@ class Trials:
                 last = self._request_ids() - there
                 await self._wait(rest, lambda: last.isdisjoint(self._request_ids()))
         finally:
-            self._core.scheduler = without(self._core.scheduler, recorder)
+            self._loop.scheduler = without(self._loop.scheduler, recorder)
             sink.write(Closed(self._clock()))
             await asyncio.to_thread(sink.close)
         return recorder.num_added
 
     def _request_ids(self) -> set[str]:
         """Of the requests that have not ended."""
-        policy = innermost(self._core.scheduler)
+        policy = innermost(self._loop.scheduler)
         assert isinstance(policy, BaseScheduler)
         return {request.request_id for request in policy.get_requests()}
 
@@ -159,7 +159,7 @@ class Trials:
                     await asyncio.sleep(POLL_SECONDS)
 
     def _begin(self, sink: LogWriter) -> RecordingScheduler:
-        chain = self._core.scheduler
+        chain = self._loop.scheduler
         live = innermost(chain)
         assert isinstance(live, BaseScheduler)
         return RecordingScheduler(

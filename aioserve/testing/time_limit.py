@@ -11,6 +11,8 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
+from aioserve.errors import CallInterrupted
+
 #: A call of a policy takes microseconds: one that takes so long does not come back.
 CALL_SECONDS = 10.0
 LOOK_SECONDS = 0.1
@@ -18,8 +20,8 @@ LOOK_SECONDS = 0.1
 DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
-class OutOfTime(BaseException):
-    """A call took too long; no `Exception`, so that what is called does not take it for one."""
+class OutOfTime(CallInterrupted):
+    """A call of a policy took too long, and is ended by the thread that looks at all calls."""
 
 
 @dataclass(slots=True, eq=False)

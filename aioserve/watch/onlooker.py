@@ -1,16 +1,16 @@
 """Notes what a scheduler does for those who look on: a few list entries per step.
 
-Stands between engine and scheduler only while somebody looks, and changes nothing there. Knows no
-clock but the one it is given, no loop and no socket: `engine.gallery` makes frames of its notes.
+Observes the step loop only while somebody looks, and changes nothing there. Knows no event loop and
+no socket: `engine.gallery` makes frames of its notes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from aioserve.config import SchedulerConfig
-from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput
-from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.step_loop import StepObserver
 from aioserve.watch.frames import Back, Came, Ended, Events, Planned, Stands, Switched, Waits
 from aioserve.watch.shown_id import shown_id
 
@@ -21,17 +21,23 @@ MAX_ASKED_EACH_STEP = 64
 _STATES = {RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 
 
-class Onlooker(DelegatingScheduler):
-    """The scheduler `live`, watched. If watching fails it ends, and the server goes on."""
+class Onlooker(StepObserver):
+    """Notes of one engine, between two frames. If it fails, it hears no more, and the server goes
+    on.
+    """
 
     def __init__(
-        self, live: SchedulerInterface, policy: BaseScheduler, clock: Callable[[], float]
+        self,
+        scheduler: Callable[[], SchedulerInterface],
+        policy: BaseScheduler,
+        clock: Callable[[], float],
     ) -> None:
-        """`policy` is who decides at the end of the chain that `live` is the beginning of."""
-        super().__init__(live)
+        """`scheduler` returns the engine's, which a switch of the policy may replace; `policy` is
+        the one that plans now, and has the requests that are there already.
+        """
         self.began = clock()
         self.pool = policy.kv_cache.pool
-        self._clock = clock
+        self._scheduler = scheduler
         self._numbers: dict[str, int] = {}  # of requests that have not ended
         self._requests: dict[int, Request] = {}
         self._num_told = 0
@@ -41,7 +47,7 @@ class Onlooker(DelegatingScheduler):
         self._is_to_ask = False  # why requests wait, after the next step, however many they are
         self._clear()
         for request in policy.get_requests():
-            self._tell(request)
+            self.on_added(request, self.began)
         self._came.clear()  # pictures have them
 
     def _clear(self) -> None:
@@ -99,73 +105,14 @@ class Onlooker(DelegatingScheduler):
 
     # What is noted.
 
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        self._try(self._tell, request)
-
-    def schedule(self) -> SchedulerOutput:
-        output = super().schedule()
-        self._try(self._note_plan, output)
-        return output
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        num_before = self.live.get_num_unfinished_requests()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._try(self._note_result, scheduler_output.step_id, model_runner_output)
-        # In most steps nobody ends, and then nobody has to be looked for.
-        if num_before != self.live.get_num_unfinished_requests():
-            for client_outputs in outputs.values():
-                for output in client_outputs.outputs:
-                    if output.finish_reason is not None:
-                        self._try(self._forget, [output.request_id], output.finish_reason)
-        return outputs
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[str]:
-        ended = super().finish_requests(request_ids, finished_status)
-        reason = finished_status.finish_reason
-        self._try(self._forget, ended, FinishReason.ERROR if reason is None else reason)
-        return ended
-
-    def expire_requests(self) -> list[str]:
-        ended = super().expire_requests()
-        self._try(self._forget, ended, FinishReason.TIMEOUT)
-        return ended
-
-    def discard_step(self, last_step_id: int) -> list[str]:
-        ended = super().discard_step(last_step_id)
-        self._try(self._forget, ended, FinishReason.ERROR)
-        return ended
-
-    def switch(self, settings: SchedulerConfig) -> SchedulerInterface:
-        super().switch(settings)
-        self._try(self._note_switch, settings)
-        return self
-
-    # How.
-
-    def _tell(self, request: Request) -> None:
+    def on_added(self, request: Request, now: float) -> None:
         self._num_told = number = self._num_told + 1
         self._numbers[request.request_id] = number
         self._requests[number] = request
         self._came.append(self._describe(number, request))
 
-    def _describe(self, number: int, request: Request) -> Came:
-        return Came(
-            number,
-            shown_id(request.request_id),
-            request.user,
-            request.priority,
-            request.num_prompt_tokens,
-            request.sampling_params.max_tokens,
-            self.since_began(request.arrival_time),
-        )
-
-    def _note_plan(self, output: SchedulerOutput) -> None:
-        num_running, num_waiting = self.live.get_request_counts()
+    def on_planned(self, output: SchedulerOutput, now: float) -> None:
+        num_running, num_waiting = self._scheduler().get_request_counts()
         if num_waiting and (self._is_to_ask or num_waiting <= MAX_ASKED_EACH_STEP):
             self._note_reasons(output.step_id)
         rows, numbers = output.num_scheduled_tokens, self._numbers
@@ -184,7 +131,7 @@ class Onlooker(DelegatingScheduler):
         self._planned.append(
             Planned(
                 output.step_id,
-                self.since_began(self._clock()),
+                self.since_began(now),
                 joined,
                 left,
                 tokens,
@@ -198,14 +145,7 @@ class Onlooker(DelegatingScheduler):
             )
         )
 
-    def _encoded(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        found = []
-        for row, places in output.scheduled_encoder_inputs.items():
-            items = self._requests[self._numbers[row]].encoder_inputs
-            found.append((self._numbers[row], sum(items[place].num_tokens for place in places)))
-        return found
-
-    def _note_result(self, step_id: int, result: ModelRunnerOutput) -> None:
+    def on_back(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
         counts = list(map(len, result.sampled_token_ids))
         tokens: list[tuple[int, int]] = []
         if counts.count(1) != len(counts):
@@ -215,11 +155,39 @@ class Onlooker(DelegatingScheduler):
                 for row, count in zip(result.req_ids, counts, strict=True)
                 if count != 1 and row in numbers
             ]
-        self._back.append(Back(step_id, self.since_began(self._clock()), tokens))
+        self._back.append(Back(output.step_id, self.since_began(now), tokens))
 
-    def _note_switch(self, settings: SchedulerConfig) -> None:
-        now = self.since_began(self._clock())
-        self._switched.append(Switched(now, settings.policy, settings.options))
+    def on_ended(self, request_ids: list[str], reason: FinishReason, now: float) -> None:
+        for request_id in request_ids:
+            number = self._numbers.pop(request_id, None)
+            if number is not None:
+                request = self._requests.pop(number)
+                self._ended.append(
+                    Ended(number, self.since_began(now), str(reason), request.num_output_tokens)
+                )
+
+    def on_switched(self, settings: SchedulerConfig, now: float) -> None:
+        self._switched.append(Switched(self.since_began(now), settings.policy, settings.options))
+
+    # How.
+
+    def _describe(self, number: int, request: Request) -> Came:
+        return Came(
+            number,
+            shown_id(request.request_id),
+            request.user,
+            request.priority,
+            request.num_prompt_tokens,
+            request.sampling_params.max_tokens,
+            self.since_began(request.arrival_time),
+        )
+
+    def _encoded(self, output: SchedulerOutput) -> list[tuple[int, int]]:
+        found = []
+        for row, places in output.scheduled_encoder_inputs.items():
+            items = self._requests[self._numbers[row]].encoder_inputs
+            found.append((self._numbers[row], sum(items[place].num_tokens for place in places)))
+        return found
 
     def _note_reasons(self, step_id: int) -> None:
         """Right after a step: of whoever waits then, it says something."""
@@ -227,7 +195,7 @@ class Onlooker(DelegatingScheduler):
         numbers, told = self._numbers, self._reasons
         reasons = {
             numbers[request_id]: str(reason)
-            for request_id, reason in self.live.get_wait_reasons().items()
+            for request_id, reason in self._scheduler().get_wait_reasons().items()
         }
         self._waits += [
             Waits(number, step_id, reason)
@@ -235,14 +203,6 @@ class Onlooker(DelegatingScheduler):
             if told.get(number) != reason
         ]
         self._reasons = reasons
-
-    def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
-        now = self.since_began(self._clock())
-        for request_id in request_ids:
-            number = self._numbers.pop(request_id, None)
-            if number is not None:
-                request = self._requests.pop(number)
-                self._ended.append(Ended(number, now, str(reason), request.num_output_tokens))
 
 
 def _without(numbers: list[int], others: list[int]) -> list[int]:

@@ -1,26 +1,25 @@
 """A second policy on the live traffic, in virtual time: what would it have done?
 
-Stands between engine and scheduler and changes nothing there. The shadow has block ids of its own
-and no tensors; its steps take the time that a model learned from the live ones predicts.
+Observes the live step loop and changes nothing there. The shadow has block ids of its own and no
+tensors; its steps take the time that a model learned from the live ones predicts.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
+from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import (
     BaseScheduler,
     OnlineStepTime,
-    SchedulerInterface,
     SchedulerOutput,
 )
-from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.step_loop import StepLoop, StepObserver
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ SLICE_SECONDS = 0.001
 # What it did not need it cannot save up for later: a share is a share of every moment.
 MAX_CREDIT_SECONDS = 0.01
 UNKNOWN_TOKEN = 0  # where the shadow is ahead of the live reply
+WHOLE_REPLIES = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ShadowObserver(Protocol):
@@ -83,8 +83,9 @@ class Shadow:
         self._ids: dict[Request, str] = {}
         self._live: dict[str, Request] = {}
         self._last_token: dict[str, float] = {}
-        self._step: SchedulerOutput | None = None
-        self._step_end = 0.0
+        self._loop: StepLoop[float] = StepLoop(  # a step's handle is when it ends
+            self.scheduler, depth=1, clock=lambda: self.now, raises=True
+        )
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +126,8 @@ class Shadow:
     def _run(self, horizon: float, stop_at: float) -> None:
         while time.perf_counter() < stop_at:
             event_time = self._events[0][0] if self._events else horizon + 1
-            step_end = self._step_end if self._step is not None else horizon + 1
+            in_flight = self._loop.in_flight
+            step_end = in_flight[0].handle if in_flight else horizon + 1
             if min(event_time, step_end) > horizon:
                 return
             if horizon - min(event_time, step_end) > MAX_BEHIND_SECONDS:
@@ -137,14 +139,14 @@ class Shadow:
             else:
                 self.now = step_end
                 self._finish_step()
-            if self._step is None:
+            if not in_flight:
                 self._plan_step()
 
     def _take_event(self) -> None:
         _, live, left = self._events.popleft()
         if left:
             if (request_id := self._ids.get(live)) is not None:
-                self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                self._loop.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
                 self._forget(request_id)
             return
         self._num_followed += 1
@@ -152,24 +154,22 @@ class Shadow:
         spec = live.spec.without_arrays()  # it may live longer, and has no encoder
         request = Request(msgspec.structs.replace(spec, request_id=shadow_id))
         request.stop_token_ids = frozenset()  # it ends where the live one did
-        self.scheduler.add_request(request)
+        self._loop.add_request(request)
         self._ids[live] = request.request_id
         self._live[request.request_id] = live
 
     def _plan_step(self) -> None:
-        for request_id in self.scheduler.expire_requests():
+        for request_id in self._loop.expire_requests():
             self._forget(request_id)
-        if not self.scheduler.has_requests():
-            return
-        output = self.scheduler.schedule()
-        if output.total_num_scheduled_tokens:
-            self.stats.num_steps += 1
-            self._step = output
-            self._step_end = self.now + self.step_time.seconds_of(output)
+        for step in self._loop.fill():
+            if step.output.total_num_scheduled_tokens:
+                self.stats.num_steps += 1
+                step.handle = self.now + self.step_time.seconds_of(step.output)
+            else:  # it tells a runner who left, and here is none
+                step.handle = self.now
 
     def _finish_step(self) -> None:
-        assert self._step is not None
-        output, self._step = self._step, None
+        output = self._loop.in_flight[0].output
         sampled = []
         for request_id in output.num_scheduled_tokens:
             request = self.scheduler.get_request(request_id)
@@ -180,7 +180,7 @@ class Shadow:
             )
             sampled.append([self._token(request)] if is_sampling and request is not None else [])
         result = ModelRunnerOutput(list(output.num_scheduled_tokens), sampled)
-        self.scheduler.update_from_output(output, result)
+        self._loop.take(result)
         for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
             if request_id not in self._live:
                 continue
@@ -211,7 +211,7 @@ class Shadow:
             and live.status.is_finished
             and request.num_tokens >= live.num_tokens
         ):
-            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
+            self._loop.finish_requests([request_id], RequestStatus.FINISHED_STOPPED)
             request = None
         if request is None:
             self._on_end(request_id)
@@ -227,70 +227,26 @@ class Shadow:
         self._last_token.pop(request_id, None)
 
 
-class ShadowedScheduler(DelegatingScheduler):
-    """The live scheduler, watched by a `Shadow`. Every call goes through unchanged."""
+class ShadowFeed(StepObserver):
+    """Tells a shadow of the live requests: when they came, and when their clients left."""
 
-    def __init__(
-        self, live: SchedulerInterface, shadow: Shadow, clock: Callable[[], float]
-    ) -> None:
-        super().__init__(live)
-        self.shadow = shadow
-        self._clock = clock
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
         self._requests: dict[str, Request] = {}
 
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        self._try(self._note_added, request)
-
-    def schedule(self) -> SchedulerOutput:
-        output = super().schedule()
-        self._try(self._note_planned, output)
-        return output
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._try(self._note_returned, scheduler_output, outputs)
-        return outputs
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[str]:
-        ended = super().finish_requests(request_ids, finished_status)
-        self._try(self._note_ended, ended)
-        return ended
-
-    def expire_requests(self) -> list[str]:
-        ended = super().expire_requests()
-        self._try(self._note_ended, ended)
-        return ended
-
-    def discard_step(self, last_step_id: int) -> list[str]:
-        ended = super().discard_step(last_step_id)
-        self._try(self._note_ended, ended)
-        return ended
-
-    def _note_added(self, request: Request) -> None:
+    def on_added(self, request: Request, now: float) -> None:
         self._requests[request.request_id] = request
-        self.shadow.note(self._clock(), request)
+        self._shadow.note(now, request)
 
-    def _note_planned(self, output: SchedulerOutput) -> None:
-        self.shadow.step_time.planned(output, self._clock())
+    def on_planned(self, output: SchedulerOutput, now: float) -> None:
+        self._shadow.step_time.planned(output, now)
 
-    def _note_returned(
-        self, scheduler_output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
-        self.shadow.step_time.returned(scheduler_output, self._clock())
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                if output.finish_reason is not None:
-                    self._requests.pop(output.request_id, None)
+    def on_back(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
+        self._shadow.step_time.returned(output, now)
 
-    def _note_ended(self, request_ids: list[str]) -> None:
-        now = self._clock()
+    def on_ended(self, request_ids: list[str], reason: FinishReason, now: float) -> None:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
-            # A reply that a stop string ended has its length like any other; the rest left early.
-            if request is not None and request.status is not RequestStatus.FINISHED_STOPPED:
-                self.shadow.note(now, request, left=True)
+            # A reply that came to its end has its length; the rest left early.
+            if request is not None and reason not in WHOLE_REPLIES:
+                self._shadow.note(now, request, left=True)

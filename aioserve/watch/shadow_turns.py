@@ -6,24 +6,25 @@ Knows the event loop. Knows nothing of what a shadow does with its time.
 import asyncio
 from collections.abc import Callable
 
-from aioserve.watch.shadow import Shadow
+from aioserve.watch.shadow import Shadow, ShadowFeed
 
 # How often a shadow that is behind gets a slice of an engine that is idle. A guess.
 TICK_SECONDS = 0.02
 
 
-class ShadowTurns:
-    """Lets a shadow advance whenever it is told to, and from a timer while it has work left."""
+class ShadowTurns(ShadowFeed):
+    """Feeds a shadow, and lets it advance: at the end of each turn of the live engine, and from a
+    timer while it has work left.
+    """
 
     def __init__(self, shadow: Shadow, clock: Callable[[], float]) -> None:
         """`clock` is the live scheduler's, in seconds."""
-        self._shadow = shadow
+        super().__init__(shadow)
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def take(self) -> None:
-        """A turn now: a step computes."""
+    def on_turn_end(self) -> None:
         if self._is_closed:
             return
         self._shadow.advance(self._clock())
@@ -38,4 +39,4 @@ class ShadowTurns:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.take()
+        self.on_turn_end()

@@ -1,15 +1,14 @@
 """Notes of each request when a piece of its prompt was planned, and when it lost and got blocks.
 
-Stands between engine and scheduler only where traces are wanted, and changes nothing there. Knows
-no spans: `engine.tracing` makes them when a request has ended, and takes its notes away.
+Observes the step loop only where traces are wanted. Knows no spans: `engine.tracing` makes them
+when a request has ended, and takes its notes away.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from aioserve.request import Request
-from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.scheduler import SchedulerOutput
+from aioserve.step_loop import StepObserver
 
 
 class Chunk(NamedTuple):
@@ -31,12 +30,10 @@ class Timeline:
         self.resumed: list[float] = []  # when it got some again, for each of these but the last
 
 
-class TimelineScheduler(DelegatingScheduler):
-    """The scheduler `live`, watched."""
+class Timelines(StepObserver):
+    """The notes on all requests of one engine whose traces are not made yet."""
 
-    def __init__(self, live: SchedulerInterface, clock: Callable[[], float]) -> None:
-        super().__init__(live)
-        self._clock = clock
+    def __init__(self) -> None:
         self._timelines: dict[str, Timeline] = {}
         self._prefilling: dict[str, Timeline] = {}  # of these, those whose prompt is not computed
 
@@ -45,29 +42,12 @@ class TimelineScheduler(DelegatingScheduler):
         self._prefilling.pop(request_id, None)
         return self._timelines.pop(request_id, None)
 
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        self._try(self._begin, request)
-
-    def schedule(self) -> SchedulerOutput:
-        output = super().schedule()
-        self._try(self._note_if_new, output)
-        return output
-
-    def vacate(self) -> SchedulerOutput:
-        output = super().vacate()
-        self._try(self._note, output)
-        return output
-
-    def _begin(self, request: Request) -> None:
+    def on_added(self, request: Request, now: float) -> None:
         self._timelines[request.request_id] = Timeline(request)
 
-    def _note_if_new(self, output: SchedulerOutput) -> None:
-        if self._prefilling or output.scheduled_new_reqs or output.preempted_req_ids:
-            self._note(output)
-
-    def _note(self, output: SchedulerOutput) -> None:
-        now = self._clock()
+    def on_planned(self, output: SchedulerOutput, now: float) -> None:
+        if not (self._prefilling or output.scheduled_new_reqs or output.preempted_req_ids):
+            return
         for request_id in output.preempted_req_ids:
             self._prefilling.pop(request_id, None)
             if (timeline := self._timelines.get(request_id)) is not None:

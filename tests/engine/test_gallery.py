@@ -17,7 +17,7 @@ from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.operations import ShowSteps
 from aioserve.operations.answers import Seen
-from aioserve.watch.onlooker import Onlooker
+from aioserve.watch import onlooker
 from aioserve.watch.shown_id import shown_id
 from tests.foreign_policy import FOREIGN
 
@@ -65,11 +65,11 @@ def test_it_stands_before_the_scheduler_while_somebody_looks_and_not_before_or_a
         assert engine.metrics.latencies is None
         number, [snapshot] = await look(engine, 0)
         assert snapshot["kind"] == "snapshot"
-        assert watchers_of(engine)[0] == "Onlooker"
+        assert watchers_of(engine)[-1] == "Onlooker"
         await asyncio.sleep(AWAY_SECONDS / 2)
         await look(engine, number)
         await asyncio.sleep(AWAY_SECONDS * 0.8)  # asked again in time
-        assert watchers_of(engine)[0] == "Onlooker"
+        assert watchers_of(engine)[-1] == "Onlooker"
         await asyncio.sleep(AWAY_SECONDS)
         assert watchers_of(engine) == before
         assert engine.metrics.latencies is None
@@ -166,7 +166,7 @@ def test_a_switch_is_told_and_watched_on() -> None:
         engine.switch_policy("fcfs")
         _, [frame] = await look(engine, number)
         assert frame["events"]["switched"][0][1:] == ["fcfs", {}]
-        assert watchers_of(engine)[0] == "Onlooker"
+        assert watchers_of(engine)[-1] == "Onlooker"
         _, [snapshot] = await look(engine, 0)
         assert snapshot["about"]["policy"] == "fcfs"
 
@@ -207,7 +207,7 @@ def test_who_comes_while_the_engine_ends_does_not_begin_to_look(
 
 def test_a_scheduler_that_is_no_policy_of_ours_is_refused_in_words() -> None:
     async def main(engine: AsyncEngine) -> None:
-        assert watchers_of(engine) == ["ShadowedScheduler"]
+        assert watchers_of(engine) == ["ShadowTurns"]
         with pytest.raises(RequestError, match="ForeignScheduler does not derive from Base"):
             await look(engine, 0)
 
@@ -217,7 +217,7 @@ def test_a_scheduler_that_is_no_policy_of_ours_is_refused_in_words() -> None:
 def test_what_fails_while_it_watches_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(engine: AsyncEngine) -> None:
         number, _ = await look(engine, 0)
-        monkeypatch.setattr(Onlooker, "_note_plan", lambda *args: 1 / 0)
+        monkeypatch.setattr(onlooker, "Planned", lambda *args: 1 / 0)
         await generate(engine, 3)
         with pytest.raises(RequestError, match="ZeroDivisionError"):
             await look(engine, number)

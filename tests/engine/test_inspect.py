@@ -293,9 +293,9 @@ async def test_a_prompt_that_is_being_tokenized_is_told_as_arriving() -> None:
 
 def test_what_stands_between_engine_and_policy_is_named() -> None:
     async def main(engine: AsyncEngine) -> None:
-        assert look(engine).watchers == ["ShadowedScheduler"]
+        assert look(engine).watchers == ["ShadowTurns"]
         await engine.ask(ShowSteps(0))
-        assert look(engine).watchers == ["Onlooker", "ShadowedScheduler"]
+        assert look(engine).watchers == ["ShadowTurns", "Onlooker"]
         assert look(engine).policy_class == "FCFSScheduler"
 
     run(main, msgspec.structs.replace(make_config(), shadow=ShadowConfig(shadow_policy="hrrn")))

@@ -104,7 +104,7 @@ def fails_in_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fails_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShadowTurns, "take", fails)
+    monkeypatch.setattr(ShadowTurns, "on_turn_end", fails)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def fails_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         (fails_in_metrics, "metrics failed: as asked"),
         (cancels_in_metrics, "metrics failed: as asked"),
         (fails_in_lines, "the line of a request failed: as asked"),
-        (fails_in_shadow, "watching the scheduler ends here"),
-        (fails_in_turns, "the shadow's turn failed: as asked"),
+        (fails_in_shadow, "ShadowTurns failed and hears no more"),
+        (fails_in_turns, "ShadowTurns failed and hears no more"),
     ],
 )
 async def test_an_observer_that_raises_ends_no_stream(
@@ -137,7 +137,7 @@ async def test_a_page_whose_notes_fail_does_not_stop_a_switch(
         monkeypatch.setattr(Onlooker, "since_began", fails)
         engine.switch_policy("fcfs")
         await all_are_served(engine)
-    assert num_lines(caplog, "watching the scheduler ends here") == 1
+    assert num_lines(caplog, "Onlooker failed and hears no more") == 1
 
 
 @pytest.mark.parametrize("num_good", [0, 2])
@@ -191,7 +191,7 @@ async def test_a_client_process_that_cannot_be_reached_harms_no_other(
         def process_outputs(self, outputs: list[EngineCoreOutput], now: float) -> list[str]:
             return []
 
-    delivery = Delivery(NoReaders(), lambda: 0.0, None)  # type: ignore[arg-type]
+    delivery = Delivery(NoReaders(), lambda: 0.0)  # type: ignore[arg-type]
     delivery.send_off[1] = fails
     assert delivery.deliver(1, []) == []
     assert num_lines(caplog, "sending outputs to client 1 failed: as asked") == 1
@@ -210,12 +210,16 @@ async def test_the_end_of_an_old_request_is_not_told_to_a_new_one_of_the_same_id
     told: list[EngineCoreOutput] = []
     readers: dict[str, object] = {"a": "old", "b": "its"}
 
-    def deliver(client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
-        told.extend(outputs)
-        return []
+    class Sink:
+        def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
+            told.extend(outputs)
+            return []
+
+        def expire(self, request_ids: list[str]) -> None: ...
+        def fail(self, request_ids: list[str] | None, cause: BaseException) -> None: ...
 
     connector: KVConnectorBase = Saves()  # type: ignore[assignment]
-    held = HeldBack(deliver, connector, readers.get)
+    held = HeldBack(Sink(), connector, readers.get)
     held.deliver(0, [EngineCoreOutput(name, [7], FinishReason.LENGTH) for name in "ab"])
     assert told == []
     readers["a"] = "new"  # the old reader has left, and another request took the id

@@ -161,7 +161,7 @@ def run(
         (ReturnsNothing, r"ReturnsNothing: schedule\(\) must return the output.*got None"),
         (FreezesTwice, r"FreezesTwice: output\(\) was called twice"),
         (RaisesInUpdate, r"RaisesInUpdate raised ValueError\('no idea'\) in update_from_output"),
-        (NeverSchedules, r"NeverSchedules has scheduled nobody for 7 s although 1 requests wait"),
+        (NeverSchedules, r"NeverSchedules has scheduled no request for 7 s although 1 wait"),
     ],
 )
 def test_the_error_names_the_policy_and_the_rule_and_the_engine_goes_on(

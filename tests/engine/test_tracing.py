@@ -12,7 +12,7 @@ from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.engine.tracing import Tracing
 from aioserve.errors import ConfigError
-from aioserve.watch.timeline import TimelineScheduler
+from aioserve.watch.timeline import Timelines
 from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -177,14 +177,14 @@ async def test_a_client_that_is_not_sampled_gets_no_spans(exporter: InMemorySpan
 async def test_notes_go_when_their_requests_end(
     exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[TimelineScheduler] = []
-    begin = TimelineScheduler.__init__
+    made: list[Timelines] = []
+    begin = Timelines.__init__
 
-    def noting(timelines: TimelineScheduler, *args: Any) -> None:
+    def noting(timelines: Timelines, *args: Any) -> None:
         begin(timelines, *args)
         made.append(timelines)
 
-    monkeypatch.setattr(TimelineScheduler, "__init__", noting)
+    monkeypatch.setattr(Timelines, "__init__", noting)
     async with AsyncEngine(traced()) as engine:
         [timelines] = made
         stream = await engine.add_request([5] * 200, PARAMS)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from aioserve.engine import failure_log
+from aioserve.step_loop import failure_log
 
 NAME = "injected"
 

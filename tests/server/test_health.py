@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 
 from aioserve.engine import AsyncEngine
-from aioserve.engine.core import EngineCore
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.runner.simulated import SimulatedRunner
@@ -23,6 +22,7 @@ from aioserve.server.access import acceptor
 from aioserve.server.app import listening
 from aioserve.server.loading import answering_while_loading
 from aioserve.server.sockets import bind, bind_beside, bind_unix
+from aioserve.step_loop import StepLoop
 from tests.processes import PATIENCE, read_lines, started, until
 from tests.server.serving import SIMULATED
 
@@ -88,13 +88,13 @@ async def test_a_policy_that_serves_nobody_makes_it_not_ready(start_server, tmp_
     async with start_server(scheduler=policy, server={"enable_admin": True}) as server:
         assert await status_of(server, "/ready") == (200, "ready")  # there is nobody to serve
         answer = asyncio.create_task(server.complete(max_tokens=3))
-        stalled = EngineCore.stalled_seconds
+        stalled = StepLoop.stalled_seconds
         async with asyncio.timeout(PATIENCE):
             while not server.engine.inspect().stalled_seconds:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert await status_of(server, "/ready") == (200, "ready")  # for a while it may
         monkeypatch.setattr(
-            EngineCore, "stalled_seconds", lambda core: (s := stalled(core)) and s + 600
+            StepLoop, "stalled_seconds", lambda loop: (s := stalled(loop)) and s + 600
         )
         assert await status_of(server, "/ready") == (503, "stalled")
         assert await status_of(server, "/health") == (200, "ok")

@@ -8,7 +8,7 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import ConfigError
 from aioserve.scheduler import SchedulerInterface
 from aioserve.testing import SchedulerHarness
-from aioserve.watch.delegate import DelegatingScheduler
+from aioserve.watch.delegate import DelegatingScheduler, innermost, without
 
 
 def test_every_call_of_the_interface_is_passed_on() -> None:
@@ -31,3 +31,14 @@ def test_a_switch_reaches_whoever_decides_and_a_refused_one_changes_nothing() ->
     harness.scheduler = inner.live
     harness.run_until_idle()
     assert harness.finished == {"a": "length"}
+
+
+def test_a_recorder_leaves_the_chain_wherever_it_stands_in_it() -> None:
+    inner = DelegatingScheduler(live := object())  # type: ignore[arg-type]
+    middle = DelegatingScheduler(inner)
+    outer = DelegatingScheduler(middle)
+    assert innermost(outer) is live
+    assert without(outer, middle) is outer
+    assert outer.live is inner
+    assert without(outer, outer) is inner
+    assert without(inner, middle) is inner

@@ -10,13 +10,13 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.core import EngineCore
+from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.illustrations import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.watch.delegate import DelegatingScheduler, innermost, without
+from aioserve.watch.delegate import DelegatingScheduler
 from aioserve.watch.frames import Ended, Events
 from aioserve.watch.onlooker import Onlooker
 from aioserve.watch.shown_id import shown_id
@@ -120,14 +120,17 @@ async def make_traffic(engine: AsyncEngine) -> None:
 async def looked_at(
     config: EngineConfig, watch: Callable[[SchedulerInterface], SchedulerInterface]
 ) -> AsyncIterator[tuple[AsyncEngine, Onlooker]]:
-    """An engine with an onlooker before what `watch` makes of its scheduler."""
+    """An engine of what `watch` makes of its scheduler, and an onlooker."""
     found: list[Onlooker] = []
     begin = EngineCore.__init__
 
-    def watched(core: EngineCore, scheduler: SchedulerInterface, *args: Any, **more: Any) -> None:
-        policy: Any = innermost(scheduler)
-        found.append(Onlooker(watch(scheduler), policy, asyncio.get_running_loop().time))
-        begin(core, found[-1], *args, **more)
+    def watched(core: EngineCore, loop: EngineLoop, *args: Any, **more: Any) -> None:
+        policy: Any = loop.scheduler
+        loop.scheduler = watch(loop.scheduler)
+        time = asyncio.get_running_loop().time
+        found.append(Onlooker(lambda: loop.scheduler, policy, time))
+        loop.observers.subscribe(found[-1])
+        begin(core, loop, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "__init__", watched)
@@ -145,10 +148,13 @@ def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
     )
 
     async def main() -> tuple[Told, Truth, Onlooker]:
-        told = Told()
-        async with looked_at(config, Truth) as (engine, onlooker):
-            truth = onlooker.live
-            assert isinstance(truth, Truth)
+        told, truths = Told(), []
+
+        def watch(live: SchedulerInterface) -> Truth:
+            truths.append(Truth(live))
+            return truths[0]
+
+        async with looked_at(config, watch) as (engine, onlooker):
 
             async def look() -> None:
                 while True:
@@ -159,7 +165,7 @@ def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
             await make_traffic(engine)
             await asyncio.sleep(1)
             looking.cancel()
-        return told, truth, onlooker
+        return told, truths[0], onlooker
 
     with asyncio.Runner(loop_factory=VirtualClockEventLoop) as runner:
         return runner.run(main())
@@ -197,23 +203,12 @@ def test_whose_images_a_step_encodes_is_told_once() -> None:
     assert [plan.encoded for plan in events.planned if plan.encoded] == [[(1, 8)]]
 
 
-def test_a_reader_leaves_the_chain_wherever_it_stands_in_it() -> None:
-    inner = DelegatingScheduler(live := object())  # type: ignore[arg-type]
-    middle = DelegatingScheduler(inner)
-    outer = DelegatingScheduler(middle)
-    assert innermost(outer) is live
-    assert without(outer, middle) is outer
-    assert outer.live is inner
-    assert without(outer, outer) is inner
-    assert without(inner, middle) is inner
-
-
 def test_one_that_fails_stops_telling_and_the_server_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Onlooker, "_note_result", lambda *args: 1 / 0)
+    monkeypatch.setattr(Onlooker, "on_back", lambda *args: 1 / 0)
     told, truth, onlooker = watched(1, blocks=200)
     assert isinstance(onlooker.error, ZeroDivisionError)
     assert len(truth.ended) >= 60
-    assert caplog.text.count("watching the scheduler ends here") == 1
+    assert caplog.text.count("Onlooker failed and hears no more") == 1
     assert len(told.plans) < len(truth.plans)

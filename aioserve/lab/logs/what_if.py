@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.core import EngineCore
+from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.kv_cache import make_kv_cache
 from aioserve.errors import AioserveError, ConfigError
 from aioserve.kv_cache import WindowSpec
@@ -27,6 +27,7 @@ from aioserve.request import Request, RequestStatus
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
+from aioserve.step_loop import StepLoop
 from aioserve.watch.chronicle import Chronicle, Life
 from aioserve.watch.reader import DecisionLog
 from aioserve.watch.recorder import RecordingScheduler, RecordSink
@@ -129,7 +130,21 @@ def rerun(traffic: Traffic, plan: Plan, *, is_recorded: bool = False) -> Measure
     return measure(chronicle, traffic.lives)
 
 
-class _Rerun(RecordSink):
+class _Recording(RecordSink):
+    """The records of a run, as the story that they tell of its requests."""
+
+    def __init__(self) -> None:
+        self.chronicle: Chronicle | None = None  # once the header is there
+
+    def write(self, record: Record) -> None:
+        if self.chronicle is None:
+            assert isinstance(record, Header)
+            self.chronicle = Chronicle(record)
+        else:
+            self.chronicle.feed(record)
+
+
+class _Rerun:
     """One run. Its recording is the result: measured as the real one is."""
 
     def __init__(self, traffic: Traffic, plan: Plan, *, is_recorded: bool) -> None:
@@ -137,7 +152,7 @@ class _Rerun(RecordSink):
         self._is_recorded = is_recorded
         self._error: BaseException | None = None  # the first of the policy
         self._config, self._switches = plan
-        self._chronicle: Chronicle | None = None
+        self._recording = _Recording()
         self._num_left: dict[str, int] = {}  # tokens until the reply is complete
         self._replies: dict[str, array[int]] = {}
 
@@ -153,12 +168,12 @@ class _Rerun(RecordSink):
                 loop.call_at(life.end + MOMENT, self._abort, _unique_id(number, life))
             last = max(last, when, life.end or 0.0)
         for when in self._traffic.resets:
-            loop.call_at(when + MOMENT, core.scheduler.reset_prefix_cache)
+            loop.call_at(when + MOMENT, core.loop.scheduler.reset_prefix_cache)
         task = asyncio.create_task(core.run())
         switching = asyncio.create_task(self._switch(loop.time))
         await asyncio.sleep(last + POLL_SECONDS)
         await switching
-        while core.scheduler.has_requests() and not task.done():
+        while core.loop.scheduler.has_requests() and not task.done():
             if self._error is not None:
                 break
             await asyncio.sleep(POLL_SECONDS)
@@ -168,8 +183,8 @@ class _Rerun(RecordSink):
             raise error
         if self._error is not None:
             raise self._error
-        assert self._chronicle is not None
-        return self._chronicle
+        assert self._recording.chronicle is not None
+        return self._recording.chronicle
 
     async def _switch(self, clock: Callable[[], float]) -> None:
         for when, scheduler in self._switches:
@@ -199,18 +214,16 @@ class _Rerun(RecordSink):
             make_kv_cache(cache, info),
             max_model_len=self._traffic.header.max_model_len,
             clock=clock,
-            sink=self,
+            sink=self._recording,
         )
-        return EngineCore(
+        loop: EngineLoop = StepLoop(
             self._recorder,
-            RepliesRunner(self._replies, self._traffic.step_time, info),
-            pipeline_depth=scheduler.depth,
-            stall_timeout=scheduler.stall_timeout,
+            depth=scheduler.depth,
             clock=clock,
-            deliver=self._deliver,
-            expire=lambda request_ids: None,
-            fail=self._fail,
+            stall_timeout=scheduler.stall_timeout,
         )
+        runner = RepliesRunner(self._replies, self._traffic.step_time, info)
+        return EngineCore(loop, runner, self, clock=clock)
 
     def _add(self, number: int, life: Life) -> None:
         request = _make_request(number, life, self._traffic.header.time)
@@ -220,7 +233,10 @@ class _Rerun(RecordSink):
         with suppress(AioserveError):  # refused, as a client would be: the chronicle counts it
             self._core.add_request(request)
 
-    def _fail(self, request_ids: list[str] | None, error: BaseException) -> None:
+    def expire(self, request_ids: list[str]) -> None:
+        """The recorder has noted the end of these requests."""
+
+    def fail(self, request_ids: list[str] | None, error: BaseException) -> None:
         """What was recorded may have failed in reality, too; another policy has to work."""
         if not self._is_recorded and self._error is None:
             self._error = error
@@ -228,7 +244,7 @@ class _Rerun(RecordSink):
     def _abort(self, request_id: str) -> None:
         self._core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def _deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
+    def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """Say what a stop string ended, as the output processor did."""
         stopped = []
         for output in outputs:
@@ -238,15 +254,6 @@ class _Rerun(RecordSink):
                 if left <= 0 and output.finish_reason is None:
                     stopped.append(output.request_id)
         return stopped
-
-    # RecordSink.
-
-    def write(self, record: Record) -> None:
-        if self._chronicle is None:
-            assert isinstance(record, Header)
-            self._chronicle = Chronicle(record)
-        else:
-            self._chronicle.feed(record)
 
 
 def _unique_id(number: int, life: Life) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine import AsyncEngine, failure_log
+from aioserve.engine import AsyncEngine
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
 from aioserve.engine.illustrations import Encoded
@@ -35,6 +35,7 @@ from aioserve.lab.workloads.workload import (
 from aioserve.model_info import ModelInfo
 from aioserve.runner.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
+from aioserve.step_loop import failure_log
 
 NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
 

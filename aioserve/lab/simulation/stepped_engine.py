@@ -1,27 +1,25 @@
 """An engine without tasks: the same scheduler, KV cache and step times, moved on from outside.
 
-What `engine.core.EngineCore.step` does between two awaits, in the same order. Whoever moves many of
-them on needs one heap of times. Knows nothing about clients, routers or other engines.
+Drives the step loop that the server's engine task drives. Whoever moves many engines on needs one
+heap of times. Knows nothing about clients, routers or other engines.
 """
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from aioserve.config import EngineConfig
-from aioserve.engine.core import IDLE_POLL_SECONDS
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
-from aioserve.errors import PolicyError
 from aioserve.kv_cache import KVCacheManager, KVEvent
 from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request
 from aioserve.runner.simulated import SimulatedRunner, step_time_model
-from aioserve.scheduler import BaseScheduler, SchedulerInterface, SchedulerOutput, load_policy
-from aioserve.scheduler.blame import blamed, describe_result
+from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
+from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.step_loop import StepLoop
 
 # Steps of decodes that are planned together: more are cut short by who comes, fewer do not pay.
 MIN_AHEAD, MAX_AHEAD = 2, 128
@@ -68,11 +66,10 @@ class _Stretch(NamedTuple):
     ends: list[float]  # of the step in flight, and of each after it; the last is planned as usual
 
 
-class _Step(NamedTuple):
-    """With the runner."""
+class _Result(NamedTuple):
+    """What the simulated runner has of a step, before it is back."""
 
-    plan: SchedulerOutput
-    result: ModelRunnerOutput
+    output: ModelRunnerOutput
     end: float
 
 
@@ -96,28 +93,31 @@ class SteppedEngine:
         #: Ids of requests of which nothing has come back yet.
         self.unstarted: set[str] = set()
         self._kv_cache = blueprint.make_kv_cache(record_events=record_events)
+        settings = blueprint.config.scheduler
         self._scheduler = blueprint.make_scheduler(self._kv_cache, clock)
-        self._policy = blueprint.policy
-        self._depth = blueprint.config.scheduler.depth
-        self._stall_timeout = blueprint.config.scheduler.stall_timeout
+        self._loop: StepLoop[_Result] = StepLoop(
+            self._scheduler,
+            depth=settings.depth,
+            clock=clock,
+            stall_timeout=settings.stall_timeout,
+            raises=True,
+        )
+        self._loop.wake = self._on_wake
         self._clock = clock
-        self._in_flight: deque[_Step] = deque()
-        self._last_step_id = 0
         self._last_end = 0.0
-        self._stalled_since: float | None = None
         self._is_woken = False  # somebody came or went while steps were with the runner
         self._stretch: _Stretch | None = None
         self._goes_on = (
-            DecodingOn.is_promised_by(self._policy)
-            and self._depth == 1
-            and not blueprint.config.scheduler.num_lookahead_tokens
+            DecodingOn.is_promised_by(blueprint.policy)
+            and settings.depth == 1
+            and not settings.num_lookahead_tokens
             and not blueprint.config.runner.simulated_draft_tokens
         )
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is with the runner."""
-        return not self._in_flight
+        return not self._loop.in_flight
 
     @property
     def load(self) -> tuple[int, int, float]:
@@ -135,7 +135,8 @@ class SteppedEngine:
         decodes, ends = stretch
         count = min(bisect_left(ends, self._clock()), len(ends) - 1)
         if count:
-            plan, result, _ = self._in_flight[0]
+            step = self._loop.in_flight[0]
+            result = step.handle.output
             tokens = self.runner.decode_on(result.req_ids, count)
             decodes.go_on(
                 [
@@ -144,7 +145,7 @@ class SteppedEngine:
                 ]
             )
             result = ModelRunnerOutput(result.req_ids, [[others[-1]] for others in tokens])
-            self._in_flight[0] = _Step(plan, result, ends[count])
+            step.handle = _Result(result, ends[count])
             self.runner.be_busy_until(ends[count])
             self.observer.note_decodes(ends[: count + 1], len(tokens))
             self.busy_seconds += ends[count] - ends[0]
@@ -153,10 +154,8 @@ class SteppedEngine:
 
     def add_request(self, request: Request) -> None:
         """Raises what the scheduler raises."""
-        with blamed(self._policy, "add_request()"):
-            self._scheduler.add_request(request)
+        self._loop.add_request(request)
         self.unstarted.add(request.request_id)
-        self._is_woken = not self.is_idle
 
     def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
         """Take the step that is back, if one was out, and hand over the next. Returns what came of
@@ -165,17 +164,18 @@ class SteppedEngine:
         """
         self.catch_up()
         is_woken, self._is_woken = self._is_woken, False
-        outputs: list[EngineCoreOutput] = []
-        if self._in_flight:
-            step = self._in_flight.popleft()
-            if step.plan.total_num_scheduled_tokens:
-                outputs = self._update(step)
-        while len(self._in_flight) < self._depth and self._dispatch():
-            pass
-        if self._in_flight:
+        loop = self._loop
+        outputs = self._take() if loop.in_flight else []
+        for step in loop.fill():
+            now = self._clock()
+            step.handle = _Result(*self.runner.run_step(step.told, now))
+            self.busy_seconds += step.handle.end - max(now, self._last_end)
+            self._last_end = step.handle.end
+        if loop.in_flight:
             return outputs, self._look_ahead()
-        if self._scheduler.has_requests():  # the policy holds somebody back
-            return outputs, self._clock() + (0.0 if is_woken else IDLE_POLL_SECONDS)
+        seconds = loop.idle_seconds()
+        if seconds is not None:  # the policy holds somebody back
+            return outputs, self._clock() + (0.0 if is_woken else seconds)
         return outputs, None
 
     def take_events(self) -> list[KVEvent]:
@@ -188,15 +188,18 @@ class SteppedEngine:
 
     def expire(self) -> list[str]:
         """The ids of those whose deadline has passed: they have ended."""
-        expired = self._scheduler.expire_requests()
+        expired = self._loop.expire_requests()
         self.unstarted.difference_update(expired)
-        if expired:
-            self._is_woken = not self.is_idle
         return expired
+
+    def _on_wake(self) -> None:
+        """A request came or ended: if steps are with the runner, the turn after them is early."""
+        self._is_woken = not self.is_idle
 
     def _look_ahead(self) -> float:
         """When to turn: at the end of the step in flight, or of many that only decode."""
-        plan, _, end = self._in_flight[0]
+        step = self._loop.in_flight[0]
+        plan, end = step.output, step.handle.end
         scheduler = self._scheduler
         if not self._goes_on or self.unstarted or not isinstance(scheduler, BaseScheduler):
             return end
@@ -212,9 +215,9 @@ class SteppedEngine:
         self._stretch = _Stretch(decodes, ends)
         return ends[-1]
 
-    def _update(self, step: _Step) -> list[EngineCoreOutput]:
-        with blamed(self._policy, "update_from_output()"):
-            by_client = self._scheduler.update_from_output(step.plan, step.result)
+    def _take(self) -> list[EngineCoreOutput]:
+        step = self._loop.in_flight[0]
+        by_client = self._loop.take(step.handle.output)
         unstarted = self.unstarted
         if not (unstarted or self._scheduler.has_finished_requests()) or not by_client:
             return []  # one more token for everybody: most steps bring nothing else
@@ -225,44 +228,3 @@ class SteppedEngine:
         ]
         unstarted.difference_update([output.request_id for output in outputs])
         return outputs
-
-    def _dispatch(self) -> bool:
-        """Plan one step and hand it over; False if there is nothing to run now."""
-        if not self._scheduler.has_requests():
-            return False
-        with blamed(self._policy, "schedule()"):
-            plan = self._scheduler.schedule()
-        if not isinstance(plan, SchedulerOutput) or plan.step_id <= self._last_step_id:
-            raise PolicyError(
-                f"policy {self._policy.__name__}: schedule() must return the output() of a new "
-                f"step, got {describe_result(plan)}"
-            )
-        self._last_step_id = plan.step_id
-        is_empty = plan.total_num_scheduled_tokens == 0
-        if is_empty:
-            self._check_stall()
-            if not (plan.finished_req_ids or plan.preempted_req_ids):
-                return False
-        else:
-            self._stalled_since = None
-        now = self._clock()
-        result, end = self.runner.run_step(plan, now)
-        self.busy_seconds += end - max(now, self._last_end)
-        self._last_end = end
-        self._in_flight.append(_Step(plan, result, end))
-        return not is_empty
-
-    def _check_stall(self) -> None:
-        """Nobody was scheduled. With nothing in flight, that may not go on for long."""
-        if self._in_flight or not self._scheduler.has_unfinished_requests():
-            self._stalled_since = None
-            return
-        now = self._clock()
-        if self._stalled_since is None:
-            self._stalled_since = now
-        elif now - self._stalled_since >= self._stall_timeout:
-            num_waiting = self._scheduler.get_num_unfinished_requests()
-            raise PolicyError(
-                f"policy {self._policy.__name__} has scheduled nobody for "
-                f"{self._stall_timeout:g} s although {num_waiting} requests wait"
-            )

@@ -1,0 +1,450 @@
+"""The engine's step loop without IO: plan, hand over, take back, stall, expire, fail and blame.
+
+The asyncio engine, the simulator of fleets, the contract harness and the shadow all drive this one
+object, so what is simulated is what is served. It waits for nothing and reads no clock but the one
+that it is given: a driver hands each step to a runner, brings the result back, and says when.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from aioserve.config import SchedulerConfig
+from aioserve.errors import (
+    FROM_OUTSIDE,
+    AioserveError,
+    PolicyError,
+    RequestFailedError,
+    StalledError,
+)
+from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus, WaitReason
+from aioserve.scheduler import SchedulerInterface, SchedulerOutput
+from aioserve.scheduler.blame import blamed, describe_result, place
+from aioserve.step_loop.failure_log import FailureLog
+from aioserve.step_loop.observers import Observers
+from aioserve.step_loop.policy_failures import PolicyFailures
+
+# A policy that holds every request back is asked again after this many seconds even if nothing
+# happened: long enough to cost nothing, short enough to be unnoticed. A guess.
+IDLE_POLL_SECONDS = 0.01
+
+_NONE: tuple[list[str], list[str]] = ([], [])
+
+T = TypeVar("T")
+Outputs = dict[int, EngineCoreOutputs]  # by client index
+
+
+class StepInFlight(Generic[T]):
+    """A step that was planned. `handle` is the driver's: what it knows of the step's result."""
+
+    __slots__ = ("handle", "output", "since", "told")
+
+    handle: T
+
+    def __init__(self, output: SchedulerOutput, told: SchedulerOutput, since: float) -> None:
+        self.output = output
+        self.told = told  # what the runner is to be given: the plan, and ends that it may not know
+        self.since = since  # when it was planned, in seconds of the loop's clock
+
+
+class StepLoop(Generic[T]):
+    """The cycle of one engine. A turn of the driver: `take` the oldest step's result, or `fail` all
+    steps; hand over each step of `fill`; deliver the outputs; tell what is in `failed`.
+
+    No method waits. All are called from one thread, so a call sees a consistent scheduler and
+    leaves one.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerInterface,
+        *,
+        depth: int,
+        clock: Callable[[], float],
+        stall_timeout: float = math.inf,
+        fallback: SchedulerConfig | None = None,
+        raises: bool = False,
+    ) -> None:
+        """`depth` is how many steps are in flight at most; `clock` is the scheduler's, and
+        `stall_timeout` in its seconds. `fallback` is by which settings a step is planned once the
+        policy has failed too often in a row; None: all requests end then. With `raises`, as in a
+        simulation, a failure of the policy is raised as `PolicyError`, and nothing goes on.
+        """
+        self.scheduler = scheduler
+        self.observers = Observers()
+        self.failures = PolicyFailures()
+        self.log = FailureLog(clock)
+        #: Requests whose step or policy has failed (None: any that has ended) and why. The driver
+        #: tells their readers, after the tokens of the same turn, and clears the list.
+        self.failed: list[tuple[list[str] | None, BaseException]] = []
+        #: The steps that are with the runner, the oldest first.
+        self.in_flight: deque[StepInFlight[T]] = deque()
+        #: Since when the runner has been at the oldest of them, about; other threads may read it.
+        self.step_since = 0.0
+        self.is_paused = False  # no further step is planned
+        #: Called when something has happened that a driver which waits must not sleep over.
+        self.wake: Callable[[], None] = lambda: None
+        self._depth = depth
+        self._clock = clock
+        self._stall_timeout = stall_timeout
+        self._fallback = fallback
+        self._raises = raises
+        self._connector = scheduler.get_kv_connector()
+        self._last_step_id = 0  # of the last step that was planned
+        self._stalled_since: float | None = None
+        # Ids that have finished or were preempted: to be told again, told with a step in flight.
+        self._untold = self._retold = _NONE
+
+    # What clients and operators cause.
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises what the scheduler raises. A policy that cannot put the request
+        in order has failed as in a step: `PolicyError`, or the fallback takes the request.
+        """
+        try:
+            with blamed(self.scheduler.policy, "add_request()"):
+                self.scheduler.add_request(request)
+        except PolicyError as error:
+            if self._raises or not (self._note_failure(error) and self._fall_back(error)):
+                raise
+            self.scheduler.add_request(request)
+        if self.observers.added:
+            self.observers.tell(self.observers.added, request, self._clock())
+        self.wake()
+
+    def finish_requests(
+        self, request_ids: Iterable[str] | None, status: RequestStatus
+    ) -> list[str]:
+        """End requests, all of them if None; returns the ids that have ended by this. Their blocks
+        return at once, or when the step in flight is back.
+        """
+        ended = self._finish(request_ids, status)
+        self.wake()
+        return ended
+
+    def expire_requests(self) -> list[str]:
+        """End the requests whose deadline or queue timeout has passed; returns their ids. Never to
+        be called between a step's result and its delivery.
+        """
+        ended = self.scheduler.expire_requests()
+        if ended:
+            self._tell_ended(ended, RequestStatus.FINISHED_TIMEOUT)
+            self.wake()
+        return ended
+
+    def switch(self, settings: SchedulerConfig) -> None:
+        """Let the policy of `settings` plan from now on; what the last policy did wrong is
+        forgotten. Raises what the scheduler raises; nothing has changed then.
+        """
+        self._switch(settings)
+        self.failures.forgive()
+        self.wake()
+
+    def pause(self) -> None:
+        """Plan no further step. Idempotent."""
+        self.is_paused, self._stalled_since = True, None
+        self.wake()
+
+    def resume(self) -> None:
+        """Plan again. Idempotent."""
+        self.is_paused = False
+        self.wake()
+
+    def vacate(self) -> SchedulerOutput:
+        """In a pause, with nothing in flight: all running requests lose their blocks, and wait.
+        Returns a plan without tokens that tells the runner of it. Raises what the scheduler raises.
+        """
+        try:
+            output = self.scheduler.vacate()
+        except PolicyError as error:
+            self._discard(error, self.scheduler.get_num_unfinished_requests())
+            raise
+        self._last_step_id = output.step_id
+        self._tell_planned(output)
+        return output
+
+    # What a driver asks.
+
+    def stalled_seconds(self) -> float:
+        """For how long the policy has scheduled no request although some wait."""
+        return 0.0 if self._stalled_since is None else self._clock() - self._stalled_since
+
+    def idle_seconds(self) -> float | None:
+        """With nothing in flight: after how long to make a turn although nothing woke the driver.
+        None: only when something does.
+        """
+        if self.is_paused or not self.scheduler.has_requests():
+            return None
+        if self.failures.last is not None and not self.scheduler.has_unfinished_requests():
+            return None  # a policy that has just failed every request is asked when one comes
+        return IDLE_POLL_SECONDS
+
+    # A turn.
+
+    def fill(self) -> Iterator[StepInFlight[T]]:
+        """Plan steps until the pipeline is full or there is nothing to run. Each that is yielded is
+        to be handed to the runner before the next is asked for.
+        """
+        while len(self.in_flight) < self._depth:
+            step = self.plan()
+            if step is None:
+                return
+            if self.in_flight and self.in_flight[-1] is step:
+                yield step
+            self._tell_planned(step.output)
+            if not step.output.total_num_scheduled_tokens:
+                return  # the runner hears who left; asking again now would change nothing
+
+    def plan(self) -> StepInFlight[T] | None:
+        """Plan one step, which is in flight from then on if the runner has to hear anything of it.
+        None: there is nothing to plan for, or the policy has failed.
+        """
+        if self.is_paused or not self.scheduler.has_requests():
+            return None
+        output = self._schedule()
+        if output is None:
+            return None
+        self._last_step_id = output.step_id
+        now = self._clock()
+        if output.total_num_scheduled_tokens:
+            self._stalled_since = None
+        else:
+            self._check_stall(now)
+            if not (output.finished_req_ids or output.preempted_req_ids):
+                return StepInFlight(output, output, now)
+        if not self.in_flight:
+            self.step_since = now
+        told = output
+        if self._untold is not _NONE:  # with the first step after those that failed
+            finished, preempted = self._retold = self._untold
+            self._untold = _NONE
+            told = msgspec.structs.replace(
+                output,
+                finished_req_ids=[*finished, *output.finished_req_ids],
+                preempted_req_ids=[*preempted, *output.preempted_req_ids],
+            )
+        step: StepInFlight[T] = StepInFlight(output, told, now)
+        self.in_flight.append(step)
+        return step
+
+    def take(self, result: ModelRunnerOutput) -> Outputs:
+        """The oldest step in flight is back. Returns what it brought, by client."""
+        output = self.in_flight.popleft().output
+        self._retold = _NONE
+        if self.in_flight:
+            self.step_since = self._clock()
+        if self._connector is not None:
+            self._connector.update_connector_output(output.step_id)
+        if not output.total_num_scheduled_tokens:
+            return {}
+        # First: one that is pooled would end well with its prompt, whatever came of it.
+        for request_id, reason in result.failed.items():
+            failed = self._finish([request_id], RequestStatus.FINISHED_ERROR)
+            self.failed.append((failed, RequestFailedError(reason)))
+        return self._update(output, result)
+
+    def fail(self, error: BaseException) -> list[tuple[StepInFlight[T], ModelRunnerOutput]]:
+        """The runner has failed, and every step in flight is lost: later ones may read what a
+        failed one should have written. Their requests end, the rest go on. Returns the steps, each
+        with the empty result that the scheduler was given for it.
+        """
+        self.log.log("the runner's step", error)
+        steps = list(self.in_flight)
+        self.in_flight.clear()
+        # The runner may not know which requests left: steps may have died before it read that.
+        finished, preempted = map(list, self._retold)
+        for step in steps:
+            finished += step.output.finished_req_ids
+            preempted += step.output.preempted_req_ids
+        self._untold, self._retold = (finished, preempted), _NONE
+        failed: list[str] = []
+        for step in steps:
+            request_ids = list(step.output.num_scheduled_tokens)
+            failed += self._finish(request_ids, RequestStatus.FINISHED_ERROR)
+        results = []
+        for step in steps:
+            request_ids = list(step.output.num_scheduled_tokens)
+            result = ModelRunnerOutput(request_ids, [[] for _ in request_ids])
+            results.append((step, result))
+            if request_ids:
+                self._update(step.output, result)
+        self.failed.append((failed, error))
+        return results
+
+    def end_turn(self) -> None:
+        """What the steps brought has been delivered."""
+        if self.observers.turn_end:
+            self.observers.tell(self.observers.turn_end)
+
+    # How.
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """Ask the policy. If it fails, the requests of that step do, and the engine goes on."""
+        num_before = self.scheduler.get_num_unfinished_requests()
+        try:
+            output = self.scheduler.schedule()
+            if not isinstance(output, SchedulerOutput) or output.step_id <= self._last_step_id:
+                raise PolicyError(
+                    f"policy {self._policy}: schedule() must return the output() of a new step, "
+                    f"got {describe_result(output)}"
+                )
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            self._discard(self._as_policy_error(error, "schedule()"), num_before)
+            return None
+        if (num_missing := num_before - self.scheduler.get_num_unfinished_requests()) > 0:
+            what = (
+                f"schedule() has ended {num_missing} requests: it plans, and the engine ends them"
+            )
+            self._blame(None, PolicyError(f"policy {self._policy}: {what}"))
+        return output
+
+    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
+        observers, scheduler = self.observers, self.scheduler
+        num_before = scheduler.get_num_unfinished_requests() if observers.ended else 0
+        try:
+            outputs = scheduler.update_from_output(output, result)
+            if not isinstance(outputs, dict):
+                raise PolicyError(
+                    f"policy {self._policy}: update_from_output() must return what the method of "
+                    f"its base class returns, got {outputs!r:.100}"
+                )
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:
+            failure = self._as_policy_error(error, "update_from_output()")
+            if self._raises:
+                raise failure from error
+            # How far it came is unknown: every request of the step ends, and those that the policy
+            # has ended without a word hear of it, too. The step is back in any case.
+            carried = scheduler.abandon_step(output)
+            self._finish(carried, RequestStatus.FINISHED_ERROR)
+            self._blame(list(output.num_scheduled_tokens), failure)
+            return {}
+        self.failures.note_success(output.step_id)
+        if observers.back:
+            observers.tell(observers.back, output, result, self._clock())
+        # In most steps no request ends, and then none has to be looked for.
+        if observers.ended and num_before != scheduler.get_num_unfinished_requests():
+            self._tell_ends(outputs)
+        return outputs
+
+    def _check_stall(self, now: float) -> None:
+        """No request was scheduled. With nothing in flight, that may not go on for long."""
+        if self.in_flight or not self.scheduler.has_unfinished_requests():
+            self._stalled_since = None
+            return
+        if set(self.scheduler.get_wait_reasons().values()) == {WaitReason.REMOTE_KVS}:
+            self._stalled_since = None  # none that a policy could serve
+            return
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since >= self._stall_timeout:
+            self._stalled_since = None
+            num_waiting = self.scheduler.get_num_unfinished_requests()
+            error = StalledError(
+                f"policy {self._policy} has scheduled no request for {self._stall_timeout:g} s "
+                f"although {num_waiting} wait"
+            )
+            if self._raises:
+                raise error
+            self._blame(self._finish(None, RequestStatus.FINISHED_ERROR), error)
+
+    # Whose fault it is.
+
+    @property
+    def _policy(self) -> str:
+        return self.scheduler.policy.__name__
+
+    def _discard(self, error: Exception, num_before: int) -> None:
+        """A step was not planned after all; `num_before` requests were there before it."""
+        if self._raises:
+            raise error
+        failed = self.scheduler.discard_step(self._last_step_id)
+        self._tell_ended(failed, RequestStatus.FINISHED_ERROR)
+        # Requests that the policy itself has ended hear of it, too: their clients wait.
+        are_all_told = num_before - len(failed) == self.scheduler.get_num_unfinished_requests()
+        self._blame(failed if are_all_told else None, error)
+
+    def _blame(self, request_ids: list[str] | None, error: Exception) -> None:
+        """The policy has failed: these requests hear of it if they have ended, None: all that have.
+        The others are planned again at once, by the fallback if the policy has failed too often.
+        """
+        if self._raises:
+            raise error
+        if self._note_failure(error) and not self._fall_back(error):
+            self._finish(None, RequestStatus.FINISHED_ERROR)
+            request_ids = None
+        self.failed.append((request_ids, error))
+        if self.scheduler.has_unfinished_requests():
+            self.wake()
+
+    def _note_failure(self, error: Exception) -> bool:
+        """Whether the policy has failed too often by now."""
+        self.failures.note(error, self._clock(), self._last_step_id)
+        self.log.log(f"policy {self._policy}", error)
+        return self.failures.are_too_many
+
+    def _fall_back(self, error: Exception) -> bool:
+        """Let the fallback plan from now on. False if that cannot be, or did not help."""
+        policy, count = self._policy, self.failures.num_in_row
+        self.failures.num_in_row = 0
+        if self._fallback is None or self.failures.replaced_after is not None:
+            return False
+        try:
+            self._switch(self._fallback)
+        except AioserveError as refusal:
+            self.log.log(f"the fallback for policy {policy}", refusal)
+            return False
+        self.failures.replaced_after = error
+        self.log.announce(
+            f"policy {policy} has failed {count} times in a row: a plain policy, first come first "
+            "served, plans in its place until a policy is chosen anew (POST /admin/policy)"
+        )
+        return True
+
+    def _as_policy_error(self, error: BaseException, where: str) -> Exception:
+        """With the line of the policy, if one was running."""
+        what = f"policy {self._policy} raised {error!r} in {where}"
+        if isinstance(error, PolicyError):
+            what = str(error)
+        elif isinstance(error, AioserveError):
+            return error
+        wrapped = PolicyError(what + place(error, self.scheduler.policy))
+        wrapped.__cause__ = error
+        return wrapped
+
+    # What observers hear.
+
+    def _switch(self, settings: SchedulerConfig) -> None:
+        self.scheduler = self.scheduler.switch(settings)
+        if self.observers.switched:
+            self.observers.tell(self.observers.switched, settings, self._clock())
+
+    def _finish(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
+        ended = self.scheduler.finish_requests(request_ids, status)
+        self._tell_ended(ended, status)
+        return ended
+
+    def _tell_planned(self, output: SchedulerOutput) -> None:
+        if self.observers.planned:
+            self.observers.tell(self.observers.planned, output, self._clock())
+
+    def _tell_ended(self, request_ids: list[str], status: RequestStatus) -> None:
+        if self.observers.ended and request_ids:
+            reason = status.finish_reason or FinishReason.ERROR
+            self.observers.tell(self.observers.ended, request_ids, reason, self._clock())
+
+    def _tell_ends(self, outputs: Outputs) -> None:
+        ended: dict[FinishReason, list[str]] = {}
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None:
+                    ended.setdefault(output.finish_reason, []).append(output.request_id)
+        for reason, request_ids in ended.items():
+            self.observers.tell(self.observers.ended, request_ids, reason, self._clock())
