@@ -29,7 +29,6 @@
 A message says what is wrong, what would be right, and where.
 """
 
-from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,9 +57,6 @@ class CallInterrupted(BaseException):
 #: and `asyncio.CancelledError` included: its methods run within the engine task, whose end is not
 #: a policy's to ask for.
 FROM_OUTSIDE = (KeyboardInterrupt, GeneratorExit, CallInterrupted)
-
-#: What an observer, or what turns one request's tokens into text, may raise without harm to others.
-FAULTS = (Exception, CancelledError, SystemExit)
 
 
 class AioserveError(Exception):

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_769
+CORE_LIMIT = 31_703
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -26,6 +26,7 @@ PARTS = (
     *("kv_cache/resources/windows.py", "scheduler/decoding_on.py"),
     *("scheduler/option_fields.py", "scheduler/recompute.py", "scheduler/succession.py"),
     *("engine/adapter*.py", "engine/control.py", "engine/gallery.py", "engine/illustrations.py"),
+    *("engine/snapshot.py", "engine/stacks.py", "engine/watchdog.py"),
     *("engine/image_memory.py", "engine/kv_connector.py", "engine/kv_events.py"),
     *("engine/pooling.py", "engine/tracing.py", "engine/trial.py", "engine/vllm_names.py"),
     *("runner/adapter_*.py", "runner/draft*.py", "runner/eagle*.py", "runner/hooked_adapters.py"),

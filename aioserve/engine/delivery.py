@@ -6,9 +6,9 @@ Knows what a reader is told when a step or a policy fails. Knows no settings and
 from collections.abc import Callable
 
 from aioserve.engine.output_processor import OutputProcessor
-from aioserve.errors import FAULTS, PolicyError, RequestFailedError
+from aioserve.errors import PolicyError, RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason
-from aioserve.step_loop import FailureLog
+from aioserve.step_loop import FAULTS, FailureLog
 
 
 class Delivery:

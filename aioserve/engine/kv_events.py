@@ -7,9 +7,8 @@ blocks.
 import asyncio
 from collections.abc import Callable
 
-from aioserve.errors import FAULTS
 from aioserve.kv_cache import KVCacheManager, KVEvent
-from aioserve.step_loop import StepObserver
+from aioserve.step_loop import FAULTS, StepObserver
 
 
 class KVEventRelay(StepObserver):
@@ -27,7 +26,7 @@ class KVEventRelay(StepObserver):
         self._on_error = on_error
         self._is_delivering = False
 
-    def on_turn_end(self) -> None:
+    def on_turn_end(self, now: float) -> None:
         self.deliver()
 
     def deliver(self) -> None:

@@ -19,11 +19,11 @@ from aioserve.engine.request_log import RequestLog
 from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
 from aioserve.engine.stream import RequestStream
 from aioserve.engine.tracing import Tracing
-from aioserve.errors import FAULTS, RequestFailedError
+from aioserve.errors import RequestFailedError
 from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
 from aioserve.request import Request
 from aioserve.scheduler import SchedulerOutput
-from aioserve.step_loop import FailureLog, StepObserver
+from aioserve.step_loop import FAULTS, FailureLog, StepObserver
 
 
 class RequestState(SampleState):

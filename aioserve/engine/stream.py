@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from aioserve.errors import FAULTS
 from aioserve.outputs import RequestOutput
+from aioserve.step_loop import FAULTS
 
 logger = logging.getLogger(__name__)
 

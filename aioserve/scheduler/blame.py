@@ -50,6 +50,20 @@ def place(error: BaseException, policy: type) -> str:
     return "" if line is None else f" ({Path(line.filename).name}:{line.lineno})"
 
 
+def as_policy_error(error: BaseException, policy: type, method: str) -> Exception:
+    """What the policy raised in `method`, as an error of ours that names the line, if one of the
+    policy's was running. An error of ours stays what it is.
+    """
+    what = f"policy {policy.__name__} raised {error!r} in {method}"
+    if isinstance(error, PolicyError):
+        what = str(error)
+    elif isinstance(error, AioserveError):
+        return error
+    wrapped = PolicyError(what + place(error, policy))
+    wrapped.__cause__ = error
+    return wrapped
+
+
 class blamed:  # as `contextlib.suppress` is: cheap enough to stand around every step
     """What the policy raises in the block is a `PolicyError` with its line; errors of ours pass.
     May be entered any number of times.
@@ -70,10 +84,7 @@ class blamed:  # as `contextlib.suppress` is: cheap enough to stand around every
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and not isinstance(error, (AioserveError, *FROM_OUTSIDE)):
-            raise PolicyError(
-                f"policy {self._policy.__name__} raised {error!r} in {self._method}"
-                f"{place(error, self._policy)}"
-            ) from error
+            raise as_policy_error(error, self._policy, self._method) from error
 
 
 def describe_result(result: Any) -> str:

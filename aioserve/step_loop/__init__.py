@@ -1,10 +1,11 @@
 """The engine's step cycle without IO, and what it tells those who observe it."""
 
-from aioserve.step_loop.failure_log import FailureLog
+from aioserve.step_loop.failure_log import FAULTS, FailureLog
 from aioserve.step_loop.loop import IDLE_POLL_SECONDS, StepInFlight, StepLoop
 from aioserve.step_loop.observers import Observers, StepObserver
 
 __all__ = [
+    "FAULTS",
     "IDLE_POLL_SECONDS",
     "FailureLog",
     "Observers",

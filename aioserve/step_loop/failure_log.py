@@ -3,11 +3,15 @@
 Knows culprits by name, and nothing about what they did.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+#: What an observer, or what turns one request's tokens into text, may raise without harm to others.
+FAULTS = (Exception, asyncio.CancelledError, SystemExit)
 
 LOG_SECONDS = 1.0  # between two lines about the same culprit
 

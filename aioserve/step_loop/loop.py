@@ -20,10 +20,10 @@ from aioserve.errors import (
     RequestFailedError,
     StalledError,
 )
-from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.scheduler.blame import blamed, describe_result, place
+from aioserve.scheduler.blame import as_policy_error, blamed, describe_result
 from aioserve.step_loop.failure_log import FailureLog
 from aioserve.step_loop.observers import Observers
 from aioserve.step_loop.policy_failures import PolicyFailures
@@ -75,7 +75,7 @@ class StepLoop(Generic[T]):
         simulation, a failure of the policy is raised as `PolicyError`, and nothing goes on.
         """
         self.scheduler = scheduler
-        self.observers = Observers()
+        self.observers = Observers(clock)
         self.failures = PolicyFailures()
         self.log = FailureLog(clock)
         #: Requests whose step or policy has failed (None: any that has ended) and why. The driver
@@ -112,8 +112,7 @@ class StepLoop(Generic[T]):
             if self._raises or not (self._note_failure(error) and self._fall_back(error)):
                 raise
             self.scheduler.add_request(request)
-        if self.observers.added:
-            self.observers.tell(self.observers.added, request, self._clock())
+        self.observers.tell(self.observers.added, request)
         self.wake()
 
     def finish_requests(
@@ -132,7 +131,7 @@ class StepLoop(Generic[T]):
         """
         ended = self.scheduler.expire_requests()
         if ended:
-            self._tell_ended(ended, RequestStatus.FINISHED_TIMEOUT)
+            self.observers.tell_ended(ended, RequestStatus.FINISHED_TIMEOUT)
             self.wake()
         return ended
 
@@ -164,10 +163,15 @@ class StepLoop(Generic[T]):
             self._discard(error, self.scheduler.get_num_unfinished_requests())
             raise
         self._last_step_id = output.step_id
-        self._tell_planned(output)
+        self.observers.tell(self.observers.planned, output)
         return output
 
     # What a driver asks.
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait, and neither the policy nor the runner does anything for them."""
+        return self._stalled_since is not None
 
     def stalled_seconds(self) -> float:
         """For how long the policy has scheduled no request although some wait."""
@@ -189,22 +193,20 @@ class StepLoop(Generic[T]):
         """Plan steps until the pipeline is full or there is nothing to run. Each that is yielded is
         to be handed to the runner before the next is asked for.
         """
-        while len(self.in_flight) < self._depth:
-            step = self.plan()
+        while len(self.in_flight) < self._depth and not self.is_paused:
+            step = self.plan() if self.scheduler.has_requests() else None
             if step is None:
                 return
             if self.in_flight and self.in_flight[-1] is step:
                 yield step
-            self._tell_planned(step.output)
+            self.observers.tell(self.observers.planned, step.output)
             if not step.output.total_num_scheduled_tokens:
                 return  # the runner hears who left; asking again now would change nothing
 
     def plan(self) -> StepInFlight[T] | None:
         """Plan one step, which is in flight from then on if the runner has to hear anything of it.
-        None: there is nothing to plan for, or the policy has failed.
+        None: the policy has failed.
         """
-        if self.is_paused or not self.scheduler.has_requests():
-            return None
         output = self._schedule()
         if output is None:
             return None
@@ -247,10 +249,12 @@ class StepLoop(Generic[T]):
             self.failed.append((failed, RequestFailedError(reason)))
         return self._update(output, result)
 
-    def fail(self, error: BaseException) -> list[tuple[StepInFlight[T], ModelRunnerOutput]]:
+    def fail(
+        self, error: BaseException
+    ) -> list[tuple[StepInFlight[T], ModelRunnerOutput, Outputs]]:
         """The runner has failed, and every step in flight is lost: later ones may read what a
         failed one should have written. Their requests end, the rest go on. Returns the steps, each
-        with the empty result that the scheduler was given for it.
+        with the empty result that the scheduler was given for it and what the scheduler made of it.
         """
         self.log.log("the runner's step", error)
         steps = list(self.in_flight)
@@ -269,16 +273,14 @@ class StepLoop(Generic[T]):
         for step in steps:
             request_ids = list(step.output.num_scheduled_tokens)
             result = ModelRunnerOutput(request_ids, [[] for _ in request_ids])
-            results.append((step, result))
-            if request_ids:
-                self._update(step.output, result)
+            outputs = self._update(step.output, result) if request_ids else {}
+            results.append((step, result, outputs))
         self.failed.append((failed, error))
         return results
 
     def end_turn(self) -> None:
         """What the steps brought has been delivered."""
-        if self.observers.turn_end:
-            self.observers.tell(self.observers.turn_end)
+        self.observers.tell(self.observers.turn_end)
 
     # How.
 
@@ -295,7 +297,7 @@ class StepLoop(Generic[T]):
         except FROM_OUTSIDE:
             raise
         except BaseException as error:
-            self._discard(self._as_policy_error(error, "schedule()"), num_before)
+            self._discard(as_policy_error(error, self.scheduler.policy, "schedule()"), num_before)
             return None
         if (num_missing := num_before - self.scheduler.get_num_unfinished_requests()) > 0:
             what = (
@@ -317,7 +319,7 @@ class StepLoop(Generic[T]):
         except FROM_OUTSIDE:
             raise
         except BaseException as error:
-            failure = self._as_policy_error(error, "update_from_output()")
+            failure = as_policy_error(error, scheduler.policy, "update_from_output()")
             if self._raises:
                 raise failure from error
             # How far it came is unknown: every request of the step ends, and those that the policy
@@ -327,11 +329,10 @@ class StepLoop(Generic[T]):
             self._blame(list(output.num_scheduled_tokens), failure)
             return {}
         self.failures.note_success(output.step_id)
-        if observers.back:
-            observers.tell(observers.back, output, result, self._clock())
+        observers.tell(observers.back, output, result)
         # In most steps no request ends, and then none has to be looked for.
         if observers.ended and num_before != scheduler.get_num_unfinished_requests():
-            self._tell_ends(outputs)
+            observers.tell_ends(outputs)
         return outputs
 
     def _check_stall(self, now: float) -> None:
@@ -366,7 +367,7 @@ class StepLoop(Generic[T]):
         if self._raises:
             raise error
         failed = self.scheduler.discard_step(self._last_step_id)
-        self._tell_ended(failed, RequestStatus.FINISHED_ERROR)
+        self.observers.tell_ended(failed, RequestStatus.FINISHED_ERROR)
         # Requests that the policy itself has ended hear of it, too: their clients wait.
         are_all_told = num_before - len(failed) == self.scheduler.get_num_unfinished_requests()
         self._blame(failed if are_all_told else None, error)
@@ -408,43 +409,13 @@ class StepLoop(Generic[T]):
         )
         return True
 
-    def _as_policy_error(self, error: BaseException, where: str) -> Exception:
-        """With the line of the policy, if one was running."""
-        what = f"policy {self._policy} raised {error!r} in {where}"
-        if isinstance(error, PolicyError):
-            what = str(error)
-        elif isinstance(error, AioserveError):
-            return error
-        wrapped = PolicyError(what + place(error, self.scheduler.policy))
-        wrapped.__cause__ = error
-        return wrapped
-
-    # What observers hear.
+    # What observers hear of, too.
 
     def _switch(self, settings: SchedulerConfig) -> None:
         self.scheduler = self.scheduler.switch(settings)
-        if self.observers.switched:
-            self.observers.tell(self.observers.switched, settings, self._clock())
+        self.observers.tell(self.observers.switched, settings)
 
     def _finish(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
         ended = self.scheduler.finish_requests(request_ids, status)
-        self._tell_ended(ended, status)
+        self.observers.tell_ended(ended, status)
         return ended
-
-    def _tell_planned(self, output: SchedulerOutput) -> None:
-        if self.observers.planned:
-            self.observers.tell(self.observers.planned, output, self._clock())
-
-    def _tell_ended(self, request_ids: list[str], status: RequestStatus) -> None:
-        if self.observers.ended and request_ids:
-            reason = status.finish_reason or FinishReason.ERROR
-            self.observers.tell(self.observers.ended, request_ids, reason, self._clock())
-
-    def _tell_ends(self, outputs: Outputs) -> None:
-        ended: dict[FinishReason, list[str]] = {}
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                if output.finish_reason is not None:
-                    ended.setdefault(output.finish_reason, []).append(output.request_id)
-        for reason, request_ids in ended.items():
-            self.observers.tell(self.observers.ended, request_ids, reason, self._clock())

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import FAULTS
-from aioserve.outputs import FinishReason, ModelRunnerOutput
-from aioserve.request import Request
+from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
+from aioserve.request import Request, RequestStatus
 from aioserve.scheduler import SchedulerOutput
+from aioserve.step_loop.failure_log import FAULTS
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,8 @@ class StepObserver:
     def on_switched(self, settings: SchedulerConfig, now: float) -> None:
         """The policy of `settings` plans from now on."""
 
-    def on_turn_end(self) -> None:
+    def on_turn_end(self, now: float) -> None:
         """What the last steps brought is delivered, and the next step computes, if there is one."""
-
-
-EVENTS = tuple(name for name in vars(StepObserver) if name.startswith("on_"))
 
 
 class Observers:
@@ -53,7 +50,8 @@ class Observers:
     a tuple that is empty while no observer overrides the method of that name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._all: list[StepObserver] = []
         self._gather()
 
@@ -72,18 +70,37 @@ class Observers:
         self._gather()
 
     def tell(self, methods: tuple[Callable[..., None], ...], *args: Any) -> None:
-        """Call the methods of one event. An observer that raises is told nothing any more, since
-        what follows would not fit what it knows; no request is lost over it.
+        """Call the methods of one event, with the time as the last argument. An observer that
+        raises is told nothing any more, since what follows would not fit what it knows; no request
+        is lost over it.
         """
+        if not methods:
+            return
+        now = self._clock()
         for method in methods:
             try:
-                method(*args)
+                method(*args, now)
             except FAULTS as error:
                 observer: StepObserver = method.__self__  # type: ignore[attr-defined]
                 observer.error = error
                 self.unsubscribe(observer)
                 name = type(observer).__name__
                 logger.error("%s failed and hears no more: %r", name, error, exc_info=error)
+
+    def tell_ended(self, request_ids: list[str], status: RequestStatus) -> None:
+        """These requests have ended, if there are any."""
+        if request_ids:
+            self.tell(self.ended, request_ids, status.finish_reason or FinishReason.ERROR)
+
+    def tell_ends(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Some of these outputs, by client, are the last of their requests."""
+        ended: dict[FinishReason, list[str]] = {}
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None:
+                    ended.setdefault(output.finish_reason, []).append(output.request_id)
+        for reason, request_ids in ended.items():
+            self.tell(self.ended, request_ids, reason)
 
     def _gather(self) -> None:
         self.added = self._overriding("on_added")

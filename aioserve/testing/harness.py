@@ -3,16 +3,21 @@
 No asyncio, no threads, no wall clock: time is a counter, results come back when the test says so.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from aioserve.config import SchedulerConfig
-from aioserve.errors import AioserveError, EngineOverloadedError, PolicyError, RequestError
+from aioserve.errors import (
+    AioserveError,
+    EngineOverloadedError,
+    PolicyError,
+    RequestError,
+    StalledError,
+)
 from aioserve.kv_cache import (
     AllBlocksCleared,
     BlockStored,
@@ -21,11 +26,10 @@ from aioserve.kv_cache import (
     make_resources,
 )
 from aioserve.kv_connector import OffloadingConnector
-from aioserve.outputs import FinishReason, ModelRunnerOutput
+from aioserve.outputs import EngineCoreOutputs, FinishReason, ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import (
-    FAILURES_UNTIL_FALLBACK,
     BaseScheduler,
     SchedulerInterface,
     SchedulerOutput,
@@ -33,6 +37,7 @@ from aioserve.scheduler import (
 )
 from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.testing.calls import Call, kept, make_calls
 from aioserve.testing.decoding_promise import check_keeps_decoding
 from aioserve.testing.ledger import Ledger, Life
@@ -47,14 +52,19 @@ from aioserve.testing.violation import ContractViolation, NoReturn, Starvation
 __all__ = ["ContractViolation", "SchedulerHarness"]
 
 
-@dataclass(slots=True)
-class _StepInFlight:
-    output: SchedulerOutput
-    rows: list[Row]  # that it runs
+class _Ends(StepObserver):
+    """Which requests the step loop has ended by itself, and why."""
 
-    @property
-    def lives(self) -> dict[str, Life]:
-        return {row.life.request_id: row.life for row in self.rows}
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, FinishReason]] = []
+
+    def on_ended(self, request_ids: list[str], reason: FinishReason, now: float) -> None:
+        self._ended += [(request_id, reason) for request_id in request_ids]
+
+    def take(self, reason: FinishReason) -> list[str]:
+        """The requests that have ended since the last call, those for this reason."""
+        ended, self._ended = self._ended, []
+        return [request_id for request_id, why in ended if why is reason]
 
 
 class SchedulerHarness:
@@ -104,7 +114,6 @@ class SchedulerHarness:
         self.is_in_call = False
         self.tolerates_errors = tolerates_errors
         self.errors: list[Exception] = []
-        self._num_raised_in_row = 0  # since a step was planned
         self.now = 0.0
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
@@ -138,9 +147,19 @@ class SchedulerHarness:
         make_scheduler: Callable[..., SchedulerInterface] = policy
         self.steps: list[SchedulerOutput] = []
         with self._timed(policy, "__init__"), blamed(policy, "__init__()"):
-            self.scheduler = make_scheduler(
+            scheduler = make_scheduler(
                 self.config, self.kv_cache, max_model_len=max_model_len, clock=lambda: self.now
             )
+        #: The engine's own; the handle of a step is the rows that it runs.
+        self.loop: StepLoop[list[Row]] = StepLoop(
+            scheduler,
+            depth=self.config.depth,
+            clock=lambda: self.now,
+            stall_timeout=self.config.stall_timeout,
+            raises=not tolerates_errors,
+        )
+        self._ends = _Ends()
+        self.loop.observers.subscribe(self._ends)
         self.runner = ToyRunner(
             num_blocks,
             block_size,
@@ -158,9 +177,16 @@ class SchedulerHarness:
         self.requests: dict[str, Request] = {}  # the latest of each name
         self.num_tokens_planned = 0
         self._step_seconds = step_seconds
-        self._stalled_since: float | None = None
-        self._in_flight: deque[_StepInFlight] = deque()
         self._recomputed: set[Life] = set()  # what steps in flight bring for them is dropped
+
+    @property
+    def scheduler(self) -> SchedulerInterface:
+        """The scheduler that plans now; a test may put another one in its place."""
+        return self.loop.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: SchedulerInterface) -> None:
+        self.loop.scheduler = scheduler
 
     @property
     def tokens(self) -> dict[str, list[int]]:
@@ -176,7 +202,7 @@ class SchedulerHarness:
     @property
     def num_in_flight(self) -> int:
         """Steps that are planned and not received."""
-        return len(self._in_flight)
+        return len(self.loop.in_flight)
 
     # What a client does.
 
@@ -207,7 +233,7 @@ class SchedulerHarness:
         request = Request(RequestSpec(request_id, prompt_token_ids, params, **of_request))
         try:
             with self._blame("add_request"):
-                self.scheduler.add_request(request)
+                self.loop.add_request(request)
         except (EngineOverloadedError, PolicyError, RequestError):
             self.check()  # after a refusal nothing remains
             raise
@@ -285,53 +311,57 @@ class SchedulerHarness:
     @kept
     def schedule(self) -> SchedulerOutput:
         """Plan one step. If it carries anything it is in flight until `receive`."""
+        output = self._plan()
+        assert output is not None, "what the policy raises is raised, or `plan` is to be called"
+        return output
+
+    def _plan(self) -> SchedulerOutput | None:
         self.now += self._step_seconds
-        return self._enter(self._ask())
-
-    def _ask(self) -> SchedulerOutput:
+        in_flight = self._rows_in_flight()
+        self._ends.take(FinishReason.ERROR)
         with self._blame("schedule"):
-            return self.scheduler.schedule()
-
-    def _enter(self, output: SchedulerOutput) -> SchedulerOutput:
-        self._num_raised_in_row = 0
-        if isinstance(output, SchedulerOutput):  # first: a step that breaks a rule is shown, too
-            self.steps.append(output)
-        rows = self.planned.apply(output, self._rows_in_flight())
+            step = self.loop.plan()
+        if self.loop.failed:
+            self._give_up()
+        if step is None:
+            return None
+        output = step.output
+        self.steps.append(output)
+        step.handle = self.planned.apply(output, in_flight)
         self.num_tokens_planned += output.total_num_scheduled_tokens
-        if output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids:
-            self._in_flight.append(_StepInFlight(output, rows))
-        self._check_stall(output)
+        if self.loop.is_stalled:
+            self.now += 1.0  # the engine sleeps before it asks again
         self._check_line(output)
         self.check()
         return output
 
-    def _give_up(self, error: Exception) -> None:
-        """The policy raised: the requests of that step end, the others go on."""
-        self.errors.append(error)
+    def _give_up(self) -> None:
+        """The policy raised: the requests of that step have ended, the others go on."""
+        [(_, error)] = self.loop.failed
+        self.loop.failed.clear()
+        if isinstance(error, StalledError):
+            raise self._starvation()
+        cause = error.__cause__
+        self.errors.append(cause if isinstance(cause, Exception) else PolicyError(str(error)))
         self.planned.give_up()
-        with self._blame("discard_step"):
-            ended = self.scheduler.discard_step(self.steps[-1].step_id if self.steps else 0)
-            self._num_raised_in_row += 1
-            if self._num_raised_in_row >= FAILURES_UNTIL_FALLBACK:  # as where there is none
-                ended += self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        ended = self._ends.take(FinishReason.ERROR)
         self._end(ended, ended, RequestStatus.FINISHED_ERROR)
         self.check()
 
     @kept
     def receive(self, failed: Sequence[str] = ()) -> None:
         """Bring back the oldest step in flight, in which these of its requests `failed` alone."""
-        step = self._in_flight.popleft()
-        if self.connector is not None:
-            self.connector.update_connector_output(step.output.step_id)
+        step = self.loop.in_flight[0]
         failed = [name for name in failed if name in step.output.num_scheduled_tokens]
         namespaces, replies = self._namespaces(step), self._replies(step)
         result = self.runner.execute(step.output, namespaces, replies, failed)
-        if failed:  # as the engine does: told by hand, for the step is not back before the update
-            with self._blame("finish_requests"):
-                ended = self.scheduler.finish_requests(failed, RequestStatus.FINISHED_ERROR)
-            self._end(failed, ended, RequestStatus.FINISHED_ERROR)
+        self._ends.take(FinishReason.ERROR)
+        with self._blame("update_from_output"):
+            outputs = self.loop.take(result)
+        self._end(failed, self._ends.take(FinishReason.ERROR), RequestStatus.FINISHED_ERROR)
+        self._check_failed(len(failed))
         if step.output.total_num_scheduled_tokens:
-            self._update(step, result)
+            self._deliver(step, result, outputs)
         self.check()
 
     @kept
@@ -340,15 +370,7 @@ class SchedulerHarness:
         self.expire()
         if not self.scheduler.has_requests():
             return None
-        if not self.tolerates_errors:
-            return self.schedule()
-        self.now += self._step_seconds
-        try:
-            output = self._ask()
-        except Exception as error:
-            self._give_up(error)
-            return None
-        return self._enter(output)
+        return self._plan()
 
     @kept
     def blocks_come(self, fails: bool = False) -> None:
@@ -364,13 +386,13 @@ class SchedulerHarness:
         """
         outputs = []
         self.store.answer()
-        while len(self._in_flight) < self.config.depth:
+        while len(self.loop.in_flight) < self.config.depth:
             output = self.plan()
             if output is not None:
                 outputs.append(output)
             if output is None or output.total_num_scheduled_tokens == 0:
                 break
-        if self._in_flight:
+        if self.loop.in_flight:
             self.receive()
         return outputs
 
@@ -379,7 +401,7 @@ class SchedulerHarness:
         """End requests whose time is up; returns their ids."""
         due = self._due()
         with self._blame("expire_requests"):
-            expired = self.scheduler.expire_requests()
+            expired = self.loop.expire_requests()
         if due - set(expired):
             raise ContractViolation(
                 f"{self._where}: the time of {sorted(due - set(expired))} is up, but "
@@ -396,19 +418,18 @@ class SchedulerHarness:
     @kept
     def fail_steps(self) -> None:
         """The oldest step in flight fails in the runner; as in the engine, all in flight do."""
-        steps = list(self._in_flight)
-        self._in_flight.clear()
+        steps = list(self.loop.in_flight)
         for step in steps:
             self.runner.fail(step.output, self._namespaces(step), self._replies(step))
-            # The ended ones stay in flight until the update below: told by hand, not by `finish`.
-            request_ids = list(step.output.num_scheduled_tokens)
-            with self._blame("finish_requests"):
-                ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR)
-            self._end(request_ids, ended, RequestStatus.FINISHED_ERROR)
-        for step in steps:
+        self._ends.take(FinishReason.ERROR)
+        with self._blame("finish_requests"):
+            results = self.loop.fail(RuntimeError("as asked"))
+        self._check_failed(1)
+        asked = [name for step in steps for name in step.output.num_scheduled_tokens]
+        self._end(asked, self._ends.take(FinishReason.ERROR), RequestStatus.FINISHED_ERROR)
+        for step, result, outputs in results:
             if step.output.total_num_scheduled_tokens:
-                req_ids = list(step.output.num_scheduled_tokens)
-                self._update(step, ModelRunnerOutput(req_ids, [[] for _ in req_ids]))
+                self._deliver(step, result, outputs)
         self.check()
 
     @kept
@@ -439,11 +460,11 @@ class SchedulerHarness:
             num_tokens = sum(life.max_total_tokens for life in self.ledger.alive.values())
             max_steps = 500 + 10 * num_tokens
         for _ in range(max_steps):
-            if not self.scheduler.has_requests() and not self._in_flight:
+            if not self.scheduler.has_requests() and not self.loop.in_flight:
                 break
             num_errors = len(self.errors)
             self.step()
-            if len(self.errors) > num_errors and not (self.ledger.alive or self._in_flight):
+            if len(self.errors) > num_errors and not (self.ledger.alive or self.loop.in_flight):
                 break  # it raises though nobody is left: the engine asks it when somebody comes
         else:
             waiting = {
@@ -603,22 +624,6 @@ class SchedulerHarness:
                 f"{self._where}: {pool.num_used_blocks - len(holders)} blocks are lost"
             )
 
-    def _check_stall(self, output: SchedulerOutput) -> None:
-        """The engine's rule: with nothing in flight, somebody is scheduled within a time."""
-        alive = {life.request for life in self.ledger.alive.values()}
-        if output.total_num_scheduled_tokens or self._in_flight or alive <= self._loading:
-            self._stalled_since = None
-            return
-        if self._stalled_since is None:
-            self._stalled_since = self.now
-        if self.now - self._stalled_since >= self.config.stall_timeout:
-            waiting = list(self.ledger.alive)
-            raise Starvation(
-                f"{self._where}: nobody was scheduled for {self.config.stall_timeout:g} s although "
-                f"{waiting} wait"
-            )
-        self.now += 1.0  # the engine sleeps before it asks again
-
     def _check_line(self, output: SchedulerOutput) -> None:
         """Nobody was admitted in the place of one who stands before him, if that is promised."""
         scheduler = self.scheduler
@@ -693,13 +698,30 @@ class SchedulerHarness:
         try:
             with self._timed(type(self.scheduler), method):
                 yield
-        except (AioserveError, ContractViolation):
-            raise
+        except StalledError:
+            raise self._starvation() from None
+        except (AioserveError, ContractViolation) as error:
+            cause = error.__cause__
+            is_door = method == "add_request"
+            if is_door or not isinstance(error, PolicyError) or cause is None:
+                raise
+            if isinstance(cause, AioserveError):  # it says itself what is wrong
+                raise cause from cause.__cause__
+            name = type(self.scheduler).__name__
+            raise ContractViolation(
+                f"{self._where}: {name} raised {cause!r} in {method}()"
+            ) from cause
         except Exception as error:
             name = type(self.scheduler).__name__
             raise ContractViolation(
                 f"{self._where}: {name} raised {error!r} in {method}()"
             ) from error
+
+    def _starvation(self) -> Starvation:
+        return Starvation(
+            f"{self._where}: no request was scheduled for {self.config.stall_timeout:g} s although "
+            f"{list(self.ledger.alive)} wait"
+        )
 
     @contextmanager
     def _timed(self, policy: type, method: str) -> Iterator[None]:
@@ -722,24 +744,34 @@ class SchedulerHarness:
             ) from ended_by
 
     def _rows_in_flight(self) -> set[Row]:
-        return {row for step in self._in_flight for row in step.rows}
+        return {row for step in self.loop.in_flight for row in step.handle}
 
-    def _namespaces(self, step: _StepInFlight) -> dict[str, tuple[str, str]]:
+    def _namespaces(self, step: StepInFlight[list[Row]]) -> dict[str, tuple[str, str]]:
         return {
             request_id: (life.request.cache_salt, life.request.adapter_id)
-            for request_id, life in step.lives.items()
+            for request_id, life in _lives(step).items()
         }
 
-    def _replies(self, step: _StepInFlight) -> dict[str, Reply]:
-        return {request_id: life.reply for request_id, life in step.lives.items() if life.reply}
+    def _replies(self, step: StepInFlight[list[Row]]) -> dict[str, Reply]:
+        return {request_id: life.reply for request_id, life in _lives(step).items() if life.reply}
 
-    def _update(self, step: _StepInFlight, result: ModelRunnerOutput) -> None:
-        with self._blame("update_from_output"):
-            outputs = self.scheduler.update_from_output(step.output, result)
+    def _check_failed(self, expected: int) -> None:
+        """A policy that raises in `update_from_output` breaks the contract in any case."""
+        failed = self.loop.failed[expected:]
+        self.loop.failed.clear()
+        for _, error in failed:
+            raise ContractViolation(f"{self._where}: {error}") from error.__cause__
+
+    def _deliver(
+        self,
+        step: StepInFlight[list[Row]],
+        result: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+    ) -> None:
         where = f"result of step {step.output.step_id}"
         if result.failed:
             self._recomputed |= self.planned.lose()
-        lives = step.lives
+        lives = _lives(step)
         dropped = {name for name, life in lives.items() if life in self._recomputed}
         self._recomputed &= {row.life for row in self._rows_in_flight()}
         self.ledger.receive(lives, result, outputs, where, dropped | self.runner.spoilt)
@@ -766,6 +798,10 @@ class SchedulerHarness:
                 self.findable.add(event.block_hash)
             else:
                 self.findable.discard(event.block_hash)
+
+
+def _lives(step: StepInFlight[list[Row]]) -> dict[str, Life]:
+    return {row.life.request_id: row.life for row in step.handle}
 
 
 def _without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:

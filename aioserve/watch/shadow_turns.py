@@ -24,10 +24,10 @@ class ShadowTurns(ShadowFeed):
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def on_turn_end(self) -> None:
+    def on_turn_end(self, now: float) -> None:
         if self._is_closed:
             return
-        self._shadow.advance(self._clock())
+        self._shadow.advance(now)
         if self._timer is None and self._shadow.has_work:
             self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._on_timer)
 
@@ -39,4 +39,4 @@ class ShadowTurns(ShadowFeed):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.on_turn_end()
+        self.on_turn_end(self._clock())

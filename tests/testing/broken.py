@@ -48,7 +48,7 @@ class SoundScheduler(BaseScheduler):
 # What `schedule` returns.
 
 
-@caught_by(r"step 1: schedule\(\) must return a SchedulerOutput, got None")
+@caught_by(r"schedule\(\) must return the output\(\) of a new step, got None")
 class ReturnsNothing(SoundScheduler):
     """Forgets `return`."""
 
@@ -57,7 +57,7 @@ class ReturnsNothing(SoundScheduler):
         return None  # type: ignore[return-value]
 
 
-@caught_by(r"schedule\(\) must return a new step, step \d+ was planned")
+@caught_by(r"schedule\(\) must return the output\(\) of a new step, got SchedulerOutput")
 class ReturnsAnOldStep(SoundScheduler):
     """Returns the same plan again, as if nothing had changed."""
 
@@ -168,7 +168,7 @@ class RollsGlobalDice(SoundScheduler):
 # Who is served.
 
 
-@caught_by(r"\d+ requests are unfinished, should be \d+: \['\w+'")
+@caught_by(r"schedule\(\) has ended \d+ requests: it plans, and the engine ends them")
 class LosesARequest(SoundScheduler):
     """Takes a request out of the line and does not keep it anywhere else."""
 
@@ -180,7 +180,7 @@ class LosesARequest(SoundScheduler):
         return super().schedule()
 
 
-@caught_by(r"nobody was scheduled for 30 s although \['\w+'")
+@caught_by(r"no request was scheduled for 30 s although \['\w+'")
 class StarvesTheShort(SoundScheduler):
     """Never admits a request of one or two tokens."""
 
@@ -577,7 +577,7 @@ class ForgetsStates(SoundScheduler):
         return output
 
 
-@caught_by(r"\d+ slots for states leaked|nobody was scheduled for 30 s although")
+@caught_by(r"\d+ slots for states leaked|no request was scheduled for 30 s although")
 class KeepsStates(SoundScheduler):
     """Takes the state of whoever ended for one that runs."""
 
@@ -635,7 +635,7 @@ class GivesWindowsBackTooEarly(SoundScheduler):
         return super().schedule()
 
 
-@caught_by(r"\d+ blocks for windows leaked|nobody was scheduled for 30 s although")
+@caught_by(r"\d+ blocks for windows leaked|no request was scheduled for 30 s although")
 class KeepsWindows(SoundScheduler):
     """Takes the window of whoever ended for that of one that runs."""
 

@@ -31,7 +31,7 @@ def test_only_what_breaks_the_rule_is_left() -> None:
 def test_no_more_steps_are_made_than_the_budget_allows() -> None:
     failure = fail(StarvesTheShort)
     assert shrink(failure, budget=0) is failure
-    some = shrink(failure, budget=200)
+    some = shrink(failure, budget=100)
     assert shrink(failure).size < some.size < failure.size
 
 

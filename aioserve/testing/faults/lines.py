@@ -28,7 +28,8 @@ WAY = (
     *("server/running.py", "server/collected.py", "server/sse.py"),
     *("engine/front.py", "engine/input_processor.py", "engine/arrivals.py"),
     *("engine/async_engine.py", "engine/stream.py", "engine/output_processor.py"),
-    *("engine/delivery.py", "engine/core.py", "engine/metrics.py", "engine/request_lines.py"),
+    *("engine/delivery.py", "engine/core.py", "step_loop/loop.py", "step_loop/observers.py"),
+    *("engine/metrics.py", "engine/request_lines.py"),
 )
 
 
