@@ -36,7 +36,7 @@ class DeadlineScheduler(BaseScheduler):
         relegate: bool = True  # serve prompts that cannot make it after all others
         short_first: NonNegativeFloat = 1.0  # seconds that a second less of work is worth; 0: EDF
         min_prefill_tokens: PositiveInt = 64  # prompts get so much, however late the streams are
-        window: PositiveInt = 256  # so many of the waiting, earliest deadline first, are compared
+        window: PositiveInt = 256  # waiting requests compared per step, earliest deadline first
 
     def order(self, request: Request) -> float:
         """When the first token is due."""
@@ -59,7 +59,7 @@ class DeadlineScheduler(BaseScheduler):
         for request in self.rank(now, speed, step):
             if request.status is RequestStatus.RUNNING:
                 budget -= step.run(request, budget)
-            elif may_admit:  # nobody passes one that does not fit, or it would never fit
+            elif may_admit:  # no request passes one that does not fit, or it would never fit
                 granted = step.admit(request, budget)
                 budget -= granted
                 may_admit = granted > 0
@@ -76,7 +76,7 @@ class DeadlineScheduler(BaseScheduler):
             left = request.order_key[0] + self.options.tpot * request.num_output_tokens - now
             done = request.num_computed_tokens or (num_cached(request) if left > 0 else 0)
             work = (request.num_tokens - done) / speed
-            # Who was preempted half-way is late for its next token, but not relegated.
+            # A request preempted half-way is late for its next token, but not relegated.
             if left >= work or request.num_output_tokens or not self.options.relegate:
                 in_time.append((left + self.options.short_first * work, request.order_key, request))
                 if len(in_time) >= self.options.window:

@@ -2,9 +2,9 @@
 
 Every client (`user` of the request) has a counter of the tokens that it was served, output
 weighing more than input, divided by its weight; the client with the lowest counter is admitted
-next. Who comes new, or back from a pause, starts at the lowest counter of those who wait: being
-away earns nothing, and a debt is kept until the others have caught up. Clients with work waiting
-differ in service by at most about twice one request or one full batch, whichever is more. Among
+next. A new or returning client starts at the lowest counter of the waiting ones: being away earns
+nothing, and a debt is kept until the others have caught up. Clients with work waiting differ
+in service by at most about twice one request or one full batch, whichever is more. Among
 clients within `quantum` of the lowest, the longest cached prefix goes first: more hits, so much
 less fairness. Work computed again after a preemption is not charged. Each admission costs 0.2
 microseconds per client that waits, 0.5 with a quantum.
@@ -41,8 +41,8 @@ class FairScheduler(BaseScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.floor = 0.0  # the lowest counter of those who wait, or waited last; it only rises
-        # Virtual tokens by client. Who is not in it, as those who run at a switch of the policy,
+        self.floor = 0.0  # lowest counter of the waiting clients, or the last of them; only rises
+        # Virtual tokens by client. A client not in it, as one that runs at a policy switch,
         # starts at the floor.
         self.served: dict[str, float] = defaultdict(lambda: self.floor)
         self._waited: set[str] = set()  # clients, in the last step
@@ -94,7 +94,7 @@ class FairScheduler(BaseScheduler):
         self._waited = waiting
 
     def forget(self) -> None:
-        """Drop who is gone and would start at the floor anyway: so memory stays bounded."""
+        """Drop the clients that are gone and would start at the floor anyway, to bound memory."""
         present = self._waited | {request.user for request in self.running}
         for user in [u for u, s in self.served.items() if s <= self.floor and u not in present]:
             del self.served[user]

@@ -1,14 +1,14 @@
 """First come, first served (Orca, OSDI'22): whole prompts in order of arrival.
 
 The honest baseline. A prompt runs in one piece beside the decodes, so a long one stalls every
-stream for a step; nobody overtakes.
+stream for a step; no request overtakes another.
 """
 
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
 
 
 class FCFSScheduler(BaseScheduler):
-    """Everybody who runs, then whole prompts while they fit."""
+    """Running requests, then whole prompts while they fit."""
 
     admits_in_order = "all"
     keeps_decoding = True

@@ -1,8 +1,8 @@
 """Highest response ratio next (Brinch Hansen 1971; merged in SGLang in 2026), on uncached work.
 
 The prompt with the highest (wait + work) / work goes next, where work is the time that its
-uncached tokens will take: short prompts overtake long ones, and whoever waits long enough goes
-first, so that nobody starves. Decodes come before prompts; a prompt goes on chunk by chunk in
+uncached tokens will take: short prompts overtake long ones, and a request that has waited long
+enough goes first, so none starves. Decodes come before prompts; a prompt goes on chunk by chunk in
 competition with those that wait. First tokens come much earlier on average; the longest prompts
 pay for it. Ranking costs about 2 microseconds per compared request, only in steps with a free seat.
 """
@@ -20,13 +20,13 @@ from aioserve.scheduler import (
 
 
 class HRRNScheduler(BaseScheduler):
-    """Decodes, then whoever has waited longest for the work that it asks for."""
+    """Decodes, then the request with the highest ratio of waiting time to uncached work."""
 
     uses_step_time = True
 
     class Options(PolicyOptions):
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
-        window: PositiveInt = 512  # so many of the waiting, oldest first, are compared
+        window: PositiveInt = 512  # waiting requests compared per step, oldest first
 
     def schedule(self) -> SchedulerOutput:
         step = self.new_step(self.options.chunk_size)
@@ -38,7 +38,7 @@ class HRRNScheduler(BaseScheduler):
         for request in sorted(prompts, key=self.response_ratio, reverse=True):
             if request.status is RequestStatus.RUNNING:
                 step.run(request)
-            elif may_admit:  # nobody passes one that does not fit, or it would never fit
+            elif may_admit:  # no request passes one that does not fit, or it would never fit
                 may_admit = step.admit(request) > 0
         return step.output()
 

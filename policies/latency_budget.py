@@ -3,9 +3,9 @@
 No fixed chunk is right (vllm#52906): beside few decodes there is room for long pieces, beside many
 for short ones. Step time is fitted online to what steps took (as in FairBatching 2025), and each
 step takes the most prompt tokens whose predicted time is within `target_itl`. Until the fit
-stands, the budget grows by a little and is halved when a step was late. With nobody decoding there
-is nobody to protect, and prompts run at full speed. A lower target gives steadier streams, later
-first tokens and less throughput. The order is that of any policy whose `order` needs no options.
+stands, the budget grows by a little and is halved when a step was late. When no
+request decodes, prompts run at full speed. A lower target gives steadier streams, later first
+tokens and less throughput. The order is that of any policy whose `order` needs no options.
 """
 
 from functools import cached_property
@@ -27,7 +27,7 @@ INCREASE = 32  # prompt tokens by which the budget grows after a step in time, b
 
 
 class LatencyBudgetScheduler(BaseScheduler):
-    """Decodes, then prompts for as long as the step is predicted to be in time."""
+    """Decodes, then prompt tokens while the step is predicted to meet the latency target."""
 
     admits_in_order = "all"
     uses_step_time = True
@@ -73,7 +73,7 @@ class LatencyBudgetScheduler(BaseScheduler):
         return step.output()
 
     def prefill_budget(self, num_decodes: int, num_context: int) -> int:
-        """Prompt tokens for a step beside so many decodes that read so much context."""
+        """Prompt tokens for a step with this number of decodes and of context tokens read."""
         if not num_decodes:
             return self.max_num_batched_tokens
         budget = self.trial_budget

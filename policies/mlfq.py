@@ -5,8 +5,8 @@ the upper levels, and each output token counts like `output_weight` prompt token
 it goes on; levels double in size. Upper levels go first, and take seats and blocks from lower
 ones. Waiting lifts a request in line, from the lowest level to the top in `starve_after` seconds.
 Short answers come back much sooner, without guessing lengths; long ones are put off, and may be
-computed again: at most `max_preemptions` times for the sake of others, so that nobody is thrown
-out for ever. Costs half a microsecond per running request in steps where somebody waits in vain.
+computed again: at most `max_preemptions` times for the sake of others, so that no request is
+preempted for ever. Costs half a microsecond per running request in steps where one waits in vain.
 """
 
 from itertools import islice
@@ -36,7 +36,7 @@ class MLFQScheduler(BaseScheduler):
         starve_after: PositiveFloat = 10.0  # seconds that lift the lowest level to the top
         max_preemptions: PositiveInt = 3  # of one request, to make room for upper levels
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
-        window: PositiveInt = 128  # so many of the waiting are looked at in a step
+        window: PositiveInt = 128  # waiting requests examined per step
 
     options: Options
 
@@ -69,7 +69,7 @@ class MLFQScheduler(BaseScheduler):
             if request not in entering:
                 step.run(request)
             elif self.level(request) < blocked_level and not self.admit(step, request, victims):
-                # Only upper levels may pass one that does not fit; nobody, if it was lifted.
+                # Only upper levels may pass one that does not fit; none, if it was lifted.
                 is_lifted = request.order_key[0] <= self.clock()
                 blocked_level = 0 if is_lifted else self.level(request)
         return step.output()

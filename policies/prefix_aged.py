@@ -1,8 +1,8 @@
-"""Longest cached prefix first (SGLang's LPM), aged so that nobody starves.
+"""Longest cached prefix first (SGLang's LPM), aged so that no request starves.
 
 The waiting request with the most cached tokens goes next, because it costs least and its prefix
 is still there; every second of waiting counts like `ageing` cached tokens more, so that a prefix
-of so many tokens overtakes by one second. Without ageing, warm sessions keep cold requests out for
+of that many tokens is worth one second. Without ageing, warm sessions keep cold requests out for
 as long as they keep coming (sglang#31954); with much of it, this is first come, first served.
 Ranking costs about 2 microseconds per compared request, only in steps with a free seat.
 """
@@ -20,14 +20,14 @@ from aioserve.scheduler import (
 
 
 class PrefixAgedScheduler(BaseScheduler):
-    """Decodes, running prompts, then whoever has the longest prefix and the longest wait."""
+    """Decodes, running prompts, then the request with the longest cached prefix plus age."""
 
     keeps_decoding = True
 
     class Options(PolicyOptions):
         ageing: NonNegativeFloat = 500.0  # cached tokens that a second of waiting is worth
         chunk_size: PositiveInt | None = None  # tokens per step (default: max_num_batched_tokens)
-        window: PositiveInt = 512  # so many of the waiting, oldest first, are compared
+        window: PositiveInt = 512  # waiting requests compared per step, oldest first
 
     options: Options
 
@@ -39,7 +39,7 @@ class PrefixAgedScheduler(BaseScheduler):
         window = self.options.window if has_room else 1  # the first still hears why it waits
         for request in sorted(islice(self.waiting, window), key=self.score, reverse=True):
             if not step.admit(request):
-                break  # nobody passes one that does not fit, or it would never fit
+                break  # no request passes one that does not fit, or it would never fit
         return step.output()
 
     def score(self, request: Request) -> float:

@@ -13,7 +13,7 @@ order_key = attrgetter("order_key")
 
 
 class PriorityScheduler(BaseScheduler):
-    """The most urgent requests run, whoever came first."""
+    """The most urgent requests run, even if they arrived last."""
 
     admits_in_order = "all"
     keeps_decoding = True
@@ -42,6 +42,6 @@ class PriorityScheduler(BaseScheduler):
                 or victim is None
                 or victim.priority <= request.priority
             ):
-                return False  # nobody behind it gets in, or would have to leave for it soon
+                return False  # one behind it stays out: it would have to leave for it soon
             step.preempt(victim)
         return True

@@ -140,7 +140,7 @@ def test_policies_are_described_without_being_imported() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout == "Everybody who runs, then whole prompts while they fit.\n[]\n"
+    assert result.stdout == "Running requests, then whole prompts while they fit.\n[]\n"
 
 
 @pytest.mark.parametrize("name", sorted(available_policies()))
