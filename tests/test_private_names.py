@@ -1,7 +1,7 @@
 """Names that dependencies keep to themselves and that the package reads all the same.
 
 Such a name can go with any release of its owner. Here is each, why there is no other way, and what
-happens without it. The table may only shrink.
+happens without it, which `test_private_names_gone` tries. The table may only shrink.
 """
 
 import ast
@@ -72,35 +72,35 @@ TABLE = (
         "aioserve.lab.simulation.loop",
         "_ready",
         "asyncio does not tell in public whether a callback is due; a simulated step asks it.",
-        "Simulations fail in their first step.",
+        "Simulations fail in their first step, with an AttributeError.",
         lambda: new_loop_has("_ready"),
     ),
     Private(
         "aioserve.lab.simulation.loop",
         "_scheduled",
         "asyncio does not tell in public when the next timer is due; a simulated step asks it.",
-        "Simulations fail in their first step.",
+        "Simulations fail in their first step, with an AttributeError.",
         lambda: new_loop_has("_scheduled"),
     ),
     Private(
         "aioserve.progress",
         "_instances",
         "tqdm does not say otherwise whether a bar is shown, and asking it takes a lock.",
-        "A line of the log stands behind a bar instead of above it.",
+        "A line of the log is written behind a bar instead of above it.",
         found_in("tqdm:tqdm._instances"),
     ),
     Private(
         "aioserve.ray.router",
         "_event_loop",
         "Ray calls the router from a thread, and hands its loop to the base class alone.",
-        "A router that follows KV events fails at its first replica.",
+        "A router that follows KV events fails at its first replica, with an AttributeError.",
         found_in("ray.serve._private.request_router.request_router:RequestRouter"),
     ),
     Private(
         "aioserve.runner.architecture",
         "_is_stateful",
         "transformers marks models that keep states in a way of their own so, and only so.",
-        "Such a model is refused later, by the probe at load, with a longer message.",
+        "Such a model is refused for the type of its layers, or by the probe at load.",
         found_in("transformers.models.mamba.modeling_mamba:MambaPreTrainedModel._is_stateful"),
     ),
     Private(
@@ -121,35 +121,35 @@ TABLE = (
         "aioserve.runner.fused.experts",
         "_apply_gate",
         "The activation of a layer of experts is recognized by what this method computes.",
-        "Layers of experts run as transformers wrote them, which is slower.",
+        "A model with experts runs as transformers wrote it, which is slower; the log says so.",
         found_in("transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate"),
     ),
     Private(
         "aioserve.runner.loader",
         "_attn_implementation",
         "A configuration has no public field for the attention that its model was built with.",
-        "Every model but the fast ones is refused, with a line that names the interface.",
+        "Models run row by row, the slowest way; those with states or images are refused.",
         config_attribute,
     ),
     Private(
         "aioserve.runner.tensor_parallel.group",
         "_Options",
         "Only options name the address that Gloo listens on, which must be this machine's own.",
-        "Tensor parallelism on a CPU does not start.",
+        "Tensor parallelism on a CPU does not start: an AttributeError.",
         gloo_options,
     ),
     Private(
         "aioserve.runner.tensor_parallel.group",
         "_devices",
         "It is the field of the options for that address.",
-        "Tensor parallelism on a CPU does not start.",
+        "Tensor parallelism on a CPU does not start: an AttributeError.",
         lambda: gloo_options()._devices,
     ),
     Private(
         "aioserve.runner.tensor_parallel.group",
         "_timeout",
         "A group that is given options takes its timeout from them alone.",
-        "Tensor parallelism does not start.",
+        "Tensor parallelism does not start: an AttributeError.",
         lambda: gloo_options()._timeout,
     ),
 )

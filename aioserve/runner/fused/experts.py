@@ -106,7 +106,9 @@ def _router(module: Any) -> Router:
 
 
 def _activation(experts: Any) -> tuple[ExpertActivation, bool]:
-    """By its numbers, and whether gates and ups lie by turns."""
+    """By its numbers, and whether gates and ups lie by turns. Raises `NotFusedError`."""
+    if not hasattr(experts, "_apply_gate"):  # a private name of `transformers`
+        raise NotFusedError(f"{type(experts).__name__} has no _apply_gate")
     gates, ups = torch.linspace(-12, 12, 96), torch.linspace(11, -10, 96)
     halves, turns = torch.cat((gates, ups))[None], torch.stack((gates, ups), dim=1).view(1, -1)
     if hasattr(experts, "limit") and hasattr(experts, "alpha"):
