@@ -20,12 +20,12 @@ class RequestStatus(enum.IntEnum):
 
     WAITING = enum.auto()  # never ran
     PREEMPTED = enum.auto()  # ran, lost its blocks, waits to be computed again
-    RUNNING = enum.auto()
-    FINISHED_STOPPED = enum.auto()
-    FINISHED_LENGTH_CAPPED = enum.auto()
-    FINISHED_ABORTED = enum.auto()
-    FINISHED_TIMEOUT = enum.auto()
-    FINISHED_ERROR = enum.auto()
+    RUNNING = enum.auto()  # admitted: it holds KV blocks
+    FINISHED_STOPPED = enum.auto()  # by a stop token or stop string
+    FINISHED_LENGTH_CAPPED = enum.auto()  # by max_tokens or max_model_len
+    FINISHED_ABORTED = enum.auto()  # by the client or the server
+    FINISHED_TIMEOUT = enum.auto()  # its deadline or --queue-timeout passed
+    FINISHED_ERROR = enum.auto()  # by a failed step or policy
 
     @property
     def is_finished(self) -> bool:
@@ -52,15 +52,15 @@ class WaitReason(enum.StrEnum):
 
     BUDGET = "budget"  # no tokens left in the step, or too few for a whole prompt
     SEATS = "seats"  # max_num_seqs requests are running
-    ADAPTERS = "adapters"  # those that run have max_loras adapters, and not its own
+    ADAPTERS = "adapters"  # running requests use max_loras adapters, and not its own
     BLOCKS = "blocks"  # its tokens do not fit the free KV blocks
-    STATES = "states"  # of a model with states: no slot for its own is free
-    WINDOWS = "windows"  # of a model with sliding windows: its own does not fit their pool
+    STATES = "states"  # no state slot is free (models with states)
+    WINDOWS = "windows"  # the pool of sliding windows has no room for its own
     ENCODER_BUDGET = "encoder_budget"  # its next image does not fit the step or the encoder cache
-    DEADLINE = "deadline"  # the policy holds that it will miss its deadline anyway
-    PREEMPTED = "preempted"  # it gave way in this very step
-    REMOTE_KVS = "remote_kvs"  # its blocks are being read: it is in no line, in nobody's way
-    IN_FLIGHT = "in_flight"  # preempted; a step that still has it is not back
+    DEADLINE = "deadline"  # the policy expects it to miss its deadline anyway
+    PREEMPTED = "preempted"  # it was preempted in this very step
+    REMOTE_KVS = "remote_kvs"  # not in the waiting queue while its KV blocks load
+    IN_FLIGHT = "in_flight"  # preempted; a step that contains it is still running
     POLICY = "policy"  # the policy did not ask for it
 
     @property
@@ -84,7 +84,7 @@ class EncoderInput(msgspec.Struct, frozen=True, eq=False):
     """One image or sound in a prompt: it stands for `num_tokens` tokens from `position` on.
 
     What is known of its content besides the hash is for the runner alone: two of one hash are
-    equal, whoever still has the arrays.
+    equal, with or without arrays.
     """
 
     position: int
@@ -110,24 +110,24 @@ class EncoderInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What was asked for, declared once: who watches, records or repeats a request passes its spec
-    on, or a copy with other values. Raises `RequestError` that names the field.
+    """The fields of a request, declared once: code that watches, records or repeats a request
+    passes its spec on, or a copy with other values. Raises `RequestError` that names the field.
     """
 
-    request_id: str  # unique among those that live
-    prompt_token_ids: Sequence[int]  # nobody changes it: the samples of a prompt share it
-    sampling_params: SamplingParams  # how its tokens are chosen; `max_tokens` is in it
+    request_id: str  # unique among unfinished requests
+    prompt_token_ids: Sequence[int]  # never changed: the samples of a prompt share it
+    sampling_params: SamplingParams  # temperature, max_tokens, stop, ...
     arrival_time: float = 0.0  # scheduler clock, seconds
     eos_token_ids: Sequence[int] = ()  # of the model; they end it unless it ignores them
     priority: int = 0  # smaller is more urgent
-    user: str = ""  # the client, as it names itself; empty: none named
+    user: str = ""  # the client's name, as the request states it; empty: none
     cache_salt: str = ""  # requests share blocks only within one salt
     adapter_id: str = ""  # requests share blocks only within one adapter
     encoder_inputs: Sequence[EncoderInput] = ()  # images and sounds, in order of position
-    deadline: float | None = None  # it ends with a timeout if it has not finished by then
-    client_index: int = 0  # which front end hears of it
-    pooling_params: PoolingParams | None = None  # given: it ends with its prompt, in a vector
-    key_name: str = ""  # of the API key that it came with; empty: none is asked for
+    deadline: float | None = None  # time at which it ends with a timeout, scheduler clock
+    client_index: int = 0  # index of the front end that receives its outputs
+    pooling_params: PoolingParams | None = None  # set: an embedding request, no output tokens
+    key_name: str = ""  # name of its API key; empty: none is required
 
     def __post_init__(self) -> None:
         for name in ("request_id", "user", "cache_salt", "adapter_id"):
@@ -161,8 +161,8 @@ class Request:
           ... num_tokens              known: the prompt and the output received so far
           ... num_target_tokens       to be computed: the known tokens, plus one that a step in
                                       flight will sample, or plus draft tokens to be verified;
-                                      never the last before the length limit, because nobody
-                                      would read its keys and values
+                                      never the last before the length limit, because its
+                                      keys and values are never read
     """
 
     __slots__ = (
@@ -203,7 +203,7 @@ class Request:
     )
 
     def __init__(self, spec: RequestSpec) -> None:
-        self.spec = spec  # all that was asked for
+        self.spec = spec  # the fields of the request, unchanged
         # What steps and policies read of it is quicker to reach here.
         self.request_id = spec.request_id
         self.sampling_params = params = spec.sampling_params
@@ -213,7 +213,7 @@ class Request:
         self.cache_salt = spec.cache_salt
         self.adapter_id = spec.adapter_id
         self.encoder_inputs = tuple(spec.encoder_inputs)
-        # From this position on its tokens need nothing but a place: behind its encoder inputs.
+        # From this position on, behind its encoder inputs, its tokens need only KV blocks.
         self.plain_from = self.encoder_inputs[-1].end if self.encoder_inputs else 0
         self.deadline = spec.deadline
         self.client_index = spec.client_index
@@ -221,31 +221,31 @@ class Request:
         self.status = RequestStatus.WAITING  # set by the scheduler alone
         self.stop_reason: int | None = None  # the stop token that ended it
         self.token_ids = list(spec.prompt_token_ids)  # prompt, then output
-        self.num_prompt_tokens = len(self.token_ids)  # of the prompt
-        self.num_tokens = self.num_prompt_tokens  # known: the prompt and the output so far
-        self.max_total_tokens = 0  # most that both can become; set at the scheduler's door
+        self.num_prompt_tokens = len(self.token_ids)  # tokens of the prompt
+        self.num_tokens = self.num_prompt_tokens  # tokens of the prompt and the output so far
+        self.max_total_tokens = 0  # limit of num_tokens; set by add_request
         eos = () if params.ignore_eos else spec.eos_token_ids
         self.stop_token_ids = frozenset((*eos, *params.stop_token_ids))  # any of them ends it
         self.num_computed_tokens = 0  # scheduled so far, the cached prefix included
-        self.num_target_tokens = self.num_tokens  # what `num_computed_tokens` chases
-        self.num_preemptions = 0  # how often it lost its blocks
+        self.num_target_tokens = self.num_tokens  # the value that `num_computed_tokens` moves to
+        self.num_preemptions = 0  # how often it was preempted
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache on first admission
         self.num_external_tokens = 0  # of these, loaded from outside the KV cache
-        self.draft_token_ids: list[int] = []  # to be verified by its next step
+        self.draft_token_ids: list[int] = []  # draft tokens that its next step verifies
         self.wait_reason = WaitReason.POLICY  # why it was not admitted in step wait_step_id
         self.wait_step_id = 0  # the last step in which it was passed over with a reason
         self.order_key: Any = None  # set by the scheduler when the request enters its queue
         # Owned by the KV cache manager:
-        self.block_ids: list[int] = []  # where its keys and values are; empty unless it runs
+        self.block_ids: list[int] = []  # KV blocks that it holds; empty unless it runs
         self.num_slots = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []  # one per full block of known tokens, on demand
         self.num_cached_blocks = 0  # leading blocks that are in the prefix index
-        self.num_found_blocks = 0  # of these, there when it was last admitted
+        self.num_found_blocks = 0  # of these, already there when it was last admitted
 
     def bound_length(self, max_model_len: int) -> None:
         """Set `max_total_tokens` from `max_tokens` and the model's limit for prompt and output.
 
-        One that is pooled gets room for a token that is never sampled: the last is never computed.
+        An embedding request gets room for a token that is never sampled: the last is not computed.
         Raises `RequestError` for a prompt that is empty or leaves no room for an output.
         """
         num_prompt_tokens, max_tokens = self.num_prompt_tokens, self.sampling_params.max_tokens
@@ -271,8 +271,8 @@ class Request:
 
     @property
     def takes_cached_prefix(self) -> bool:
-        """Whether blocks that others computed will do: not where every prompt token's state is
-        wanted, be it for a mean or for its logits.
+        """Whether the request can use cached KV blocks: not if it needs the state of every prompt
+        token, for a mean or for prompt logprobs.
         """
         if self.pooling_params is not None:
             return self.pooling_params.pooling != "mean"

@@ -51,12 +51,12 @@ class BlockPool:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that a request or connector holds."""
         return self.num_blocks - self.num_free_blocks
 
     @property
     def num_unused_blocks(self) -> int:
-        """Blocks without content that nobody holds."""
+        """Number of free blocks without cached content."""
         return len(self._unused)
 
     def allocate(self, num_blocks: int) -> list[int]:

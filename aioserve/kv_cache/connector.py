@@ -94,7 +94,8 @@ class KVConnectorBase(ABC):
     @abstractmethod
     def begin_step(self) -> list[Request]:
         """A step is about to be planned. What was stored until now is computed by steps before
-        it. Returns who has waited long enough: its blocks are there, or will not come.
+        it. Returns the requests that need not wait longer: their blocks are there, or will not
+        come.
         """
 
     @abstractmethod
@@ -147,7 +148,7 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def make_stats(self) -> KVConnectorStats:
-        """For metrics."""
+        """Counters of the connector, for metrics."""
 
     @abstractmethod
     def reset(self) -> None:

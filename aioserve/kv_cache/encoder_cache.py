@@ -38,7 +38,7 @@ class EncoderCacheManager:
         return self.num_slots - self._num_free_slots
 
     def can_allocate(self, num_tokens: int, keep: Iterable[str]) -> bool:
-        """Whether there is room, or can be made by dropping what nobody needs, except `keep`."""
+        """Whether there is room, or can be made by dropping unused outputs, except `keep`."""
         droppable = sum(self._sizes[h] for h in self._released.keys() - set(keep))
         return num_tokens <= self._num_free_slots + droppable
 
@@ -72,7 +72,7 @@ class EncoderCacheManager:
             self._released[item.content_hash] = None
 
     def drop(self, item: EncoderInput) -> None:
-        """Forget an output that will not be computed after all, whoever holds it."""
+        """Forget an output that will not be computed after all, even if a request holds it."""
         self._holders.pop(item.content_hash, None)
         self._released.pop(item.content_hash, None)
         size = self._sizes.pop(item.content_hash, 0)

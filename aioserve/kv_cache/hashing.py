@@ -12,8 +12,8 @@ HASH_BYTES = 16
 
 
 def hash_blocks(request: Request, num_blocks: int, size: int) -> None:
-    """Extend `request.block_hashes` to so many blocks of `size` tokens: each hash covers its block
-    and, by chaining, all before.
+    """Extend `request.block_hashes` to `num_blocks` blocks of `size` tokens: each hash covers
+    its block and, by chaining, all before.
 
     A cryptographic hash, since equal hashes share memory between strangers.
     """

@@ -229,7 +229,7 @@ class KVCacheManager:
     ) -> bool:
         """Whether `num_slots` tokens fit beside what is held, with the watermark left free.
 
-        `is_alone` waives the watermark: nobody is there for whom it could be kept.
+        `is_alone` waives the watermark: there is no other request that could need it.
         """
         num_needed = self._num_blocks(num_slots) - len(computed_blocks)
         num_revived = sum(self.pool.ref_counts[b] == 0 for b in computed_blocks)
@@ -262,7 +262,7 @@ class KVCacheManager:
         prefix, `num_external_tokens` are loaded in this step.
 
         Room for the whole prompt at once: a prompt that is computed in chunks can then never run
-        out of blocks half-way, and nobody is admitted only to be thrown out.
+        out of blocks half-way, and no request is admitted only to be preempted.
         """
         if request.block_ids:
             raise InvariantError(f"{request!r} is admitted, but it holds blocks already")

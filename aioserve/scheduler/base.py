@@ -36,22 +36,22 @@ class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
 class BaseScheduler(Switchable):
     """A complete scheduler but for `schedule`, which a policy writes with the verbs of `Step`.
 
-    A policy may also override `order` (who goes first) and `victim` (who gives way), and read
+    A policy may also override `order` (admission order) and `victim` (preemption), and read
     `running`, `waiting`, `options`, `clock` and whatever a `Request` says. It needs no bookkeeping.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     #: True if the policy never splits a prompt: a step must then hold the longest one.
     runs_whole_prompts: ClassVar[bool] = False
-    #: What the policy promises of `order`, and the contract checks: that nobody is admitted while
-    #: somebody with a smaller key waits, among "all" or those of one "user". None: no promise.
+    #: A promise about `order` that the contract checks: no request is admitted while another with
+    #: a smaller key waits, among "all" requests or those of one "user". None: no promise.
     admits_in_order: ClassVar[Literal["all", "user"] | None] = None
     #: True if the policy asks `step_time`: it then learns from every step.
     uses_step_time: ClassVar[bool] = False
-    #: What the policy promises, and the contract checks: that while nobody waits and every prompt
-    #: is computed, a step is one more token for everybody, whatever the clock says, and leaves no
-    #: trace in the policy. `compare --fleet` then need not ask for each. A class that has a
-    #: `schedule` or `update_from_output` of its own promises anew.
+    #: A promise that the contract checks: while no request waits and every prompt is computed, a
+    #: step gives each request one token, whatever the clock says, and changes nothing in the
+    #: policy. `compare --fleet` then plans many such steps at once. A class that overrides
+    #: `schedule` or `update_from_output` must set it again.
     keeps_decoding: ClassVar[bool] = False
 
     def __init__(
@@ -63,13 +63,13 @@ class BaseScheduler(Switchable):
         clock: Callable[[], float],
     ) -> None:
         """Raises `ConfigError` if options or limits cannot work. `clock` returns seconds."""
-        self.options: Any = self.parse_options(config.options)  # of the class `Options`
-        self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # of a step
-        self.step_limit = self.max_num_batched_tokens  # of the last step that was begun, tokens
-        self.max_num_seqs = config.max_num_seqs  # seats: most requests that run at once
-        self.max_loras = config.max_loras  # most different adapters among those that run
-        self.max_model_len = max_model_len  # of prompt and output together, tokens
-        self.kv_cache = kv_cache  # blocks and cached prefixes
+        self.options: Any = self.parse_options(config.options)  # of the policy's class `Options`
+        self.max_num_batched_tokens = self.check_limits(config, max_model_len)  # per step
+        self.step_limit = self.max_num_batched_tokens  # token budget of the newest step
+        self.max_num_seqs = config.max_num_seqs  # most requests that run at once
+        self.max_loras = config.max_loras  # most different adapters among running requests
+        self.max_model_len = max_model_len  # tokens of prompt and output together
+        self.kv_cache = kv_cache  # KV blocks and cached prefixes
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
         self.book = RequestBook(
             type(self).__name__,
@@ -92,27 +92,27 @@ class BaseScheduler(Switchable):
 
     @property
     def running(self) -> list[Request]:
-        """In order of admission; replaced, never shrunk in place."""
+        """Running requests in order of admission; the list is replaced, never shrunk in place."""
         return self.book.running
 
     @property
     def running_adapters(self) -> set[str]:
-        """Adapter ids of those that run, at most `max_loras`: others wait for a place."""
+        """Adapter ids of running requests, at most `max_loras`: other adapters have to wait."""
         return {request.adapter_id for request in self.running} - {""}
 
     @property
     def waiting(self) -> RequestQueue:
-        """In the order of `order`."""
+        """Waiting requests, sorted by `order`."""
         return self.book.waiting
 
     @property
     def num_steps(self) -> int:
-        """Planned so far."""
+        """Number of steps planned so far."""
         return self.book.num_steps
 
     @property
     def step_time(self) -> OnlineStepTime:
-        """What steps take, learned from those that are back. Needs `uses_step_time = True`."""
+        """Model of step time, fitted to completed steps. Needs `uses_step_time = True`."""
         if self._step_time is None:
             raise PolicyError(
                 f"policy {type(self).__name__} reads step_time without uses_step_time = True"
@@ -131,17 +131,17 @@ class BaseScheduler(Switchable):
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
-        """Who runs in this step, with how many tokens? Ends with `return step.output()`."""
+        """Choose the requests of this step and their tokens. Ends with `return step.output()`."""
 
     def order(self, request: Request) -> Any:
-        """Who goes first: smaller keys do. Asked whenever a request enters the queue: when it
-        comes, when it is preempted, and for all when the policy takes over.
+        """Sort key of a waiting request: the smallest is admitted first. Called when a request
+        enters the queue: on arrival, after preemption, and for all when the policy takes over.
         """
         return request.arrival_time
 
     def victim(self) -> Request | None:
-        """Who gives way when blocks run out: the last of `running` in the policy's order, so that
-        the first always makes progress. Not asked if the setting `victim` says otherwise.
+        """The request to preempt when KV blocks run out: the last of `running` in the policy's
+        order, so that the first one always makes progress. Not called if `--victim` names a rule.
         """
         return max(self.running, key=order_key, default=None)
 
@@ -180,7 +180,7 @@ class BaseScheduler(Switchable):
         self.kv_cache.follow(self._limits)
 
     def choose_victim(self) -> Request | None:
-        """Who gives way when blocks run out: by the setting `victim`, or the policy's choice."""
+        """The request to preempt when KV blocks run out: by `--victim` or the policy."""
         key = self._victim_key
         if key is None:
             return self.victim()

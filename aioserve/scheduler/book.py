@@ -21,7 +21,7 @@ Order: TypeAlias = Callable[[Request], Any]
 
 
 class Decodes:
-    """Who had one token each in a step, in the forms in which the runner is told."""
+    """The requests with one token each in a step, in the forms that the runner receives."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -98,8 +98,8 @@ class RequestBook:
         self._num_added += 1
 
     def follow(self, policy_name: str, order: Order) -> None:
-        """Another policy from here on: everybody gets a key of its order, and the line is formed
-        anew. Raises `PolicyError` half-way; `restored_on_error` stands around it.
+        """Another policy from here on: every request gets a key of its order, and the queue
+        is sorted again. Raises `PolicyError` half-way; `restored_on_error` stands around it.
         """
         self.policy_name = policy_name
         waiting = list(self.waiting)  # before its keys change
@@ -226,7 +226,7 @@ class RequestBook:
         self.num_decode_tokens += output.total_num_scheduled_tokens - num_prefill_tokens
 
     def count_decodes(self, num_steps: int, num_rows: int) -> None:
-        """So many steps more, each of so many decodes, were planned together."""
+        """Count `num_steps` steps of `num_rows` decodes each, planned together."""
         self.num_steps += num_steps
         self.num_decode_tokens += num_steps * num_rows
 
@@ -282,7 +282,7 @@ class RequestBook:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        """As in `SchedulerInterface`."""
+        """See `SchedulerInterface.finish_requests`."""
         if not finished_status.is_finished:
             raise InvariantError(f"requests cannot end with status {finished_status.name}")
         if request_ids is None:

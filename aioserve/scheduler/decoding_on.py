@@ -1,7 +1,7 @@
-"""Many steps in one go, while all that run only decode: for whoever has no use for each of them.
+"""Plans many pure-decode steps at once, for the simulator.
 
-The bookkeeping that `Step.run_decodes`, `Step.output` and `take_results` would do, in the same
-order. Knows nothing of time; whether the policy would have it so, it promises itself.
+Does the bookkeeping of `Step.run_decodes`, `Step.output` and `take_results`, in the same order.
+Knows no time. Valid only for policies that declare `keeps_decoding`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class DecodingOn:
     """What follows a step of decodes that is alone in flight: the same rows again."""
 
     def __init__(self, scheduler: BaseScheduler) -> None:
-        """See `follows`."""
+        """`follows` must have been true of this scheduler's newest step."""
         self._book = scheduler.book
         self._kv_cache = scheduler.kv_cache
         self.requests: list[Request] = scheduler.book.in_flight[0][1]
@@ -38,8 +38,8 @@ class DecodingOn:
 
     @staticmethod
     def follows(scheduler: BaseScheduler, output: SchedulerOutput) -> bool:
-        """Whether the steps after this one, just planned, are the same until somebody comes or ends
-        or blocks run out. The policy must promise `keeps_decoding`; without lookahead.
+        """Whether the steps after this one, just planned, are the same until a request arrives
+        or ends or blocks run out. The policy must declare `keeps_decoding`; no lookahead.
         """
         book, num_rows = scheduler.book, len(output.num_scheduled_tokens)
         return (
@@ -59,8 +59,8 @@ class DecodingOn:
         )
 
     def num_steps(self, limit: int) -> int:
-        """So many more steps, at most `limit`, before one that ends somebody or lacks blocks is in
-        flight no later than them.
+        """How many more steps, at most `limit`, can be planned before a step that ends a request
+        or lacks blocks.
         """
         count = min([limit, *(r.max_total_tokens - r.num_tokens - 1 for r in self.requests)])
         while count > 0 and self._num_missing(count) > self._kv_cache.pool.num_free_blocks:
@@ -89,7 +89,7 @@ class DecodingOn:
         self._book.count_decodes(count, len(self.requests))
 
     def _num_missing(self, count: int) -> int:
-        """Blocks that so many more steps take."""
+        """KV blocks that `count` more steps take."""
         size = self._kv_cache.block_size
         return sum(
             max(-(-(r.num_computed_tokens + count) // size) - len(r.block_ids), 0)

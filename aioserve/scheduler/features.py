@@ -1,4 +1,4 @@
-"""What a step costs in proportion to, as its plan says: for whoever prices or learns step times.
+"""Features of a planned step (token and row counts), used by step-time models.
 
 Knows tokens and rows. Knows no seconds.
 """
@@ -10,7 +10,7 @@ from aioserve.scheduler.output import SchedulerOutput
 
 
 class StepFeatures(NamedTuple):
-    """Counts of one step."""
+    """Token and row counts of one step."""
 
     num_prefill_tokens: int  # of rows with more than one token
     num_decodes: int  # rows with one token
@@ -32,8 +32,8 @@ class StepFeatures(NamedTuple):
         )
 
     def with_drafts(self, num_rows: int, num_drafts: int) -> "StepFeatures":
-        """With so many rows more that verify drafts: decodes, and a prompt's work per draft, but no
-        prompt that begins or goes on.
+        """Add `num_rows` rows that verify `num_drafts` draft tokens: each row counts as a decode,
+        each draft token as a prompt token, no row as a prefill.
         """
         return self._replace(
             num_prefill_tokens=self.num_prefill_tokens + num_drafts,

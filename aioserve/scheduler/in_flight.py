@@ -31,5 +31,5 @@ class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
         )
 
     def requests(self) -> set[Request]:
-        """Whoever is carried by a step in flight."""
+        """All requests that are rows of a step in flight."""
         return {request for _, requests in self for request in requests}

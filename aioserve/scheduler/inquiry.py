@@ -9,7 +9,7 @@ from aioserve.scheduler.book import RequestBook
 
 
 def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
-    """As `SchedulerInterface.get_wait_reasons`."""
+    """Implements `SchedulerInterface.get_wait_reasons`."""
     in_flight = book.in_flight.requests()
     reasons = {
         request.request_id: (
@@ -26,7 +26,7 @@ def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
 
 
 def stats(book: RequestBook) -> SchedulerStats:
-    """As `SchedulerInterface.make_stats`."""
+    """Implements `SchedulerInterface.make_stats`."""
     kv_cache = book.kv_cache
     of_resources = [resource.stats() for resource in kv_cache.resources]
     return SchedulerStats(

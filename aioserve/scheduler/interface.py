@@ -25,7 +25,7 @@ class SchedulerInterface(ABC):
 
     @property
     def policy(self) -> type["SchedulerInterface"]:
-        """The class that decides, for messages: not that of somebody who only watches."""
+        """The class that decides, for messages; of a wrapper, the class that it wraps."""
         return type(self)
 
     @abstractmethod
@@ -42,8 +42,8 @@ class SchedulerInterface(ABC):
         """Plan one forward pass; it amounts to `{request_id: num_tokens}`.
 
         Computed-token counts advance here, not when the result arrives, so that further steps may
-        be planned while this one runs. The plan may be empty: because nobody waits, because a
-        policy holds back, or to tell the runner of `finished_req_ids` only.
+        be planned while this one runs. The plan may be empty: because no request waits, because
+        a policy holds back, or to tell the runner of `finished_req_ids` only.
         """
 
     @abstractmethod
@@ -73,11 +73,11 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
-        """`(running, waiting)`."""
+        """Number of requests, as `(running, waiting)`."""
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
-        """Whether anybody waits or runs."""
+        """Whether any request waits or runs."""
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
@@ -95,12 +95,12 @@ class SchedulerInterface(ABC):
         """Forget all cached prefixes. True if no block was held, i.e. the whole cache is empty."""
 
     def vacate(self) -> SchedulerOutput:
-        """Preempt everybody, with no step in flight: a step without tokens that tells the runner.
-        Encoder outputs are forgotten as well. Raises `ConfigError` if that cannot be.
+        """Preempt all requests, with no step in flight. Returns a step without tokens, which
+        tells the runner. Forgets encoder outputs as well. Raises `ConfigError` if that cannot be.
         """
         raise ConfigError("only policies that derive from BaseScheduler can be made to give way")
 
-    def check_queue(  # noqa: B027 - a default that lets everybody pass is the point
+    def check_queue(  # noqa: B027 - a default that accepts every request is the point
         self, num_tokens: int, num_arriving: int, arriving_tokens: int
     ) -> None:
         """Raise `EngineOverloadedError` if `add_request` would, for a prompt of `num_tokens`.
@@ -110,7 +110,7 @@ class SchedulerInterface(ABC):
         """
 
     def next_expiry(self) -> float | None:
-        """When somebody's deadline will pass, in seconds of the clock; None: no deadline is known.
+        """When the next deadline of a request passes, in seconds of the clock; None: there is none.
 
         Asked after a request was added, and after `expire_requests`, which is called then.
         """

@@ -34,7 +34,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, request: Request, num_tokens: int) -> "NewRequestData":
-        """What the runner must know of one that gets so many tokens in its first step."""
+        """Data of a request that gets `num_tokens` tokens in its first step."""
         return cls(
             request_id=request.request_id,
             token_ids=list(request.token_ids),  # the request's own list grows on the loop
@@ -66,7 +66,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     executed in the order in which they were scheduled. Within a layer, keys and values of all
     rows are written before any row attends: rows may share blocks that this very step fills.
     Its lists and dicts never change: steps that run the same rows share them. After steps that
-    failed, the runner is told once more who left with them; it may not know these ids any more.
+    failed, the runner is told once more which requests left; it may not know these ids any more.
     """
 
     step_id: int
@@ -103,7 +103,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def highest_new_block(self) -> int:
-        """Of those that somebody got for this step or a later one; -1 if nobody did."""
+        """The highest id of the KV blocks that requests got for this or a later step; -1: none."""
         given = [request.block_ids for request in self.scheduled_new_reqs]
         given += self.scheduled_cached_reqs.new_block_ids.values()
         return max(itertools.chain.from_iterable(given), default=-1)

@@ -19,11 +19,11 @@ class RequestQueue:
 
     A sorted list: inserting moves pointers (some microseconds at 10,000), iterating costs only
     what is looked at, so a step's cost does not grow with the queue. Keys are a policy's: whatever
-    comparing them does, nobody is lost.
+    comparing them does, no request is lost.
     """
 
     def __init__(self) -> None:
-        self.num_tokens = 0  # of all that wait
+        self.num_tokens = 0  # tokens of all waiting requests
         self._requests: list[Request] = []
         self._members: set[Request] = set()
         self._by_user: dict[str, list[Request]] = {}  # each sorted the same way
@@ -76,7 +76,7 @@ class RequestQueue:
         self._version += 1
 
     def heads(self) -> list[Request]:
-        """The first request of every user that waits; cheap however many wait behind them."""
+        """The first waiting request of every user; the cost does not grow with the queue."""
         return [requests[0] for requests in self._by_user.values()]
 
 

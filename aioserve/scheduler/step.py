@@ -76,7 +76,7 @@ class Step(OpenStep):
 
     @property
     def requests(self) -> list[Request]:
-        """Who was served so far, in order."""
+        """Requests that got tokens in this step so far, in order."""
         return list(self.tokens)
 
     def run_decodes(self) -> list[Request]:
@@ -218,7 +218,7 @@ class Step(OpenStep):
         return self.run(request, max_tokens)
 
     def hold(self, request: Request, reason: WaitReason) -> int:
-        """Note why a request has to wait, for whoever asks. Returns 0, the tokens granted."""
+        """Record why a request has to wait (`wait_reason`). Returns 0, the tokens granted."""
         request.wait_reason = reason
         request.wait_step_id = self.step_id
         return 0
@@ -295,7 +295,7 @@ class Step(OpenStep):
         return min(room, self._config.long_prefill_token_threshold or room)
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
-        """Slots for so many tokens and for the drafts ahead of them; the last needs none."""
+        """KV slots for `num_tokens` tokens and the drafts after them; the last one needs none."""
         return min(num_tokens + self._num_lookahead_tokens, request.max_total_tokens - 1)
 
     def _find_blocks(self, request: Request, num_tokens: int) -> bool:

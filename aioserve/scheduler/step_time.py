@@ -58,7 +58,7 @@ class OnlineStepTime:
         return max(prefill * UNITS[1] + context * UNITS[3], 1e-9)
 
     def planned(self, output: SchedulerOutput, now: float) -> None:
-        """Note a step."""
+        """Record the plan of a step, to learn from its time."""
         if output.total_num_scheduled_tokens:
             self._planned.append((output.step_id, now, _features(output)))
 

@@ -37,7 +37,7 @@ class Timers:
             self._push(due, request, only_if_unserved=True)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop the timers of a request that has ended."""
         for number in self._numbers.pop(request, ()):
             self._watched.pop(number, None)
         if len(self._heap) > max(2 * len(self._watched), MIN_COMPACTED):
@@ -45,7 +45,7 @@ class Timers:
             heapify(self._heap)
 
     def next_due(self) -> float | None:
-        """When somebody is due; None: nobody is watched."""
+        """When the next request is due; None: no request has a timer."""
         while self._heap:
             due, number = self._heap[0]
             if number in self._watched:

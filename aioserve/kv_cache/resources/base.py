@@ -147,7 +147,7 @@ class Resource:
     # For others.
 
     def stats(self) -> dict[str, int]:
-        """Fields of `SchedulerStats`."""
+        """Values for fields of `SchedulerStats`, by name."""
         return {}
 
     def follow(self, other: Any) -> None:

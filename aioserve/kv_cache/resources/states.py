@@ -1,7 +1,7 @@
 """Slots for states: what a model remembers of a whole text in a fixed size, beside keys and values.
 
 State-space, linear-attention and convolution layers have such states. Knows slots, positions and
-the hashes of blocks; does not know what is in a state, nor who deserves one.
+the hashes of blocks; does not know what is in a state, nor which request deserves one.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class StatePool(Resource):
     plans_decodes = True
 
     def __init__(self, num_slots: int, block_size: int, *, keeps_snapshots: bool = True) -> None:
-        self.num_slots = num_slots
+        self.num_slots = num_slots  # state slots in all: of running requests and of snapshots
         self._block_size = block_size
         self._keeps_snapshots = keeps_snapshots
         self._unused = list(range(num_slots - 1, -1, -1))
@@ -58,13 +58,13 @@ class StatePool(Resource):
 
     @property
     def num_free_slots(self) -> int:
-        """That requests could get, in exchange for snapshots if need be."""
+        """State slots that requests can get, unused or taken from snapshots."""
         num_busy = sum(slot in self._busy for slot in self._snapshots.values())
         return len(self._unused) + len(self._snapshots) - num_busy
 
     @property
     def num_snapshots(self) -> int:
-        """That can be found."""
+        """Number of cached state snapshots."""
         return len(self._snapshots)
 
     def num_reached_blocks(self, request: Request, num_blocks: int) -> int:
@@ -96,7 +96,7 @@ class StatePool(Resource):
 
     def take(self, request: Request, num_blocks: int, num_shared_tokens: int) -> None:
         """A slot for a request that begins behind its first `num_blocks` blocks, where a snapshot
-        is; `num_free_slots` must not be 0. Of its tokens so many are in blocks of others.
+        is; `num_free_slots` must not be 0. `num_shared_tokens` of its tokens are in cached blocks.
         """
         source, block_hash = -1, b""
         if num_blocks:
@@ -120,9 +120,9 @@ class StatePool(Resource):
             self._unused.append(held.slot)
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, StateSlots]:
-        """What the runner must be told of a step that computes so many tokens of each, by id.
+        """What the runner must be told of a step that computes `tokens` of each request, by id.
 
-        Called once, when it is certain who runs. What the step leaves can be found from the next
+        Called once, when the step is final. What the step leaves can be found from the next
         one on: steps run in order.
         """
         told: dict[str, StateSlots] = {}
@@ -155,7 +155,7 @@ class StatePool(Resource):
                 self._busy.discard(slot)
 
     def clear(self) -> None:
-        """Forget all snapshots."""
+        """Forget all state snapshots."""
         self._unused.extend(self._snapshots.values())
         self._snapshots.clear()
         self._busy.clear()

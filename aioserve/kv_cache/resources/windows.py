@@ -17,10 +17,10 @@ from aioserve.request import Request, WaitReason
 
 
 class WindowSpec(msgspec.Struct, frozen=True, gc=False):
-    """Of the layers with a sliding window, and of what they get."""
+    """Sizes of the sliding-window layers and of their block pool."""
 
     num_tokens: int  # w: a token sees itself and the w - 1 before it; the most of all layers
-    num_blocks: int  # of their pool
+    num_blocks: int  # blocks in their pool
     max_chunk: int  # most tokens of a request in one step
     max_drafts: int  # most draft tokens of a request in one step
 
@@ -29,14 +29,14 @@ class WindowSpec(msgspec.Struct, frozen=True, gc=False):
         return self._num_blocks_for(1 + self.max_drafts, block_size)
 
     def num_request_blocks(self, num_tokens: int, longest: int, block_size: int) -> int:
-        """Most blocks that a request ever holds which is admitted with so many known tokens, and
-        of which `longest` may be computed.
+        """Most blocks that a request ever holds which is admitted with `num_tokens` known tokens
+        and of which `longest` may be computed.
         """
         chunk = self._num_blocks_for(min(self.max_chunk, num_tokens), block_size)
         return min(max(chunk, self.num_decode_blocks(block_size)), -(-longest // block_size))
 
     def _num_blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """Most that steps touch which compute so many tokens of a request."""
+        """Most blocks touched by steps that compute `num_tokens` tokens of a request."""
         return -(-(self.num_tokens + num_tokens - 2) // block_size) + 1
 
 
@@ -60,12 +60,12 @@ class _Held:
 
 
 class WindowPool(Resource):
-    """The blocks of such layers. A request reserves as many as it may hold, so that none ever lacks
-    one half-way; once its prompt is computed these are fewer.
+    """The KV blocks of sliding-window layers. A request reserves as many as it may hold, so that it
+    never lacks one half-way; once its prompt is computed these are fewer.
 
-    A step gives back what lies before the window of its first token: steps run in order, so nobody
-    writes there before those ahead have read it. What was given back can be found by its hash until
-    it is evicted, the least recently used first.
+    A step gives back what lies before the window of its first token: steps run in order, so no
+    request writes there before the steps ahead have read it. A block given back can be found by its
+    hash until it is evicted, the least recently used first.
     """
 
     name = "windows"
@@ -83,16 +83,16 @@ class WindowPool(Resource):
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool."""
+        """Number of blocks in the sliding-window pool."""
         return self.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """That nobody who runs has reserved."""
+        """Sliding-window blocks that running requests have not reserved."""
         return self.pool.num_blocks - self._num_reserved
 
     def num_needed_blocks(self, request: Request) -> int:
-        """What the request reserves if it is admitted now."""
+        """Sliding-window blocks that the request reserves if it is admitted now."""
         longest = request.max_total_tokens - 1
         return self.spec.num_request_blocks(request.num_tokens, longest, self._block_size)
 
@@ -109,7 +109,7 @@ class WindowPool(Resource):
         return num_blocks
 
     def touch(self, request: Request, num_blocks: int) -> None:
-        """Make what is needed to begin behind so many blocks, as are reached, the last to go."""
+        """Make the blocks needed to begin behind `num_blocks` blocks the last to be evicted."""
         block_ids = self._find(request, num_blocks)
         self.pool.touch(block_ids)
         self.pool.free(block_ids)
@@ -153,9 +153,9 @@ class WindowPool(Resource):
             self.pool.free(reversed(held.block_ids))
 
     def plan(self, tokens: dict[Request, int], step_id: int) -> dict[str, WindowBlocks]:
-        """What the runner must be told of a step that computes so many tokens of each, by id.
+        """What the runner must be told of a step that computes `tokens` of each request, by id.
 
-        Called once, when it is certain who runs. What the step leaves can be found from the next
+        Called once, when the step is final. What the step leaves can be found from the next
         one on: steps run in order.
         """
         told: dict[str, WindowBlocks] = {}
@@ -222,11 +222,11 @@ class WindowPool(Resource):
         return place, block_ids
 
     def _find(self, request: Request, num_blocks: int) -> list[int]:
-        """What must be there to begin behind so many blocks."""
+        """Blocks that must be cached to begin behind `num_blocks` blocks."""
         first = self._first_seen(num_blocks * self._block_size)
         found = map(self.pool.lookup, request.block_hashes[first:num_blocks])
         return [block_id for block_id in found if block_id is not None]
 
     def _first_seen(self, num_computed: int) -> int:
-        """The first block of which the token behind so many sees something."""
+        """First block that the token behind `num_tokens` tokens attends to."""
         return max(num_computed - self.spec.num_tokens + 1, 0) // self._block_size
