@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """To its end, on uvloop where there is one."""
+    """Run a coroutine to its end, on uvloop where that is installed."""
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     try:
         from uvloop import new_event_loop
@@ -74,7 +74,7 @@ class TakesArguments(Protocol):
     """A parser, or a group of its arguments."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As `ArgumentParser.add_argument`."""
+        """See `ArgumentParser.add_argument`."""
 
 
 def assignment(text: str) -> tuple[str, str]:
@@ -93,19 +93,19 @@ def output_file(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """The type of an argument that is a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number, 0 included."""
+    """The type of an argument that is a whole number, 0 included."""
     return 0 if text == "0" else count(text)
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """The type of an argument that is a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -116,7 +116,7 @@ def positive(text: str) -> float:
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """The type of an argument that is a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

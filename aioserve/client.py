@@ -1,4 +1,4 @@
-"""A remote aioserve as an async Python API: streams are awaited as the engine's own are.
+"""A remote aioserve as an async Python API: its streams work like those of the engine.
 
 Speaks the wire structs of `aioserve.server.protocol`. Loads neither the engine nor torch.
 """
@@ -74,7 +74,7 @@ ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class ClientFields(TypedDict, total=False):
-    """What may be said of a request besides its prompt and its parameters."""
+    """Options of a request besides its prompt and its sampling parameters."""
 
     request_id: str | None  # names it in the server's log (default: the server finds a name)
     priority: int  # for the server's policy: smaller is more urgent
@@ -183,7 +183,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
         timeout: float | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
+        """Like `generate`, for a conversation of `{"role": ..., "content": ...}` mappings."""
         params = sampling_params or SamplingParams()
         try:
             wire_messages = msgspec.convert(messages, list[ChatMessage])
@@ -264,7 +264,7 @@ class AsyncClient(ControlMethods, PolicyMethods, AdapterMethods, UpkeepMethods):
         )
 
     async def models(self) -> list[ModelCard]:
-        """What the server serves: id and max_model_len."""
+        """The models that the server serves: id and max_model_len."""
         async with self._request("GET", "/v1/models") as response:
             models: ModelList = self._decoded(_models_decoder, await response.read())
             return models.data
@@ -426,7 +426,7 @@ def _output(reply: Envelope, choice: Choice, num_prompt_logprobs: int | None) ->
 def _prompt_logprobs(
     reply: Envelope, choice: Choice, num_logprobs: int | None
 ) -> list[TokenLogprobs | None] | None:
-    """What the first sample tells of the prompt."""
+    """Prompt logprobs, which the first sample carries."""
     holder = choice if isinstance(choice, CompletionChoice) else reply
     told: PromptLogprobs | UnsetType = getattr(holder, "prompt_logprobs", UNSET)
     if told is UNSET or num_logprobs is None or choice.index:
@@ -479,14 +479,14 @@ def _error_of(response: aiohttp.ClientResponse, body: bytes) -> AioserveError:
 def _from_wire(
     status: int, info: ErrorInfo, response: aiohttp.ClientResponse, retry_after: float = 1.0
 ) -> AioserveError:
-    """The answer in a line, of this server or of one in between."""
+    """The error in one line, whether this server sent it or a proxy in front of it."""
     lines = info.message.splitlines() or ["no message"]
     one = msgspec.structs.replace(info, message=" ".join(lines))
     return _named(from_wire(status, one, retry_after), response)
 
 
 def _named(error: AioserveError, response: aiohttp.ClientResponse) -> AioserveError:
-    """With the id under which the server has logged it, which tracebacks show as well."""
+    """Add the request id of the server's log to an error; tracebacks show it."""
     if (request_id := response.headers.get("X-Request-Id")) is not None:
         error.request_id = request_id
         error.add_note(f"request id: {request_id}")

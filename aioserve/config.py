@@ -58,7 +58,7 @@ def _field_types(section: type[Section]) -> dict[str, Any]:
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """Which model, and how it is read."""
+    """Settings of the model, and of how it is loaded."""
 
     model: Annotated[
         str,
@@ -133,7 +133,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
-    """The paged KV cache."""
+    """Settings of the paged KV cache."""
 
     block_size: Annotated[PositiveInt, doc("KV cache block size in tokens")] = 16
     num_kv_blocks: Annotated[
@@ -315,7 +315,7 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
 
 
 class SimulatorConfig(Section, frozen=True, kw_only=True):
-    """How long simulated steps take, and what comes of them. Part of the section `runner`."""
+    """The simulator: step times and made-up tokens. Part of the section `runner`."""
 
     profile: Annotated[str, doc("simulator: step-time profile, by name or as a .yaml file")] = (
         "example"
@@ -379,7 +379,7 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
 
 
 class SpeculationConfig(Section, frozen=True, kw_only=True):
-    """Which tokens are guessed before they are computed."""
+    """Speculative decoding: how draft tokens are made."""
 
     speculative_method: Annotated[
         Literal["none", "ngram", "draft"],
@@ -408,7 +408,7 @@ class SpeculationConfig(Section, frozen=True, kw_only=True):
 
 
 class RunnerConfig(SimulatorConfig, frozen=True, kw_only=True):
-    """Where steps are computed, or that they are simulated."""
+    """The runner: where steps are computed, or that they are simulated."""
 
     runner: Annotated[
         Literal["model", "simulated"],
@@ -503,7 +503,7 @@ class ImageConfig(Section, frozen=True, kw_only=True):
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
-    """The HTTP server."""
+    """Settings of the HTTP server."""
 
     host: Annotated[str, doc("address to listen on")] = "127.0.0.1"
     port: Annotated[int, doc("port to listen on; 0: any free port", ge=0, le=65535)] = 8000
@@ -604,7 +604,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class AccessConfig(Section, frozen=True, kw_only=True):
-    """Who may ask the server, and over which connections."""
+    """Access to the server: keys, TLS, CORS, admin port and limits of connections."""
 
     api_keys_file: Annotated[
         str | None,

@@ -23,7 +23,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """One line of the log, as a JSON object."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{moment}.{int(record.msecs):03}Z",
@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_log_level(level: str) -> None:
-    """The least level that is logged of this package, whoever set up logging."""
+    """Set the lowest level that this package logs, in whatever way logging was set up."""
     logging.getLogger("aioserve").setLevel(level.upper())
 
 

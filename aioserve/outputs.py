@@ -1,4 +1,4 @@
-"""What comes out: of the runner, of the scheduler, and of the engine for one request.
+"""Outputs: of the runner, of the scheduler, and of the engine for one request.
 
 Plain data. Knows nothing about who makes it or who reads it.
 """
@@ -71,7 +71,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The state after a step; counters are totals since the start."""
+    """Scheduler statistics after a step; counters are totals since the start."""
 
     num_steps: int
     num_running_reqs: int
@@ -179,7 +179,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The vector of a prompt."""
+    """The embedding of one prompt."""
 
     request_id: str
     embedding: Vector  # float32 [hidden size, or the dimensions asked for]

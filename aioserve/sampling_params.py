@@ -23,7 +23,7 @@ MAX_BAD_WORD_TOKENS = 16
 
 
 class Range(NamedTuple):
-    """Which numbers make sense, and how that is said."""
+    """Range of a numeric parameter, and its description in errors."""
 
     words: str
     ge: float
@@ -31,7 +31,7 @@ class Range(NamedTuple):
     other_than: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is one of them. Neither infinity nor NaN is."""
+        """Whether `value` is in the range. Infinity and NaN never are."""
         return self.ge <= value <= self.le and value != self.other_than
 
 

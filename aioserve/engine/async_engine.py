@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def options_as_labels(
     name: str, policy: type[SchedulerInterface], options: dict[str, Any]
 ) -> dict[str, str]:
-    """A policy and all its options, those too that were not given."""
+    """A policy with all its options, defaults included."""
     if issubclass(policy, BaseScheduler):
         options = msgspec.to_builtins(policy.parse_options(options))
     return {"policy": name, **{key: str(value) for key, value in options.items()}}
@@ -127,7 +127,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     @property
     def is_draining(self) -> bool:
-        """Whether `shutdown` was called: new requests are refused."""
+        """Whether `shutdown` was called; new requests are then refused."""
         return self._is_closing
 
     @property
@@ -158,7 +158,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     @property
     def adapters(self) -> Adapters:
-        """Those that are served, to be asked, loaded and unloaded. There are none before a start:
+        """The LoRA adapters: ask for them, load and unload them. There are none before a start:
         raises `EngineDeadError`.
         """
         if self._adapters is None:
@@ -223,7 +223,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._watchdog.on_dead_loop = end
 
     def _give_up_step(self, why: str) -> None:
-        """The runner's step will not come back: the engine dies, and its thread is left alone."""
+        """Give up a step that hangs: the engine dies, and the runner's thread is left alone."""
         if self._task is not None and not self._task.done():
             self._hang = RunnerDeadError(f"{why} (server.dead_step_seconds)")
             self._task.cancel()
@@ -239,7 +239,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         return await command.run_on(self)
 
     def render_metrics(self, counted: list[Counted]) -> bytes:
-        """Prometheus' text; `counted` is what a server in this process has counted besides."""
+        """Metrics as Prometheus text; `counted` adds what a server in this process has counted."""
         self.metrics.loop_lags["engine"] = self._pulse.worst()
         if counted:
             self.metrics.counted["engine"] = counted
@@ -258,7 +258,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         return self._trials
 
     async def look(self, after: int) -> Seen:
-        """As `Gallery.look`. Raises `EngineDeadError` before the start and after the end."""
+        """See `Gallery.look`. Raises `EngineDeadError` before the start and after the end."""
         parts = self._alive()
         if self._gallery is None:
             self._gallery = Gallery(
@@ -323,7 +323,7 @@ class AsyncEngine(EngineFront[EngineParts]):
 
     @property
     def state(self) -> State:
-        """Whether it computes, or an operator has paused it or put it to sleep."""
+        """Whether the engine runs, is paused or sleeps, by an operator's command."""
         return "running" if self._control is None else self._control.state
 
     async def pause(self, *, running: Running = "keep", arrivals: Arrivals = "wait") -> None:
@@ -336,20 +336,20 @@ class AsyncEngine(EngineFront[EngineParts]):
         await self._controlled(self._controls().pause(running, arrivals))
 
     async def resume(self) -> None:
-        """Go on. Does nothing if it runs. Raises `ConfigError` if it sleeps."""
+        """End a pause. Does nothing while the engine runs. Raises `ConfigError` while it sleeps."""
         await self._controlled(self._controls().resume())
 
     async def sleep(
         self, *, weights: bool = False, running: Running = "keep", arrivals: Arrivals = "wait"
     ) -> None:
-        """As `pause`, and give back the memory of the KV cache, with `weights` that of the model as
+        """Pause and free the memory of the KV cache, with `weights` that of the model as
         well. Kept requests are computed again after `wake`. Raises `ConfigError` where that is not
         served: on a CUDA device, with ranks, with a KV connector; nothing has changed then.
         """
         await self._controlled(self._controls().sleep(running, arrivals, frees_weights=weights))
 
     async def wake(self) -> None:
-        """Take back what `sleep` gave, and go on. Raises `ConfigError`; it sleeps on then."""
+        """Allocate what `sleep` freed, and go on. Raises `ConfigError`; it sleeps on then."""
         await self._controlled(self._controls().wake())
 
     async def reload(self, path: str, *, running: Running = "keep") -> None:
@@ -417,7 +417,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             raise EngineDeadError(f"the engine has died: {self._error}") from self._error
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for so many seconds, abort the rest.
+        """Refuse new requests, let running ones finish for `drain_timeout` s, abort the rest.
 
         Idempotent. Streams that are aborted end with finish reason `abort`. During a start it waits
         until what is being loaded can be given back.
@@ -474,7 +474,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         await self.shutdown()
 
     def _alive(self) -> EngineParts:
-        """What serves requests. Raises `EngineDeadError` if that is not the time, and
+        """The parts that serve requests. Raises `EngineDeadError` if that is not the time, and
         `ForeignLoopError` if this is not the place.
         """
         self._check_place()
@@ -504,7 +504,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             )
 
     def _get_info(self) -> dict[str, dict[str, str]]:
-        """What is set, as labels; of a policy all its options."""
+        """Settings as metric labels, with all options of the policy."""
         model, parts = self.config.model, self._parts
         info = {
             "model": {
@@ -552,7 +552,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         return self._num_clients
 
     def disconnect(self, client_index: int) -> None:
-        """The client has gone; its requests are the caller's to drop."""
+        """Remove a client that has left; the caller drops its requests."""
         if self._parts is not None:
             del self._parts.delivery.send_off[client_index]
 
@@ -579,12 +579,12 @@ class AsyncEngine(EngineFront[EngineParts]):
         return samples
 
     def drop(self, samples: Samples) -> None:
-        """Their reader has left."""
+        """Abort the samples of a request whose reader has left."""
         if self._parts is not None:
             self._drop(samples, self._parts)
 
     def end_stopped(self, num_tokens: Mapping[str, int]) -> None:
-        """By id of a sample: its reader has found a stop string in the last of so many tokens."""
+        """End samples in whose last token their reader found a stop string; `num_tokens` by id."""
         if self._parts is not None and self._error is None:
             parts = self._parts
             ended = parts.output_processor.end_stopped(num_tokens, parts.clock())
@@ -644,7 +644,7 @@ class AsyncEngine(EngineFront[EngineParts]):
         return self._end(samples.ids, parts)
 
     def _end(self, request_ids: list[str] | None, parts: EngineParts) -> bool:
-        """Whether anybody, of all if None, has really ended by this."""
+        """Abort requests, all if None; returns whether any really ended by this call."""
         ended = parts.core.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         parts.output_processor.end_requests(ended, FinishReason.ABORT, parts.clock())
         return bool(ended)
@@ -655,7 +655,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             parts.core.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def _on_task_done(self, task: asyncio.Task[None], parts: EngineParts) -> None:
-        """No client may wait for a dead task: every open stream hears why."""
+        """End every open stream with the error: no client may wait for a dead task."""
         if not task.cancelled():
             self._error = task.exception()
         elif self._hang is not None:

@@ -26,7 +26,7 @@ from aioserve.whole import check_one_sample, generate_all, whole_output
 
 
 class DoorParts(Protocol):
-    """What a request meets first."""
+    """The parts that check and tokenize a request."""
 
     @property
     def input_processor(self) -> InputProcessor: ...
@@ -35,21 +35,21 @@ class DoorParts(Protocol):
 
 
 class ServedAdapters(Protocol):
-    """Which adapters can be asked for."""
+    """The LoRA adapters that requests can name."""
 
     @property
     def paths(self) -> Mapping[str, Path]:
-        """By name, in the order in which they were loaded."""
+        """Adapters by name, in the order in which they were loaded."""
 
     def check_name(self, name: str) -> None:
         """Raises `UnknownModelError` if it is neither the model's nor an adapter's."""
 
 
 class KnownAdapters:
-    """Those of an engine elsewhere, as it told last."""
+    """Adapters of an engine in another process, as last reported."""
 
     def __init__(self, model: str, paths: Mapping[str, Path]) -> None:
-        """`model` is the name of what they adapt."""
+        """`model` is the name of the base model."""
         self._model = model
         self.paths = paths
 
@@ -60,7 +60,7 @@ class KnownAdapters:
 
 
 class RequestFields(TypedDict, total=False):
-    """What may be said of a request besides its prompt and its parameters."""
+    """Options of a request besides its prompt and its sampling parameters."""
 
     request_id: str | None  # names it in logs and for `abort` (default: one that nobody has)
     priority: int  # for the policy: smaller is more urgent
@@ -83,22 +83,22 @@ class EngineClient(ABC):
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """How a request is sampled where it does not say so: as the model recommends."""
+        """Default sampling parameters: those of the model's generation config."""
         return self.model_info.sampling_defaults
 
     @property
     @abstractmethod
     def adapters(self) -> ServedAdapters:
-        """Those that are served. Raises `EngineDeadError` before a start."""
+        """The LoRA adapters that are served. Raises `EngineDeadError` before a start."""
 
     @property
     def refuses_images(self) -> str:
-        """Why there can be no images in prompts; empty if there can be."""
+        """Why prompts cannot have images; empty if they can."""
         return self._alive().input_processor.refuses_images
 
     @property
     def image_placeholder(self) -> str:
-        """What stands for an image in a text prompt; empty if there can be none."""
+        """Placeholder of an image in a text prompt; empty if prompts cannot have images."""
         return self._alive().input_processor.image_placeholder
 
     @abstractmethod
@@ -189,7 +189,7 @@ class EngineClient(ABC):
         pooling_params: PoolingParams | None = None,
         **fields: Unpack[RequestFields],
     ) -> EmbeddingOutput:
-        """The vector of a prompt: its hidden states, pooled. Cancelling the task aborts it.
+        """Embed a prompt: the vector of its pooled hidden states. Cancelling the task aborts it.
 
         The arguments are those of `add_request`. Raises what that does, and `RequestTimeoutError`
         or `RequestAbortedError` where a stream would have ended without a vector.
@@ -226,8 +226,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def ask(self, command: EngineCommand[Answer]) -> Answer:
-        """Have the engine run a command. Raises what the command raises."""
+        """Run an operator's command in the engine. Raises what the command raises."""
 
     @abstractmethod
     def _alive(self) -> DoorParts:
-        """What serves requests. Raises `EngineDeadError` if that is not the time."""
+        """The parts that serve requests. Raises `EngineDeadError` if that is not the time."""

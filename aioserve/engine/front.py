@@ -32,7 +32,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class FrontParts(DoorParts, Protocol):
-    """What it is made of while it serves."""
+    """The parts of a front end while it serves."""
 
     @property
     def claims(self) -> Claims: ...
@@ -112,10 +112,10 @@ class EngineFront(EngineClient, Generic[Parts]):
 
     @abstractmethod
     def _alive(self) -> Parts:
-        """What serves requests. Raises `EngineDeadError` if that is not the time."""
+        """The parts that serve requests. Raises `EngineDeadError` if that is not the time."""
 
     def _arriving(self, num_tokens: int, parts: Parts) -> AbstractContextManager[None]:
-        """Inside the block a request of at least so many tokens is tokenized and handed over. May
+        """Inside the block a request of `num_tokens` tokens or more is tokenized and added. May
         raise `EngineOverloadedError`, where it is known whether there is room in the queue.
         """
         return nullcontext()
@@ -130,21 +130,21 @@ class EngineFront(EngineClient, Generic[Parts]):
         seconds: float | None,
         parts: Parts,
     ) -> None:
-        """Hand a request over; returns when it is accepted, and `stream` gets what comes of it.
+        """Hand a request over; returns when it is accepted; its outputs go to `stream`.
         `seconds` bounds the waiting for the adapter.
         """
 
     @abstractmethod
     def _drop(self, samples: Samples, parts: Parts) -> None:
-        """The reader has left: maybe when all is over."""
+        """Drop a request whose reader has left, possibly after its end."""
 
     @abstractmethod
     def _abort(self, samples: Samples, parts: Parts) -> bool:
-        """Whether any of them has really ended by this."""
+        """Abort requests; returns whether any really ended by this call."""
 
     @contextmanager
     def _claimed(self, request_id: str, n: int, parts: Parts) -> Iterator[Samples]:
-        """The ids of a request that is accepted in the block, or dropped."""
+        """Claim the ids of a request inside the block, where it is accepted or dropped."""
         samples = parts.claims.claim(request_id, n)
         try:
             yield samples

@@ -1,7 +1,7 @@
-"""Frames of the scheduler at work, for whoever looks: some a second, while somebody does.
+"""Frames of the scheduler at work, some per second, while a browser is subscribed.
 
 Lets an `Onlooker` observe the step loop when the first comes, and takes it away when the last has
-gone. A frame is encoded once for all; who is too slow for them gets a snapshot instead, so nobody
+gone. A frame is encoded once for all; a browser that is too slow gets a snapshot instead, so none
 has a queue. Knows no HTTP: a look is a question, from here or from another process.
 """
 
@@ -36,7 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Gallery:
-    """Where those sit who look at one engine. All calls come from its loop."""
+    """Broadcasts scheduler frames to the browsers that watch one engine; called on its loop."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Gallery:
         return Seen(self._number, [self._snapshot(onlooker, self._policies)])
 
     def close(self) -> None:
-        """The engine ends: nobody can look any more. Idempotent."""
+        """Refuse new viewers, as the engine ends. Idempotent."""
         self._is_closed = True
         self._take_away()
 

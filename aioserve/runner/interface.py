@@ -1,8 +1,8 @@
-"""What the engine needs from whatever computes tokens. Free of torch.
+"""What the engine needs from a runner, which computes tokens. Free of torch.
 
 Four implementations: `cpu.runner.ThreadedRunner` (the model on the CPU, on a thread of its own),
 `cpu.sharded_runner.ShardedRunner` (the same with other processes),
-`cuda.runner.OverlappedRunner` (the model on a device that computes behind our back) and
+`cuda.runner.OverlappedRunner` (the model on a device that computes asynchronously) and
 `simulated.SimulatedRunner` (a step-time model on the loop's clock).
 """
 

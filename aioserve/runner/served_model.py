@@ -61,7 +61,7 @@ class ServedModel(ABC):
 
     @property
     def halves(self) -> "Halves | None":
-        """Itself, if it can be computed so as well."""
+        """This model split into backbone and head; None if that is not possible."""
         return None
 
     def tap(self, layers: Sequence[int]) -> Taps | None:

@@ -14,20 +14,20 @@ OTHER = "other"  # no route of ours, or no method of HTTP
 
 
 class HttpCounts:
-    """Of one application, since the process began."""
+    """Counts of HTTP responses of one application, since the process began."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def add(self, request: web.Request, status: str) -> None:
-        """It was answered so."""
+        """Count one response with this status."""
         resource = request.match_info.route.resource
         route = OTHER if resource is None else resource.canonical
         method = request.method if request.method in hdrs.METH_ALL else OTHER
         self._counts[method, route, status] += 1
 
     def tell(self) -> list[Counted]:
-        """As metrics have it."""
+        """The counts with their labels, for metrics."""
         counts: list[tuple[tuple[str, ...], int]] = list(self._counts.items())
         return [
             Counted(

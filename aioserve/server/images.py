@@ -223,7 +223,7 @@ class ImageLoader:
 
 
 class _Allowance:
-    """What the images of one request may still be together."""
+    """The bytes and pixels that the images of one request may still take."""
 
     def __init__(self, config: ImageConfig) -> None:
         self._config = config
@@ -232,7 +232,7 @@ class _Allowance:
         self.fetches = asyncio.Semaphore(AT_ONCE_FOR_REQUEST)
 
     def take_bytes(self, count: int) -> None:
-        """Raises `RequestError` if there are not so many left."""
+        """Raises `RequestError` if fewer than `count` bytes are left for the request."""
         self._bytes -= count
         if self._bytes < 0:
             raise RequestError(
@@ -241,7 +241,7 @@ class _Allowance:
             )
 
     def take_pixels(self, header: Header) -> None:
-        """Likewise."""
+        """Raises `RequestError` if this image has more pixels than are left for the request."""
         self._pixels -= header.num_pixels
         if self._pixels < 0:
             raise RequestError(

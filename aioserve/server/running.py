@@ -41,8 +41,8 @@ class RunningResponses:
                 del self._owners[own_id]
 
     def abort(self, given_id: str, reach: str = "") -> bool:
-        """End a response, or one request, early. False if none of that id is running, or none of
-        the owner that `reach` names; "": of anybody.
+        """End a response, or one request, early. False if none of that id is running, or it is not
+        of the owner `reach`; "" matches every owner.
         """
         if reach and self._owners.get(given_id) != reach:
             return False

@@ -82,7 +82,7 @@ def refusals(harness: Harness) -> tuple[type[Exception], ...]:
 
 
 def make_calls(harness: Harness, calls: Iterable[Call]) -> None:
-    """Make the calls on a new harness, but for those that nobody could make as things stand."""
+    """Make the calls on a new harness, except those that are impossible in its state."""
     for call in calls:
         if _is_possible(harness, call.method):
             with suppress(*refusals(harness)):

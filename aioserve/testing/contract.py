@@ -109,7 +109,7 @@ class PolicyContract:
                 arrive(harness, f"r{i}", [i] * (3 * i + 1))
             harness.run_until_idle()
 
-    def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
+    def test_a_request_that_leaves_at_any_moment_leaves_nothing_behind(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         for num_steps in range(20):
@@ -163,7 +163,7 @@ class PolicyContract:
             harness.run_until_idle()
             check_ends(harness, {"r_late": FinishReason.TIMEOUT, "r_calm": FinishReason.LENGTH})
 
-    def test_a_queue_timeout_ends_only_who_was_never_served(
+    def test_a_queue_timeout_ends_only_requests_never_served(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         with subject.harness(
@@ -177,9 +177,7 @@ class PolicyContract:
                 if end is FinishReason.TIMEOUT and harness.tokens[name]:
                     raise ContractViolation(f"{name} was served, and ended with a queue timeout")
 
-    def test_nobody_gets_the_place_of_one_who_stands_before_him(
-        self, subject: Subject, pipeline_depth: int
-    ) -> None:
+    def test_admission_respects_declared_order(self, subject: Subject, pipeline_depth: int) -> None:
         """Too few seats and blocks for all, so that many are preempted; what the policy promises
         with `admits_in_order` is checked at every step.
         """
@@ -203,7 +201,7 @@ class PolicyContract:
                     harness.step()
                 harness.run_until_idle()
 
-    def test_who_promises_to_keep_decoding_does_so_unasked(
+    def test_a_promise_to_keep_decoding_is_kept(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """Long replies, after which others come who compete; with blocks enough, and too few."""
@@ -216,7 +214,7 @@ class PolicyContract:
             ) as harness:
                 harness.check_keeps_decoding()
 
-    def test_who_waits_for_an_adapters_place_gets_it(
+    def test_a_request_that_waits_for_an_adapter_slot_gets_it(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """Two places for four adapters, whose requests keep coming; that no step has more is
@@ -229,7 +227,7 @@ class PolicyContract:
                 harness.step()
             harness.run_until_idle()
 
-    def test_whoever_is_there_goes_on_when_the_policy_is_switched(
+    def test_requests_go_on_when_the_policy_is_switched(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
         """To every policy that comes with aioserve and back, and from the policy to itself."""

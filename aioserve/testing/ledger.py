@@ -53,7 +53,7 @@ class Ledger:
         self.untold: dict[str, list[Life]] = {}  # ended, and the runner may not know it yet
 
     def open(self, request: Request, max_model_len: int, reply: Reply = ()) -> None:
-        """A request was accepted."""
+        """Note that a request was accepted."""
         prompt, max_tokens = list(request.token_ids), request.sampling_params.max_tokens
         if request.pooling_params is not None:  # room for a token that never comes
             max_model_len, max_tokens = max_model_len + 1, 1

@@ -63,7 +63,7 @@ class PlannedBatch:
             self.rows[request_id].block_ids += block_ids  # held while a step before it has them
 
     def give_up(self) -> None:
-        """A step was given up half-way, nobody knows where: blocks are with whom they are now."""
+        """Note a step given up half-way: each block belongs to the request that holds it now."""
         for request_id, row in list(self.rows.items()):
             if row.life.is_alive:
                 row.block_ids[:] = row.life.request.block_ids
@@ -85,13 +85,13 @@ class PlannedBatch:
                 row.is_preempted = True
 
     def holders(self, in_flight: Collection[Row]) -> list[Row]:
-        """Who holds blocks: those that live, and those that ended while a step has them."""
+        """Requests that hold blocks: unfinished ones, and ended ones that a step still has."""
         holders = [row for row in self.rows.values() if row.life.is_alive]
         holders += {row for row in in_flight if not (row.life.is_alive or row.is_preempted)}
         return holders
 
     def must_tell(self) -> list[str]:
-        """Who has ended and is still in the runner's batch."""
+        """Requests that have ended and are still in the runner's batch."""
         return [request_id for request_id, row in self.rows.items() if not row.life.is_alive]
 
     def _check_sum(self, output: SchedulerOutput) -> None:
@@ -135,7 +135,7 @@ class PlannedBatch:
             )
 
     def _check_columns(self, output: SchedulerOutput, where: str) -> None:
-        """Everybody once, and nobody's blocks without him."""
+        """Check that each request appears once, and blocks only with their request."""
         new = [data.request_id for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for request_id, count in Counter([*new, *cached.req_ids]).items():
@@ -151,7 +151,7 @@ class PlannedBatch:
     def _check_owners(
         self, output: SchedulerOutput, in_flight: Collection[Row], where: str
     ) -> None:
-        """A block is handed out when nobody holds it; whoever has ended may still write his."""
+        """Check that no held block is handed out; an ended request may still write its own."""
         owners = {
             block_id: row.life for row in self.holders(in_flight) for block_id in row.block_ids
         }
@@ -221,7 +221,7 @@ class PlannedBatch:
             )
 
     def _check_lengths(self, output: SchedulerOutput, where: str) -> None:
-        """Nobody computes the last token before its length limit: nobody would read it."""
+        """Check that the last token before the length limit is not computed: it is never read."""
         computed = {d.request_id: d.num_computed_tokens for d in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -28,7 +28,7 @@ class _Fails(BaseScheduler):
 
 
 class FailsToBegin(_Fails):
-    """Raises in `__init__`."""
+    """A policy that raises in `__init__`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -59,7 +59,7 @@ class ToyRunner:
 
     @property
     def request_ids(self) -> set[str]:
-        """Who has a row in the batch."""
+        """Ids of the requests that have a row in the batch."""
         return set(self._rows)
 
     def execute(

@@ -18,7 +18,7 @@ class ToyStates:
         self._own: dict[str, int] = {}  # by request
 
     def drop(self, request_id: str) -> None:
-        """It left the batch."""
+        """Forget a request that left the batch."""
         self._own.pop(request_id, None)
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:

@@ -21,7 +21,7 @@ class ToyWindows:
         self._tables: dict[str, dict[int, int]] = {}  # by request: block ids by their place
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Whoever came or left is known from now on, and who has more blocks."""
+        """Take in which requests came or left, and which have more blocks."""
         for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._tables.pop(request_id, None)
         for data in output.scheduled_new_reqs:

@@ -6,7 +6,7 @@ class ContractViolation(AssertionError):
 
 
 class Starvation(ContractViolation):
-    """Somebody is never served, or never to the end."""
+    """A request is never served, or never to its end."""
 
 
 class NoReturn(ContractViolation):

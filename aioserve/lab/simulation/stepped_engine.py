@@ -41,17 +41,17 @@ class Blueprint:
         )
 
     def make_runner(self) -> SimulatedRunner:
-        """One of its own for each engine."""
+        """A new simulated runner; each engine has its own."""
         return SimulatedRunner(self.config, self.model_info, step_time=self._step_time)
 
     def make_kv_cache(self, *, record_events: bool = False) -> KVCacheManager:
-        """Likewise."""
+        """A new KV cache; each engine has its own."""
         return make_kv_cache(self.config.cache, self.runner_info, record_events=record_events)
 
     def make_scheduler(
         self, kv_cache: KVCacheManager, clock: Callable[[], float]
     ) -> SchedulerInterface:
-        """Likewise. Raises `PolicyError` if the policy does."""
+        """A new scheduler on `kv_cache`. Raises `PolicyError` if the policy raises."""
         make_policy: Callable[..., SchedulerInterface] = self.policy
         with blamed(self.policy, "__init__()"):
             return make_policy(

@@ -64,7 +64,7 @@ class DecoderParts:
 
 
 class OwnTurns:
-    """Heads of some tokens turn by axes, not by a position: rows behind those of the positions."""
+    """3-axis rotary positions (M-RoPE) of image tokens: cos/sin rows behind the ordinary ones."""
 
     def __init__(self, rotary: nn.Module, table: Tensor, num_positions: int) -> None:
         """`table` is the `cos_sin` of all layers; what is behind `num_positions` rows is spare."""

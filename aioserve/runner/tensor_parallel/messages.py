@@ -56,12 +56,12 @@ def encode(message: Message | Answer) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """What `encode` was given."""
+    """The message that `encode` was given."""
     return _decode(data)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Likewise."""
+    """The answer that `encode_answer` was given."""
     return msgspec.msgpack.decode(data, type=Answer)
 
 
