@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
+from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import TorchDeviceAttention
@@ -57,7 +58,7 @@ class OneByOne:
             DeviceSampler(device, limits.num_rows, limits.num_samples, VOCAB_SIZE, draw.draw),
             layout,
             torch.zeros(layout.size, dtype=torch.int32),
-            max_model_len=127,
+            BatchParts(model, limits.num_rows, 127, limits.page_size, VOCAB_SIZE),
         )
 
     @torch.inference_mode()
