@@ -25,7 +25,7 @@ from aioserve.config import ModelConfig
 from aioserve.kernels import KernelsUnavailableError, load_kernels
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.compute_type import with_dtype
+from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.loader import named_dtype, num_weight_bytes
 
@@ -129,7 +129,7 @@ def main() -> None:
     machine.keep_freed_memory()  # as the runner does; else floors pay for page faults
     path = model_path(args.model)
     info = ModelInfo(ModelConfig(model=str(path)))
-    dtype = named_dtype(with_dtype(ModelConfig(dtype=args.dtype)).dtype)
+    dtype = named_dtype(CPU_TYPES.resolve(ModelConfig(dtype=args.dtype)).dtype)
     shapes = Shapes.of(info.hf_config, dtype)
     names = args.cases and {name.strip() for name in args.cases.split(",")}
     if names and (unknown := names - {case.name for case in CASES}):
@@ -148,7 +148,7 @@ def main() -> None:
         floors = Floors(shapes, dtype, is_widened=variant in WIDENING and dtype.itemsize == 2)
         result |= {"bandwidth_gb_s": floors.bandwidth / 1e9, "gflop_s": floors.rate / 1e9}
     if "floors" in args.only and floors:
-        config = with_dtype(ModelConfig(model=str(path), dtype=args.dtype))
+        config = CPU_TYPES.resolve(ModelConfig(model=str(path), dtype=args.dtype))
         is_in_blocks = CpuPlace().multiplies_blocks and info.source.packs_embedding
         block_bytes = num_weight_bytes(config, info, CpuPlace()) if is_in_blocks else 0
         result |= {"floors": show_floors(floors, block_bytes), "block_bytes": block_bytes}

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_703
+CORE_LIMIT = 31_673
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -37,10 +37,11 @@ PARTS = (
     *("runner/cuda", "runner/tensor_parallel", "runner/cpu/blocks.py", "runner/cpu/drafts.py"),
     *("runner/cpu/experts.py", "runner/cpu/image_attention.py", "runner/cpu/low_rank.py"),
     *("runner/cpu/prepared.py", "runner/cpu/prompts.py", "runner/cpu/rank.py"),
-    *("runner/cpu/sharded_runner.py", "runner/cpu/sleeper.py", "runner/cpu/windows.py"),
-    *("runner/fused/adapters.py", "runner/fused/experts.py", "runner/fused/shares.py"),
-    *("operations/adapters.py", "operations/control.py", "operations/policy.py"),
-    *("operations/upkeep.py", "server/admin.py", "server/anthropic", "server/embeddings.py"),
+    *("runner/cpu/sharded_runner.py", "runner/cpu/sleeper.py", "runner/cpu/states.py"),
+    *("runner/cpu/windows.py", "runner/fused/adapters.py", "runner/fused/experts.py"),
+    *("runner/fused/shares.py", "operations/adapters.py", "operations/control.py"),
+    *("operations/policy.py", "operations/upkeep.py", "server/admin.py", "server/anthropic"),
+    "server/embeddings.py",
     *("server/images.py", "server/operators.py", "server/page", "server/responses"),
     *("server/openapi.py", "server/service_manager.py", "server/tokenization.py"),
 )

@@ -37,14 +37,14 @@ class Draft(NamedTuple):
     """What makes guesses, and is loaded; its KV cache is not made yet."""
 
     info: ModelInfo
-    spec: KVCacheSpec
+    kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]
     state_bytes: int  # for each token of the served model, besides K and V
     forward: Forward  # a pass, whoever's: to see what it takes
     make: Callable[..., ModelDrafter]
 
     def make_drafter(self, config: EngineConfig, runner: DraftRunner) -> ModelDrafter:
-        """`runner` has a KV cache for `spec`."""
+        """`runner` has a KV cache for `kv_cache_spec`."""
         return self.make(
             runner,
             ModelDraftLength(config.speculation.num_speculative_tokens),
@@ -112,17 +112,19 @@ def _merges(tokenizer: Any) -> object:
 
 
 def load_draft(
-    info: ModelInfo,
+    info: ModelInfo | None,
     target: ServedModel,
     target_info: ModelInfo,
     *,
     load: Callable[[ModelInfo], ServedModel],
     linear: Callable[[Tensor], Linear],
     device: torch.device,
-) -> Draft:
-    """The model of `info`, or the head for `target`, on the `device` of that. `load` is how models
-    get there, `linear` the product with a weight there. Raises `ConfigError`.
+) -> Draft | None:
+    """The model of `info`, or the head for `target`, on the `device` of that; None without `info`.
+    `load` is how models get there, `linear` the product with a weight there. Raises `ConfigError`.
     """
+    if info is None:
+        return None
     stated = info.source.known_config
     if not is_eagle(stated):
         model = load(info)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aioserve.config import EngineConfig
 from aioserve.errors import one_line
-from aioserve.images.families import Family
+from aioserve.images.families import Family, family_of
+from aioserve.model_info import ModelInfo
 from aioserve.request import EncoderInput
 from aioserve.runner.attention.backend import GivenRows, StepInputs
 from aioserve.runner.image_rows import ImageRows, Span
@@ -28,6 +30,23 @@ NOT_ENCODED = "an image of this request was not encoded before its tokens"  # a 
 def num_deep_rows(config: Any) -> int:
     """Behind how many layers images add more rows, by the configuration of the whole model."""
     return len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+
+
+def sees_images(info: ModelInfo) -> bool:
+    """Whether the model sees, and what sees of it is served."""
+    if family_of(info) is None or info.config.quantization is not None:
+        return False
+    return not getattr(info.whole_config, "quantization_config", None)
+
+
+def encoder_cache_bytes(
+    config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
+) -> int:
+    """What outputs of the encoder may take, if the model `sees`."""
+    if not sees:
+        return 0
+    size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))
+    return config.scheduler.encoder_cache_tokens * size
 
 
 class ImageEncoder(ImageRows):

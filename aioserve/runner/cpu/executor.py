@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from aioserve.kv_cache import WindowSpec
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
 from aioserve.runner.adapter_rows import AdapterRows, LoadedAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
@@ -25,10 +24,10 @@ from aioserve.runner.cpu.step_memory import StepMemory
 from aioserve.runner.host_blocks import HostBlocks
 from aioserve.runner.info import RunnerInfo
 from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.pooling import PooledRows
 from aioserve.runner.prompt_logprobs import PromptRows
 from aioserve.runner.rescue import StepRescue, merge_outputs
-from aioserve.runner.served_model import ServedModel
 from aioserve.scheduler.output import SchedulerOutput
 
 
@@ -39,31 +38,28 @@ class StepExecutor:
 
     def __init__(
         self,
-        model: ServedModel,
+        plan: LoadPlan,
         backend: AttentionBackend,
         threads: ComputeThreads,
         parts: BatchParts,
-        *,
-        takes_guesses: bool = True,
-        windows: WindowSpec | None = None,
-        repeats_steps: bool = True,
     ) -> None:
-        """`takes_guesses`: the tokens that a grammar forces are sent along with the next step, and
-        those of the drafter. `windows` are those of the `backend`. `repeats_steps`: whether a step
-        that raised may be run again, so that it fails none but those that made it raise.
-        """
-        self._model, self._backend, self._threads = model, backend, threads
+        """`backend` and `parts` are what `plan` asks for."""
+        model = self._model = plan.model
+        self._backend, self._threads = backend, threads
         self._block_size = parts.sizes[-1]
         self._memory = StepMemory(backend, self._block_size)
         self.parts, self._batch = parts, InputBatch(*parts.sizes, parts.all)
-        self._rescue = StepRescue(self._batch, self._compute, is_possible=repeats_steps)
+        # States cannot be taken back; ranks would have to run a step again together.
+        is_possible = plan.ranks is None and model.states is None
+        self._rescue = StepRescue(self._batch, self._compute, is_possible=is_possible)
         self._encoder = model.image_encoder
         self.adapters = LoadedAdapters(model.adapter_sites, parts.adapters)
-        self._takes_guesses = takes_guesses
+        # Of a grammar or a drafter: a step planned ahead would not know which of them are right.
+        self._takes_guesses = plan.config.scheduler.depth == 1 and model.states is None
         self.info = RunnerInfo(
             num_kv_blocks=backend.memory.num_blocks,
             num_state_slots=None if model.states is None else model.states.num_slots,
-            windows=windows,
+            windows=plan.windows,
             supports_prompt_logprobs=model.halves is not None,
             supports_pooling=model.halves is not None,
             supports_images=model.image_encoder is not None,

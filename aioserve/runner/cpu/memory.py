@@ -107,32 +107,6 @@ def choose_num_kv_blocks(
     return min(num_blocks, max_useful_blocks(config, max_model_len))
 
 
-def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shared: bool) -> int:
-    """Slots for the states of requests: the setting, else three for each that may run (its own, and
-    two for prefixes), as far as they fit; if the memory `is_shared` with KV blocks, into half of
-    it. Raises `ConfigError` if not even one does, or those of the setting do not.
-    """
-    cache = config.cache
-    if cache.num_state_slots is not None:
-        needed, available = cache.num_state_slots * bytes_per_slot, machine.available_memory()
-        if needed > available:
-            raise ConfigError(
-                f"cache.num_state_slots is {cache.num_state_slots}: states of "
-                f"{bytes_per_slot / MIB:.3f} MiB each need {needed / GIB:.1f} GiB, and "
-                f"{available / GIB:.1f} are free"
-            )
-        return cache.num_state_slots
-    budget = memory_for_requests(config) // (2 if is_shared else 1)
-    num_slots = budget // bytes_per_slot
-    if num_slots < 1:
-        raise ConfigError(
-            f"not one request fits: its state has {bytes_per_slot / MIB:.1f} MiB, and "
-            f"{budget / MIB:.1f} MiB are meant for states (cache.kv_cache_gib)"
-        )
-    num_each = 3 if cache.enable_prefix_caching else 1
-    return min(num_slots, num_each * config.scheduler.max_num_seqs)
-
-
 def memory_for_requests(config: EngineConfig) -> int:
     """Bytes for what is kept of requests."""
     if config.cache.kv_cache_gib is not None:

@@ -8,22 +8,20 @@ import gc
 import logging
 
 import msgspec
-import torch
 
 from aioserve.config import EngineConfig, ModelConfig
-from aioserve.errors import ConfigError
-from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.runner.architecture import check_architecture, has_states
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
-from aioserve.runner.cpu.compute_type import with_dtype
+from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.memory import check_memory, expected_bytes_per_token
+from aioserve.runner.cpu.states import check_states
 from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.eagle import NUM_TAPS, is_eagle
-from aioserve.runner.image_encoder import num_deep_rows
+from aioserve.runner.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
@@ -45,35 +43,26 @@ def load_models(
     if ranks is None or ranks.is_first:
         _check_memory(config, info, draft_info, 1 if ranks is None else ranks.size)
     if has_states(info):
-        _check_states(config, ranks)
+        check_states(config, ranks)
     num_seen = config.scheduler.step_budget(info.max_model_len) if sees else 0
     model = load_model_on_cpu(config.model, info, ranks, num_seen=num_seen)
-    draft: Draft | None = None
-    if draft_info is not None:
-        draft = load_draft(
-            draft_info,
-            model,
-            info,
-            load=lambda info: load_model_on_cpu(info.config, info),
-            linear=lambda weight: pack_linear(weight, None),
-            device=CpuPlace.device,
-        )
-    size = _encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
+    draft = load_draft(
+        draft_info,
+        model,
+        info,
+        load=lambda info: load_model_on_cpu(info.config, info),
+        linear=lambda weight: pack_linear(weight, None),
+        device=CpuPlace.device,
+    )
+    size = encoder_cache_bytes(config, info, model.kv_cache_spec.dtype, sees)
     return model, draft, size
-
-
-def sees_images(info: ModelInfo) -> bool:
-    """Whether the model sees, and what sees of it is served."""
-    if family_of(info) is None or info.config.quantization is not None:
-        return False
-    return not getattr(info.whole_config, "quantization_config", None)
 
 
 def load_model_on_cpu(
     config: ModelConfig, info: ModelInfo, ranks: Ranks | None = None, *, num_seen: int = 0
 ) -> ServedModel:
     """As `load_model`, on this CPU."""
-    resolved = with_dtype(config)
+    resolved = CPU_TYPES.resolve(config)
     model = load_model(resolved, info, CpuPlace(ranks), num_seen=num_seen)
     is_right = model.is_compiled or machine.has_native_bf16() or resolved.dtype == "float32"
     if config.dtype != "auto" or is_right:
@@ -85,40 +74,13 @@ def load_model_on_cpu(
     return load_model(resolved, info, CpuPlace(ranks), num_seen=num_seen)
 
 
-def _check_states(config: EngineConfig, ranks: Ranks | None) -> None:
-    """Raises `ConfigError` for what is not served with states."""
-    refused = {
-        f"speculation.speculative_method is {config.speculation.speculative_method}": (
-            config.speculation.speculative_method != "none"
-        ),
-        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
-        "runner.tensor_parallel_size is more than 1": ranks is not None,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"{setting}, which is not served for a model whose layers have states "
-                "(state-space, linear attention, convolutions): leave it out"
-            )
-
-
-def _encoder_cache_bytes(
-    config: EngineConfig, info: ModelInfo, dtype: torch.dtype, sees: bool
-) -> int:
-    """What outputs of the encoder may take, if the model `sees`."""
-    if not sees:
-        return 0
-    size = info.hidden_size * dtype.itemsize * (1 + num_deep_rows(info.whole_config))
-    return config.scheduler.encoder_cache_tokens * size
-
-
 def _check_memory(
     config: EngineConfig, info: ModelInfo, draft: ModelInfo | None, num_ranks: int
 ) -> None:
     """Of all ranks: they are on this machine."""
     weights, per_token = 0, []
     for part in (info,) if draft is None else (info, draft):
-        model = with_dtype(part.config)
+        model = CPU_TYPES.resolve(part.config)
         weights += num_weight_bytes(model, part, CpuPlace())
         sizes = (named_dtype(model.dtype).itemsize, 0)
         if config.cache.kv_cache_dtype == "int8":
@@ -127,13 +89,13 @@ def _check_memory(
         if is_eagle(part.source.known_config):
             per_token.append(NUM_TAPS * info.hidden_size * named_dtype(model.dtype).itemsize)
     if num_ranks > 1:
-        itemsize = named_dtype(with_dtype(info.config).dtype).itemsize
+        itemsize = named_dtype(CPU_TYPES.resolve(info.config).dtype).itemsize
         weights += (num_ranks - 1) * info.vocab_size * info.hidden_size * itemsize  # whole on each
         if not shares_heads(info.hf_config):
             per_token = [None if size is None else size * num_ranks for size in per_token]
     known = [size for size in per_token if size is not None]
     all_known = sum(known) if len(known) == len(per_token) else None
-    dtype = named_dtype(with_dtype(info.config).dtype)
+    dtype = named_dtype(CPU_TYPES.resolve(info.config).dtype)
     sees = num_ranks == 1 and draft is None and sees_images(info)
-    num_image_bytes = _encoder_cache_bytes(config, info, dtype, sees)
+    num_image_bytes = encoder_cache_bytes(config, info, dtype, sees)
     check_memory(config, weights, all_known, info.max_model_len, num_image_bytes)

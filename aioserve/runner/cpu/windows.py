@@ -4,6 +4,7 @@ Knows how layers call for attention, settings and sizes. Knows no tensors and no
 """
 
 import logging
+from dataclasses import replace
 
 from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
@@ -11,13 +12,36 @@ from aioserve.kv_cache import WindowSpec
 from aioserve.runner.attention.backend import KVCacheSpec, WindowLayers
 from aioserve.runner.cpu.memory import MIB, memory_for_requests
 from aioserve.runner.kv_pool import TYPICAL_TOKENS, useful_window_blocks, window_spec
+from aioserve.runner.load_plan import LoadPlan
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
 
-def find_window_layers(
+def with_windows(plan: LoadPlan) -> LoadPlan:
+    """The plan with blocks of their own for layers with a sliding window, where that goes and pays.
+    Raises `ConfigError` if the settings want it where it does not go.
+    """
+    config, max_model_len = plan.config, plan.info.max_model_len
+    found = _find_window_layers(config, plan.model, max_model_len, plan.ranks)
+    if not found:
+        return plan
+    others = plan.bytes_per_token - plan.specs[0].part(found).bytes_per_token
+    made = make_window_spec(config, plan.specs[0], found, max_model_len, others)
+    if made is None:
+        return plan
+    windows, layers, num_bytes = made
+    return replace(
+        plan,
+        bytes_per_token=others,
+        num_other_bytes=plan.num_other_bytes + num_bytes,
+        windows=windows,
+        window_layers=layers,
+    )
+
+
+def _find_window_layers(
     config: EngineConfig, model: ServedModel, max_model_len: int, ranks: Ranks | None
 ) -> dict[int, int]:
     """The layers that have a pool of their own, with their windows in tokens; none where that does

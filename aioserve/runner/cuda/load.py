@@ -11,11 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from aioserve.config import EngineConfig, ModelConfig
+from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
@@ -27,7 +26,6 @@ from aioserve.runner.attention.backend import (
     KVCacheSpec,
     ModelInputs,
 )
-from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
@@ -43,17 +41,22 @@ from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention, why_n
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.graphs import capture_sizes
 from aioserve.runner.cuda.host_blocks import device_bytes
-from aioserve.runner.cuda.memory import GIB, GRAPH_RESERVE, check_weights_fit, plan_memory
+from aioserve.runner.cuda.memory import (
+    GIB,
+    GRAPH_RESERVE,
+    MemoryPlan,
+    check_weights_fit,
+    plan_memory,
+)
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
-from aioserve.runner.drafter import Drafter
 from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import PlainLinear
 from aioserve.runner.grammar_rows import MAX_GUESSES
+from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
 from aioserve.runner.model_drafter import Forward
-from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.prompt_logprobs import largest_piece
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
@@ -61,6 +64,7 @@ from aioserve.sampling_params import MAX_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
+CUDA_TYPES = SideTypes("fp8", "float16", lambda: torch.cuda.get_device_capability()[0] >= 8)
 INSTALL_LINE = "pip install 'aioserve[gpu]'"
 
 
@@ -95,7 +99,7 @@ def load_on_cuda(
     place = CudaPlace(device.torch_device, has_triton=has_triton, ranks=ranks)
     draft_info = find_draft(config, info)
     parts = [info] if draft_info is None else [info, draft_info]
-    needed = sum(num_weight_bytes(with_dtype(part.config), part, place) for part in parts)
+    needed = sum(num_weight_bytes(CUDA_TYPES.resolve(part.config), part, place) for part in parts)
     check_weights_fit(card, config, needed if ranks is None else needed // ranks.size)
     model, draft = load_models(info, draft_info, place)
     return make_executor(config, info, model, device, card, grammars, draft, ranks)
@@ -107,11 +111,9 @@ def load_models(
     """The weights of both. Raises `ConfigError`."""
 
     def load(info: ModelInfo) -> ServedModel:
-        return load_model(with_dtype(info.config), info, place)
+        return load_model(CUDA_TYPES.resolve(info.config), info, place)
 
     model = load(info)
-    if draft_info is None:
-        return model, None
     draft = load_draft(
         draft_info,
         model,
@@ -135,104 +137,127 @@ def make_executor(
 ) -> StepExecutor:
     """All but the weights, which are loaded. `card` is as it was before that."""
     weights = device.num_allocated()
-    query_dtype, max_model_len = model.kv_cache_spec.dtype, info.max_model_len
-    num_rows, page_size = config.scheduler.max_num_seqs, config.cache.block_size
-    num_tokens = config.scheduler.step_budget(max_model_len)
-    num_drafts = 0
-    if config.speculation.speculative_method != "none":  # or what a grammar forces
-        num_drafts = max(config.speculation.num_speculative_tokens, MAX_GUESSES)
+    plan = plan_load(CUDA_TYPES, config, info, model, draft, ranks)
     choose_token = choose_draw(device)
-    kinds = [_Kind.of(model.kv_cache_spec, model.attention_calls, config)]
-    bytes_per_token = kinds[0].spec.bytes_per_token
+    kinds = [_Kind.of(model, plan.specs[0])]
     if draft is not None:
-        kinds.append(_Kind.of(draft.spec, draft.attention_calls, config))
-        bytes_per_token += kinds[1].spec.bytes_per_token + draft.state_bytes
+        kinds.append(_Kind.of(draft, plan.specs[1]))
+    limits = _limits(plan)
     sizes: tuple[int, ...] = ()
     if kinds[0].flashinfer is not None and not config.runner.enforce_eager:
-        sizes = capture_sizes(min(num_rows, num_tokens))
-
-    def largest() -> None:
-        num_samples = num_rows * (1 + num_drafts)
-        run_largest(model, kinds[0].spec, device, num_tokens, num_samples, choose_token)
-
-    def largest_of_drafts() -> None:
-        assert draft is not None
-        run_pass(draft.forward, kinds[1].spec, device, num_tokens, num_rows, choose_token)
-
-    activations = max(map(device.measure, [largest, largest_of_drafts][: len(kinds)]))
-    activations += DeviceSampler.num_bytes(num_rows, info.vocab_size)
+        sizes = capture_sizes(min(limits.num_rows, limits.num_tokens))
+    activations = _measure(plan, kinds, limits, device, choose_token)
     activations += workspace_bytes(kinds[0].calls, len(sizes))
     activations += sum(workspace_bytes(kind.calls, 0) for kind in kinds[1:])
-    if config.cache.kv_connector != "none":
-        activations += device_bytes(bytes_per_token * page_size)
-    memory = plan_memory(
-        card,
-        config,
-        weights=weights,
-        activations=activations,
-        graphs=GRAPH_RESERVE if sizes else 0,
-        page_bytes=bytes_per_token * page_size,
-        max_model_len=max_model_len,
-        adapters=adapter_bytes(config, model),
-    )
-    if ranks is not None:  # one pool, and each has its heads of every block
-        memory = replace(memory, num_pages=ranks.least(memory.num_pages))
-    limits = Limits(
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        num_row_pages=-(-(max_model_len + 1) // page_size),
-        page_size=page_size,
-        num_pages=memory.num_pages,
-        num_drafts=num_drafts,
-    )
-    layout = Layout(limits)
-    arena = torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
-    sampler = DeviceSampler(device, num_rows, limits.num_samples, info.vocab_size, choose_token)
-    drafter: Drafter | None = ngram_drafter(config.speculation)
-    if draft is not None:
-        own_layout = Layout(replace(limits, num_drafts=0))
-        own_arena = torch.zeros(own_layout.size, dtype=torch.int32, device=device.torch_device)
-        own = kinds[1].make_attention(own_layout, own_arena, device, max_model_len, ())
-        runner = DeviceDraftRunner(device, own, sampler, own_layout, own_arena)
-        drafter = draft.make_drafter(config, runner)
+    memory = _share_memory(plan, card, weights, activations, GRAPH_RESERVE if sizes else 0)
+    plan = replace(plan, num_blocks=memory.num_pages)
+    layout = Layout(_limits(plan))
+    arena = _make_arena(layout, device)
+    num_rows, num_samples = limits.num_rows, limits.num_samples
+    sampler = DeviceSampler(device, num_rows, num_samples, info.vocab_size, choose_token)
+
+    def make_draft_runner() -> DeviceDraftRunner:
+        own_layout = Layout(replace(layout.limits, num_drafts=0))
+        own_arena = _make_arena(own_layout, device)
+        own = kinds[1].make_attention(own_layout, own_arena, device, info.max_model_len, ())
+        return DeviceDraftRunner(device, own, sampler, own_layout, own_arena)
+
+    parts = plan.make_parts(grammars, make_draft_runner)
     executor = StepExecutor(
         device,
         model,
-        kinds[0].make_attention(layout, arena, device, max_model_len, sizes),
+        kinds[0].make_attention(layout, arena, device, info.max_model_len, sizes),
         sampler,
         layout,
         arena,
-        BatchParts(
-            model,
-            num_rows,
-            max_model_len,
-            page_size,
-            info.vocab_size,
-            grammars=grammars,
-            eos_token_ids=info.eos_token_ids,
-            drafter=drafter,
-        ),
+        parts,
         adapter_room=card.free - memory.total + memory.adapters,
         ranks=ranks,
     )
-    try:
-        executor.warm_up()
-    except Exception as error:
-        raise ConfigError(f"the first step on {card.name} failed: {error}") from error
-    before = device.card().free
-    executor.capture(sizes)
-    graphs = before - device.card().free
+    graphs = _start(executor, device, card.name, sizes)
     logger.info(
-        "%s on %s: %s, %.1fM parameters; %s",
+        "%s on %s: %s; %s",
         model.name,
         card.name,
-        str(query_dtype).removeprefix("torch."),
-        model.num_parameters / 1e6,
-        memory.describe(limits.page_size, max_model_len),
+        plan.description,
+        memory.describe(limits.page_size, info.max_model_len),
     )
     if sizes:
         logger.info("CUDA graphs took %.2f GiB", graphs / GIB)
     return executor
+
+
+def _limits(plan: LoadPlan) -> Limits:
+    """Of the largest step."""
+    speculation, max_model_len = plan.config.speculation, plan.info.max_model_len
+    page_size, num_drafts = plan.config.cache.block_size, 0
+    if speculation.speculative_method != "none":  # or what a grammar forces
+        num_drafts = max(speculation.num_speculative_tokens, MAX_GUESSES)
+    return Limits(
+        num_rows=plan.config.scheduler.max_num_seqs,
+        num_tokens=plan.config.scheduler.step_budget(max_model_len),
+        num_row_pages=-(-(max_model_len + 1) // page_size),
+        page_size=page_size,
+        num_pages=plan.num_blocks,
+        num_drafts=num_drafts,
+    )
+
+
+def _measure(
+    plan: LoadPlan, kinds: "Sequence[_Kind]", limits: Limits, device: Device, choose_token: Draw
+) -> int:
+    """Bytes that the largest step takes on the device, but for workspaces of attention."""
+
+    def largest() -> None:
+        num_tokens, num_samples = limits.num_tokens, limits.num_samples
+        run_largest(plan.model, kinds[0].spec, device, num_tokens, num_samples, choose_token)
+
+    def largest_of_drafts() -> None:
+        assert plan.draft is not None
+        forward, num_rows = plan.draft.forward, limits.num_rows
+        run_pass(forward, kinds[1].spec, device, limits.num_tokens, num_rows, choose_token)
+
+    activations = max(map(device.measure, [largest, largest_of_drafts][: len(kinds)]))
+    activations += DeviceSampler.num_bytes(limits.num_rows, plan.info.vocab_size)
+    if plan.config.cache.kv_connector != "none":
+        activations += device_bytes(plan.bytes_per_token * limits.page_size)
+    return activations
+
+
+def _share_memory(
+    plan: LoadPlan, card: CardMemory, weights: int, activations: int, graphs: int
+) -> MemoryPlan:
+    """What goes where. Raises `ConfigError` if too little is left for the KV pool."""
+    memory = plan_memory(
+        card,
+        plan.config,
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        page_bytes=plan.bytes_per_token * plan.config.cache.block_size,
+        max_model_len=plan.info.max_model_len,
+        adapters=adapter_bytes(plan.config, plan.model),
+    )
+    if plan.ranks is not None:  # one pool, and each has its heads of every block
+        memory = replace(memory, num_pages=plan.ranks.least(memory.num_pages))
+    return memory
+
+
+def _make_arena(layout: Layout, device: Device) -> Tensor:
+    return torch.zeros(layout.size, dtype=torch.int32, device=device.torch_device)
+
+
+def _start(executor: StepExecutor, device: Device, card: str, sizes: Sequence[int]) -> int:
+    """Run first steps and capture decodes of these `sizes`; returns the bytes that the CUDA graphs
+    took. Raises `ConfigError` if a step fails.
+    """
+    try:
+        executor.warm_up()
+    except Exception as error:
+        raise ConfigError(f"the first step on {card} failed: {error}") from error
+    before = device.card().free
+    executor.capture(sizes)
+    return before - device.card().free
 
 
 class _Kind(NamedTuple):
@@ -244,9 +269,9 @@ class _Kind(NamedTuple):
     flashinfer: Any  # None: plain torch
 
     @classmethod
-    def of(cls, spec: KVCacheSpec, calls: Sequence[AttentionCall], config: EngineConfig) -> "_Kind":
-        kept = with_kv_dtype(spec, config)
-        return cls(kept, calls, spec.dtype, find_flashinfer(kept, calls, spec.dtype))
+    def of(cls, model: ServedModel | Draft, spec: KVCacheSpec) -> "_Kind":
+        calls, dtype = model.attention_calls, model.kv_cache_spec.dtype
+        return cls(spec, calls, dtype, find_flashinfer(spec, calls, dtype))
 
     def make_attention(
         self,
@@ -278,26 +303,6 @@ def adapter_bytes(config: EngineConfig, model: ServedModel) -> int:
     sizes = sorted(map(stored_parameters, paths), reverse=True)
     num_parameters = sum(sizes[: config.adapters.max_cpu_loras])
     return num_parameters * model.kv_cache_spec.dtype.itemsize
-
-
-def with_dtype(config: ModelConfig) -> ModelConfig:
-    """The model's settings with "auto" resolved for this device."""
-    if config.dtype != "auto":
-        return config
-    has_bfloat16 = torch.cuda.get_device_capability()[0] >= 8
-    return msgspec.structs.replace(config, dtype="bfloat16" if has_bfloat16 else "float16")
-
-
-def with_kv_dtype(spec: KVCacheSpec, config: EngineConfig) -> KVCacheSpec:
-    """The type in which K and V are kept. Raises `ConfigError` for one of the CPU."""
-    wanted = config.cache.kv_cache_dtype
-    if wanted == "auto":
-        return spec
-    if wanted != "fp8":
-        raise ConfigError(
-            f"cache.kv_cache_dtype is {wanted}, which is for the CPU: give fp8, or leave it out"
-        )
-    return KVCacheSpec(spec.layers, torch.float8_e4m3fn)
 
 
 class NoAttention(DeviceStep):

@@ -17,7 +17,7 @@ from aioserve.kernels import load_kernels, usable_variants
 from aioserve.model_info import ModelInfo
 from aioserve.runner.cpu import load, machine, models
 from aioserve.runner.cpu.compute_threads import ComputeThreads
-from aioserve.runner.cpu.compute_type import with_dtype
+from aioserve.runner.cpu.compute_type import CPU_TYPES
 from aioserve.runner.cpu.load import load_on_cpu
 from aioserve.runner.cpu.models import load_model_on_cpu
 from tests.models import make_model
@@ -165,8 +165,8 @@ def test_auto_is_bfloat16_where_our_kernels_make_it_fast(
     variant: str, dtype: str, choose_kernels: Callable[[str], None]
 ) -> None:
     choose_kernels(variant)
-    assert with_dtype(ModelConfig(dtype="auto")).dtype == dtype
-    assert with_dtype(ModelConfig(dtype="float16")).dtype == "float16"
+    assert CPU_TYPES.resolve(ModelConfig(dtype="auto")).dtype == dtype
+    assert CPU_TYPES.resolve(ModelConfig(dtype="float16")).dtype == "float16"
 
 
 def test_auto_is_bfloat16_where_the_cpu_has_it(
@@ -174,7 +174,7 @@ def test_auto_is_bfloat16_where_the_cpu_has_it(
 ) -> None:
     choose_kernels("off")
     monkeypatch.setattr(machine, "has_native_bf16", lambda: True)
-    assert with_dtype(ModelConfig(dtype="auto")).dtype == "bfloat16"
+    assert CPU_TYPES.resolve(ModelConfig(dtype="auto")).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("phi", torch.float32)])

@@ -1,0 +1,84 @@
+"""What layers with states do not go with, and how many requests have a place for theirs.
+
+Knows settings and sizes; what a state is knows `stateful_layers`.
+"""
+
+import logging
+from dataclasses import replace
+
+from aioserve.config import EngineConfig
+from aioserve.errors import ConfigError
+from aioserve.runner.cpu import machine
+from aioserve.runner.cpu.memory import GIB, MIB, memory_for_requests
+from aioserve.runner.load_plan import LoadPlan
+from aioserve.runner.tensor_parallel.group import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def check_states(config: EngineConfig, ranks: Ranks | None) -> None:
+    """Raises `ConfigError` for what is not served with states."""
+    refused = {
+        f"speculation.speculative_method is {config.speculation.speculative_method}": (
+            config.speculation.speculative_method != "none"
+        ),
+        f"cache.kv_connector is {config.cache.kv_connector}": config.cache.kv_connector != "none",
+        "runner.tensor_parallel_size is more than 1": ranks is not None,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting}, which is not served for a model whose layers have states "
+                "(state-space, linear attention, convolutions): leave it out"
+            )
+
+
+def with_states(plan: LoadPlan) -> LoadPlan:
+    """The plan beside the memory of the states, which is allocated if the model has any. Raises
+    `ConfigError`.
+    """
+    config, model = plan.config, plan.model
+    if model.states is None:
+        if config.cache.num_state_slots is not None:
+            raise ConfigError(
+                f"cache.num_state_slots is {config.cache.num_state_slots}, but no layer of "
+                f"{model.name} has a state: leave it out"
+            )
+        return plan
+    size = model.states.bytes_per_slot
+    num_slots = choose_num_state_slots(config, size, is_shared=bool(plan.bytes_per_token))
+    model.states.allocate(num_slots)
+    logger.info(
+        "%s: states of %.2f MiB a request; %d slots for them, up to %.0f MiB as they fill",
+        model.name,
+        size / MIB,
+        num_slots,
+        num_slots * size / MIB,
+    )
+    return replace(plan, num_other_bytes=plan.num_other_bytes + num_slots * size)
+
+
+def choose_num_state_slots(config: EngineConfig, bytes_per_slot: int, *, is_shared: bool) -> int:
+    """Slots for the states of requests: the setting, else three for each that may run (its own, and
+    two for prefixes), as far as they fit; if the memory `is_shared` with KV blocks, into half of
+    it. Raises `ConfigError` if not even one does, or those of the setting do not.
+    """
+    cache = config.cache
+    if cache.num_state_slots is not None:
+        needed, available = cache.num_state_slots * bytes_per_slot, machine.available_memory()
+        if needed > available:
+            raise ConfigError(
+                f"cache.num_state_slots is {cache.num_state_slots}: states of "
+                f"{bytes_per_slot / MIB:.3f} MiB each need {needed / GIB:.1f} GiB, and "
+                f"{available / GIB:.1f} are free"
+            )
+        return cache.num_state_slots
+    budget = memory_for_requests(config) // (2 if is_shared else 1)
+    num_slots = budget // bytes_per_slot
+    if num_slots < 1:
+        raise ConfigError(
+            f"not one request fits: its state has {bytes_per_slot / MIB:.1f} MiB, and "
+            f"{budget / MIB:.1f} MiB are meant for states (cache.kv_cache_gib)"
+        )
+    num_each = 3 if cache.enable_prefix_caching else 1
+    return min(num_slots, num_each * config.scheduler.max_num_seqs)
