@@ -2,7 +2,7 @@
 
 import torch
 
-from aioserve.runner.cpu.logits_memory import LogitsMemory
+from aioserve.runner.cpu.logits_memory import PATIENCE, LogitsMemory
 
 
 def test_memory_is_used_again_when_no_tensor_shows_it_any_more() -> None:
@@ -26,3 +26,12 @@ def test_more_rows_and_none_get_tensors_of_their_shape() -> None:
         logits = memory.take(num_rows, 10)
         assert (logits.shape, logits.dtype) == ((num_rows, 10), torch.float32)
         assert logits.data_ptr() % 64 == 0
+
+
+def test_memory_of_a_burst_is_given_back_after_many_small_steps() -> None:
+    memory = LogitsMemory()
+    address = memory.take(400, 10).data_ptr()
+    for _ in range(PATIENCE):
+        assert memory.take(99, 10).data_ptr() == address
+    memory.take(99, 10)
+    assert memory._memory.size == 990
