@@ -1,5 +1,6 @@
 """The pages for newcomers say what is so: flags and codes exist, commands and code run."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -44,6 +45,22 @@ def test_every_flag_and_code_of_troubleshooting_exists() -> None:
             assert flag in FLAGS, row
         for name in re.findall(r"`([a-z]+_[a-z_]+)`", row[0]):
             assert f'"{name}"' in code, row
+
+
+def test_every_log_line_of_troubleshooting_is_in_the_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text().partition("## What the log says")[2]
+    lines = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "aioserve").rglob("*.py")]
+    texts = "\n".join(
+        re.sub(r"%[a-z.0-9]+", "...", node.value)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    assert len(lines) > 15
+    for line in lines:
+        for part in line.split("..."):
+            assert part.strip(" ;") in texts, line
 
 
 def test_the_code_of_the_first_page_runs() -> None:
