@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from aioserve.config import SchedulerConfig
+from aioserve.decision_log.recorder import RecordingScheduler
+from aioserve.decision_log.writer import LogWriter
 from aioserve.kv_cache import KVCacheManager
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestSpec, RequestStatus
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import SchedulerInterface, load_policy
-from aioserve.watch.recorder import RecordingScheduler
-from aioserve.watch.writer import LogWriter
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 200

@@ -20,7 +20,7 @@ from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import ModelConfig, RunnerConfig
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.runner.grammar_rows import GrammarRows
+from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.structured_outputs import StructuredOutputs
 
 RECORD = {

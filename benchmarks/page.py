@@ -35,9 +35,9 @@ from typing import Any
 import aiohttp
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.engine.gallery import AWAY_SECONDS, Gallery
+from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.live_feed import AWAY_SECONDS, Gallery
 from aioserve.operations import ShowSteps
-from aioserve.watch.onlooker import Onlooker
 
 ROOT = Path(__file__).parents[1]
 TICK = 1 / os.sysconf("SC_CLK_TCK")

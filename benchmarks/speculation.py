@@ -37,7 +37,7 @@ from aioserve.lab.workloads.synthetic import (
     WorkloadSpec,
     generate,
 )
-from aioserve.runner.ngram import NgramText
+from aioserve.runner.spec_decode.ngram import NgramText
 
 ROOT = Path(__file__).parents[1]
 LINES = 30  # of code in a prompt

@@ -60,7 +60,7 @@ def gloo_options() -> Any:
 
 TABLE = (
     Private(
-        "aioserve.images.processing",
+        "aioserve.multimodal.processing",
         "_get_num_multimodal_tokens",
         "No other method counts an image's tokens without preparing the image.",
         "An image counts as one token until it is prepared; long prompts are refused later.",
@@ -97,7 +97,7 @@ TABLE = (
         found_in("ray.serve._private.request_router.request_router:RequestRouter"),
     ),
     Private(
-        "aioserve.runner.architecture",
+        "aioserve.runner.models.architecture",
         "_is_stateful",
         "transformers marks models that keep states in a way of their own so, and only so.",
         "Such a model is refused for the type of its layers, or by the probe at load.",

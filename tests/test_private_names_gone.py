@@ -11,17 +11,17 @@ import torch
 import torch.distributed
 
 from aioserve.errors import ConfigError
-from aioserve.images.processing import ImageProcessor
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
+from aioserve.multimodal.processing import ImageProcessor
 from aioserve.progress import BesideBars
 from aioserve.runner import loader
-from aioserve.runner.architecture import check_architecture
 from aioserve.runner.cpu import linear
 from aioserve.runner.cpu.models import load_model_on_cpu
 from aioserve.runner.fused import recognize
 from aioserve.runner.loader import AnyModel
-from aioserve.runner.row_by_row import RowByRowModel
+from aioserve.runner.models.architecture import check_architecture
+from aioserve.runner.models.row_by_row import RowByRowModel
 from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 from tests.models import make_model
@@ -50,9 +50,9 @@ def test_every_row_is_tried() -> None:
     assert not tried & UNTRIED
 
 
-@without("aioserve.images.processing", "_get_num_multimodal_tokens")
+@without("aioserve.multimodal.processing", "_get_num_multimodal_tokens")
 def test_an_image_counts_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioserve.images.processing._size", lambda image, index: (64, 64))
+    monkeypatch.setattr("aioserve.multimodal.processing._size", lambda image, index: (64, 64))
     processor: Any = object.__new__(ImageProcessor)
     processor._processor = SimpleNamespace()
     assert processor.least_tokens(["an image", "another one"]) == 2
@@ -84,7 +84,7 @@ def test_a_line_of_the_log_is_written_as_it_is(
     assert capsys.readouterr().err == "a line\n"
 
 
-@without("aioserve.runner.architecture", "_is_stateful")
+@without("aioserve.runner.models.architecture", "_is_stateful")
 def test_a_model_with_states_of_its_own_is_refused_for_another_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

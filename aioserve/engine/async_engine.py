@@ -17,19 +17,19 @@ from typing import Any, Self
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.adapters import Adapters
 from aioserve.engine.builder import EngineBuilder, EngineParts
 from aioserve.engine.clock import is_real
-from aioserve.engine.control import Control
+from aioserve.engine.control.adapters import Adapters
+from aioserve.engine.control.control import Control
+from aioserve.engine.control.policy_trials import Trials
 from aioserve.engine.front import EngineFront
-from aioserve.engine.gallery import Gallery
-from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.pulse import Pulse, StateLog
+from aioserve.engine.observe.live_feed import Gallery
+from aioserve.engine.observe.loop_monitor import Pulse, StateLog
+from aioserve.engine.observe.metrics import EngineMetrics
+from aioserve.engine.observe.watchdog import Watchdog
 from aioserve.engine.samples import Origin, Samples, SampleState
 from aioserve.engine.snapshot import EngineSnapshot, take_snapshot
 from aioserve.engine.stream import RequestStream
-from aioserve.engine.trial import Trials
-from aioserve.engine.watchdog import Watchdog
 from aioserve.errors import (
     EngineDeadError,
     EngineStartError,

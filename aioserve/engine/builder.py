@@ -13,22 +13,27 @@ from typing import NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
-from aioserve.engine.adapters import Adapters
-from aioserve.engine.arrivals import Arrivals
+from aioserve.decision_log.recorder import RecordingScheduler
+from aioserve.decision_log.writer import LogWriter
+from aioserve.engine.admission.arrivals import Arrivals
+from aioserve.engine.admission.image_memory import ImageMemory
+from aioserve.engine.admission.input_processor import InputProcessor
+from aioserve.engine.admission.pooling_validator import PoolingDoor
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
+from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
-from aioserve.engine.delivery import Delivery
-from aioserve.engine.image_memory import ImageMemory
-from aioserve.engine.input_processor import InputProcessor
+from aioserve.engine.delivery.output_processor import OutputProcessor
+from aioserve.engine.delivery.output_router import Delivery
+from aioserve.engine.delivery.request_log import RequestLog
+from aioserve.engine.delivery.tracing import Tracing, check_installed, make_exporter
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
 from aioserve.engine.kv_connector import HeldBack, check_connector, make_connector
-from aioserve.engine.kv_events import KVEventRelay
-from aioserve.engine.metrics import EngineMetrics
-from aioserve.engine.output_processor import OutputProcessor
-from aioserve.engine.pooling import PoolingDoor
-from aioserve.engine.request_log import RequestLog
+from aioserve.engine.observe.kv_events import KVEventRelay
+from aioserve.engine.observe.metrics import EngineMetrics
+from aioserve.engine.observe.shadow import Shadow
+from aioserve.engine.observe.shadow_turns import ShadowTurns
+from aioserve.engine.observe.timeline import Timelines
 from aioserve.engine.samples import Claims
-from aioserve.engine.tracing import Tracing, check_installed, make_exporter
 from aioserve.errors import ConfigError
 from aioserve.kv_cache import KVCacheManager, KVConnectorBase, KVEvent, WindowSpec
 from aioserve.model_info import ModelInfo
@@ -38,11 +43,6 @@ from aioserve.runner.interface import RunnerInterface
 from aioserve.scheduler import FALLBACK_POLICY, BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.step_loop import StepLoop
-from aioserve.watch.recorder import RecordingScheduler
-from aioserve.watch.shadow import Shadow
-from aioserve.watch.shadow_turns import ShadowTurns
-from aioserve.watch.timeline import Timelines
-from aioserve.watch.writer import LogWriter
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +354,7 @@ def _check_chat_template(model_info: ModelInfo) -> None:
         return
     if model_info.config.skip_tokenizer_init:
         raise ConfigError("chat_template has no effect: skip_tokenizer_init is set")
-    from aioserve.engine.template_process import syntax_error
+    from aioserve.engine.admission.template_process import syntax_error
 
     if (what := syntax_error(source)) is not None:
         raise ConfigError(f"model.chat_template: {model_info.config.chat_template}, {what}")
@@ -384,7 +384,7 @@ def _load_shadow_policy(settings: SchedulerConfig, model_info: ModelInfo) -> typ
 def make_runner(config: EngineConfig, model_info: ModelInfo) -> RunnerInterface:
     """The runner that the config names; only that one is imported."""
     if config.runner.runner == "simulated":
-        from aioserve.runner.simulated import SimulatedRunner
+        from aioserve.runner.simulation.simulated import SimulatedRunner
 
         return SimulatedRunner(config, model_info)
     from aioserve.runner.devices import choose_device

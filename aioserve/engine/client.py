@@ -12,8 +12,8 @@ from typing import Protocol, TypedDict, Unpack
 import msgspec
 
 from aioserve.config import EngineConfig
-from aioserve.engine.input_processor import InputProcessor, Prompt
-from aioserve.engine.pooling import NOTHING_SAMPLED, PoolingDoor, read_embedding
+from aioserve.engine.admission.input_processor import InputProcessor, Prompt
+from aioserve.engine.admission.pooling_validator import NOTHING_SAMPLED, PoolingDoor, read_embedding
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestAbortedError, UnknownModelError
 from aioserve.model_info import ModelInfo

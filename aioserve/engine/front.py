@@ -15,14 +15,14 @@ from contextlib import (
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
+from aioserve.engine.admission.input_processor import Prompt
+from aioserve.engine.admission.pooling_validator import NOTHING_SAMPLED
 from aioserve.engine.client import DoorParts, EngineClient
 from aioserve.engine.clock import Clock
-from aioserve.engine.input_processor import Prompt
-from aioserve.engine.pooling import NOTHING_SAMPLED
-from aioserve.engine.request_lines import log_prompt
+from aioserve.engine.delivery.request_lines import log_prompt
+from aioserve.engine.delivery.tracing import operation_of
 from aioserve.engine.samples import Claims, Origin, Samples
 from aioserve.engine.stream import RequestStream
-from aioserve.engine.tracing import operation_of
 from aioserve.errors import RequestError
 from aioserve.pooling_params import PoolingParams
 from aioserve.request import RequestSpec

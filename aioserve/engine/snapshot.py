@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
+from aioserve.decision_log.delegate import chain
 from aioserve.engine.builder import EngineParts
 from aioserve.operations.answers import State
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler import BaseScheduler, SchedulerInterface
-from aioserve.watch.delegate import chain
 
 RequestState = Literal["waiting", "preempted", "running"]
 

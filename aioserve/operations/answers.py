@@ -52,7 +52,7 @@ class Counted(msgspec.Struct, array_like=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a watcher of the scheduler gets, as `watch.frames` has it, in JSON."""
+    """What a watcher of the scheduler gets, as `engine.observe.frames` has it, in JSON."""
 
     number: int  # of the last frame: to be asked for what comes after it
     frames: list[bytes]

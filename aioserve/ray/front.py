@@ -11,12 +11,12 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from aioserve.config import EngineConfig
+from aioserve.engine.admission.input_processor import InputProcessor
+from aioserve.engine.admission.multimodal_prompts import Encoded
+from aioserve.engine.admission.pooling_validator import PoolingDoor
 from aioserve.engine.client import KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.front import EngineFront
-from aioserve.engine.illustrations import Encoded
-from aioserve.engine.input_processor import InputProcessor
-from aioserve.engine.pooling import PoolingDoor
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import ConfigError, EngineDeadError, RequestError

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioserve.kv_cache import WindowSpec
-from aioserve.runner.adapter_rows import AdapterRows
-from aioserve.runner.batch_part import BatchPart
-from aioserve.runner.draft_rows import DraftRows
-from aioserve.runner.drafter import Drafter
-from aioserve.runner.grammar_rows import GrammarRows
-from aioserve.runner.pooling import PooledRows
-from aioserve.runner.prompt_logprobs import PromptRows
-from aioserve.runner.sampling_columns import SamplingColumns
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.grammar_rows import GrammarRows
+from aioserve.runner.batch.pooling import PooledRows
+from aioserve.runner.batch.prompt_logprobs import PromptRows
+from aioserve.runner.batch.sampling_columns import SamplingColumns
+from aioserve.runner.batch.state_rows import StateRows
+from aioserve.runner.batch.window_rows import WindowRows
+from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.served_model import ServedModel
-from aioserve.runner.state_rows import StateRows
-from aioserve.runner.window_rows import WindowRows
+from aioserve.runner.spec_decode.draft_rows import DraftRows
+from aioserve.runner.spec_decode.drafter import Drafter
 
 if TYPE_CHECKING:
     from aioserve.grammars import GrammarCompiler

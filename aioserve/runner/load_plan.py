@@ -17,14 +17,14 @@ from aioserve.kv_cache import WindowSpec
 from aioserve.model_info import ModelInfo
 from aioserve.runner.attention.backend import SCALE_BYTES, KVCacheSpec, WindowLayers
 from aioserve.runner.batch_parts import BatchParts
-from aioserve.runner.drafter import Drafter
-from aioserve.runner.ngram import ngram_drafter
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.spec_decode.drafter import Drafter
+from aioserve.runner.spec_decode.ngram import ngram_drafter
 
 if TYPE_CHECKING:  # `drafts` brings `transformers`
     from aioserve.grammars import GrammarCompiler
-    from aioserve.runner.drafts import Draft
-    from aioserve.runner.model_drafter import DraftRunner
+    from aioserve.runner.spec_decode.drafts import Draft
+    from aioserve.runner.spec_decode.model_drafter import DraftRunner
     from aioserve.runner.tensor_parallel.group import Ranks
 
 #: Choices of `cache.kv_cache_dtype` besides "auto": the side that serves each, and the type.

@@ -18,12 +18,11 @@ from transformers.utils import logging as hf_logging
 
 from aioserve.config import ModelConfig
 from aioserve.errors import ConfigError, one_line
-from aioserve.images.families import family_of
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.quantized import attached, unpack_all
 from aioserve.model_source.source import NoAttentionInterfaceError, Rounding
+from aioserve.multimodal.families import family_of
 from aioserve.progress import as_stage, counted
-from aioserve.runner.architecture import check_architecture
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
 from aioserve.runner.attention.bridge import (
     ATTN_IMPLEMENTATION,
@@ -34,19 +33,20 @@ from aioserve.runner.attention.bridge import (
     UnsupportedModelError,
     serving,
 )
-from aioserve.runner.body_and_head import BodyAndHead, find_body_and_head
 from aioserve.runner.fused import NotFusedError, Place, fuse
 from aioserve.runner.fused.decoder import LOGITS_DTYPE
 from aioserve.runner.fused.ops import Ops, WideLinear
-from aioserve.runner.hooked_adapters import HookedAdapters
-from aioserve.runner.image_encoder import ImageEncoder, num_deep_rows
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.row_by_row import RowByRowModel
-from aioserve.runner.seeing import TextPart, take_text_part
+from aioserve.runner.models.architecture import check_architecture
+from aioserve.runner.models.body_and_head import BodyAndHead, find_body_and_head
+from aioserve.runner.models.hooked_adapters import HookedAdapters
+from aioserve.runner.models.row_by_row import RowByRowModel
+from aioserve.runner.models.stateful_layers import StatefulLayers
+from aioserve.runner.models.weights_check import warn_of_unsound
+from aioserve.runner.multimodal.image_encoder import ImageEncoder, num_deep_rows
+from aioserve.runner.multimodal.vision_language import TextPart, take_text_part
 from aioserve.runner.served_model import Halves, ServedModel
-from aioserve.runner.stateful_layers import StatefulLayers
 from aioserve.runner.tensor_parallel.shard import shard
-from aioserve.runner.weights_check import warn_of_unsound
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import (
     AttentionCall,
     KVCacheSpec,
     LayerAttention,
     ModelInputs,
 )
+from aioserve.runner.lora.adapter_sites import AdapterSites
 from aioserve.runner.low_rank import TokenAdapters
 
 if TYPE_CHECKING:  # these bring `transformers`, which takes seconds
-    from aioserve.runner.image_encoder import ImageEncoder
-    from aioserve.runner.stateful_layers import StatefulLayers
+    from aioserve.runner.models.stateful_layers import StatefulLayers
+    from aioserve.runner.multimodal.image_encoder import ImageEncoder
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:

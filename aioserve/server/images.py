@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.images import Illustrated
-from aioserve.images.decoding import (
+from aioserve.multimodal import Illustrated
+from aioserve.multimodal.decoding import (
     MEDIA_TYPES,
     EncodedImage,
     Header,
     decode_base64,
 )
-from aioserve.images.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
+from aioserve.multimodal.fetching import AT_ONCE_FOR_REQUEST, ImageFetcher
 
 Part = dict[str, Any]  # of a message, as chat templates know it
 Content = str | list[Part]

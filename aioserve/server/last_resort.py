@@ -15,7 +15,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from aioserve.engine.stacks import LOG_SECONDS, frame_of, log_within, stacks_of_runners, told
+from aioserve.engine.observe.stacks import (
+    LOG_SECONDS,
+    frame_of,
+    log_within,
+    stacks_of_runners,
+    told,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from aioserve.engine.byte_level import REPLACEMENT, spelled_bytes
+from aioserve.engine.delivery.byte_level import REPLACEMENT, spelled_bytes
 from aioserve.outputs import TokenLogprobs
 from aioserve.server.protocol import (
     ChatLogprobs,

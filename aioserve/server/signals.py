@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from aioserve.arguments import EXIT_ENGINE_DEAD
-from aioserve.engine.stacks import LOG_SECONDS, log_within
+from aioserve.engine.observe.stacks import LOG_SECONDS, log_within
 from aioserve.errors import AioserveError
 from aioserve.server.last_resort import ENDING_SIGNALS, LastResort
 

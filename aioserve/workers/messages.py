@@ -12,7 +12,7 @@ import msgspec
 
 from aioserve import errors
 from aioserve.config import EngineConfig
-from aioserve.engine.histogram import Histogram
+from aioserve.engine.observe.histogram import Histogram
 from aioserve.engine.samples import Origin
 from aioserve.errors import AioserveError, EngineOverloadedError, RequestError
 from aioserve.model_source.adapter import NoAdapterError

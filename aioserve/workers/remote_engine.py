@@ -14,14 +14,14 @@ import zmq
 
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import RequestStream
+from aioserve.engine.admission.input_processor import InputProcessor
+from aioserve.engine.admission.pooling_validator import PoolingDoor
 from aioserve.engine.client import KnownAdapters
 from aioserve.engine.clock import Clock, clock_of
+from aioserve.engine.delivery.output_processor import OutputProcessor
 from aioserve.engine.front import EngineFront
-from aioserve.engine.histogram import Histogram
-from aioserve.engine.input_processor import InputProcessor
-from aioserve.engine.output_processor import OutputProcessor
-from aioserve.engine.pooling import PoolingDoor
-from aioserve.engine.pulse import Pulse
+from aioserve.engine.observe.histogram import Histogram
+from aioserve.engine.observe.loop_monitor import Pulse
 from aioserve.engine.samples import Claims, Samples, SampleState
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.log_format import set_log_level

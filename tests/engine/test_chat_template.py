@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from aioserve.config import ModelConfig
-from aioserve.engine.chat_template import ChatTemplate, Conversation
-from aioserve.engine.template_renderer import TemplateTooSlowError
+from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
+from aioserve.engine.admission.template_renderer import TemplateTooSlowError
 from aioserve.errors import RequestError
 from aioserve.model_info import ModelInfo
 from tests.processes import PATIENCE

@@ -31,7 +31,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.outputs import FinishReason
 from aioserve.runner.cpu.sleeper import SleepingRunner
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import Request, RequestStatus
 from tests.models import make_model
 from tests.tokenizing import hold_tokenizing

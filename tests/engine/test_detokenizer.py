@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import aioserve
-from aioserve.engine.detokenizer import Detokenizer, StopStringMatcher
+from aioserve.engine.delivery.detokenizer import Detokenizer, StopStringMatcher
 
 TOKENIZER = Tokenizer.from_file(str(Path(aioserve.__file__).parent / "embedded/tokenizer.json"))
 

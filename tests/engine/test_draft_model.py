@@ -21,14 +21,14 @@ from aioserve.config import ModelConfig, SchedulerConfig, SpeculationConfig
 from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput
 from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.runner.cpu import drafts, load
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compiled_attention import create_attention_backend
 from aioserve.runner.cpu.drafts import CpuDraftRunner
 from aioserve.runner.cpu.sampler import SampledTokens, sample
-from aioserve.runner.draft_length import ModelDraftLength
-from aioserve.runner.input_batch import InputBatch
-from aioserve.runner.model_drafter import DraftModel
+from aioserve.runner.spec_decode.draft_length import ModelDraftLength
+from aioserve.runner.spec_decode.model_drafter import DraftModel
 from tests.engine.test_speculation import NONE, check_equal, generate
 from tests.models import make_model
 from tests.slow import mostly_slow

@@ -20,7 +20,10 @@ from aioserve.config import (
     SchedulerConfig,
     ShadowConfig,
 )
-from aioserve.engine.pooling import PoolingDoor
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.replay import replay
+from aioserve.engine.admission.pooling_validator import PoolingDoor
+from aioserve.engine.observe.shadow import LAG_SECONDS
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -32,11 +35,8 @@ from aioserve.errors import (
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import FinishReason, ModelRunnerOutput
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import available_policies
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.replay import replay
-from aioserve.watch.shadow import LAG_SECONDS
 from tests.greedy import GreedyReference
 from tests.slow import mostly_slow
 

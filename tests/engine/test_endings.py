@@ -15,7 +15,7 @@ from aioserve.errors import AioserveError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput, SchedulerStats
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler import Request, SchedulerOutput
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import uvloop
 
+from aioserve.decision_log.chronicle import Chronicle
+from aioserve.decision_log.reader import DecisionLog
 from aioserve.engine.clock import LAG_PROBE_SECONDS, LoopLag, clock_of, is_real
 from aioserve.lab import VirtualClockEventLoop
-from aioserve.watch.chronicle import Chronicle
-from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 from tests.processes import PATIENCE
 

@@ -11,14 +11,14 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine import gallery
-from aioserve.engine.gallery import AWAY_SECONDS, NUM_KEPT
+from aioserve.engine.observe import feed_observer as onlooker
+from aioserve.engine.observe import live_feed as gallery
+from aioserve.engine.observe.live_feed import AWAY_SECONDS, NUM_KEPT
+from aioserve.engine.observe.shown_id import shown_id
 from aioserve.errors import EngineDeadError, RequestError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.operations import ShowSteps
 from aioserve.operations.answers import Seen
-from aioserve.watch import onlooker
-from aioserve.watch.shown_id import shown_id
 from tests.foreign_policy import FOREIGN
 
 CONFIG = EngineConfig(

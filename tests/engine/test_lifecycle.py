@@ -17,7 +17,7 @@ from aioserve.errors import (
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from tests.processes import PATIENCE
 
 CONFIG = EngineConfig(runner=RunnerConfig(runner="simulated", step_base_ms=0.5))

@@ -10,18 +10,18 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
-from aioserve.engine import kv_connector, output_processor
-from aioserve.engine.delivery import Delivery
+from aioserve.engine import kv_connector
+from aioserve.engine.delivery.output_router import Delivery, output_processor
 from aioserve.engine.kv_connector import HeldBack
-from aioserve.engine.metrics import EngineMetrics
+from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.metrics import EngineMetrics
+from aioserve.engine.observe.shadow import Shadow
+from aioserve.engine.observe.shadow_turns import ShadowTurns
 from aioserve.errors import RequestFailedError
 from aioserve.kv_cache import KVConnectorBase
 from aioserve.operations import ShowSteps
 from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.request import Request
-from aioserve.watch.onlooker import Onlooker
-from aioserve.watch.shadow import Shadow
-from aioserve.watch.shadow_turns import ShadowTurns
 
 FULL = "/dev/full"  # every write fails: no space is left on the device
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -11,8 +11,8 @@ from aioserve.config import CacheConfig, ModelConfig, SchedulerConfig, Speculati
 from aioserve.errors import ConfigError
 from aioserve.outputs import RequestOutput, SchedulerStats
 from aioserve.runner import devices
-from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.spec_decode.draft_length import DraftLength
 from aioserve.structured_outputs import StructuredOutputs
 from tests.slow import mostly_slow
 

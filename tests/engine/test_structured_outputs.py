@@ -16,7 +16,7 @@ from aioserve.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerCon
 from aioserve.errors import RequestError, RequestFailedError
 from aioserve.grammars import compiler as grammars
 from aioserve.outputs import RequestOutput, SchedulerStats
-from aioserve.runner.grammar_rows import GrammarRows
+from aioserve.runner.batch.grammar_rows import GrammarRows
 from aioserve.structured_outputs import StructuredOutputs
 from tests.slow import mostly_slow
 

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from aioserve import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine.tracing import Tracing
+from aioserve.engine.delivery.tracing import Tracing
+from aioserve.engine.observe.timeline import Timelines
 from aioserve.errors import ConfigError
-from aioserve.watch.timeline import Timelines
 from tests.server.serving import SIMULATED
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

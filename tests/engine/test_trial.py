@@ -13,14 +13,14 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.engine.trial import ENOUGH_REQUESTS
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.replay import replay
+from aioserve.engine.control.policy_trials import ENOUGH_REQUESTS
 from aioserve.errors import AioserveError, ConfigError, EngineOverloadedError, RequestError
 from aioserve.lab.comparison.bootstrap import MIN_BLOCKS
 from aioserve.lab.comparison.measures import REQUESTS_PER_BLOCK
 from aioserve.lab.logs.traffic import make_workload, read_traffic
 from aioserve.operations import FindReport, TryPolicy
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.replay import replay
 
 CONFIG = EngineConfig(
     runner=RunnerConfig(runner="simulated", step_base_ms=2, step_decode_us=1),

@@ -17,12 +17,12 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ServerConfig
-from aioserve.engine import watchdog
-from aioserve.engine.stacks import is_debugged
+from aioserve.engine.observe import watchdog
+from aioserve.engine.observe.stacks import is_debugged
 from aioserve.errors import EngineDeadError
 from aioserve.model_info import ModelInfo
 from aioserve.operations import HealthCheck
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.scheduler.output import SchedulerOutput
 from policies.fcfs import FCFSScheduler
 from tests.processes import PATIENCE

@@ -27,9 +27,10 @@ from aioserve.config import (
     RunnerConfig,
     ServerConfig,
 )
+from aioserve.decision_log.reader import DecisionLog
 from aioserve.engine import AsyncEngine
-from aioserve.engine.chat_template import ChatTemplate, Conversation
-from aioserve.engine.template_process import syntax_error
+from aioserve.engine.admission.chat_template import ChatTemplate, Conversation
+from aioserve.engine.admission.template_process import syntax_error
 from aioserve.errors import ConfigError, RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.kv_connector import BlockDirectory
@@ -44,7 +45,6 @@ from aioserve.runner.profile import load_profile
 from aioserve.sampling_params import SamplingParams
 from aioserve.server.access.keyring import read_keys
 from aioserve.structured_outputs import StructuredOutputs
-from aioserve.watch.reader import DecisionLog
 from tests.adapters import make_adapter
 from tests.fuzz.harness import Target
 from tests.gguf_models import write_gguf

@@ -11,10 +11,9 @@ the images 0 and 1. Knows what calls of a scheduler mean; how a log holds them, 
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from aioserve.request import RequestStatus
-from aioserve.watch.chronicle import Chronicle
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.records import (
+from aioserve.decision_log.chronicle import Chronicle
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.records import (
     Added,
     AnyRecord,
     Discarded,
@@ -24,7 +23,8 @@ from aioserve.watch.records import (
     Reset,
     Updated,
 )
-from aioserve.watch.replay import Replay, agree
+from aioserve.decision_log.replay import Replay, agree
+from aioserve.request import RequestStatus
 
 NUM_BEFORE, NUM_AFTER = 4, 3  # lines of context that a difference is shown with
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.replay import replay
 from aioserve.request import WaitReason
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.replay import replay
 from tests.golden.files import CASES, COMMAND, FOLDER, LOGGED, POLICIES, log_path, read_lines
 from tests.golden.lines import difference, lines_of
 from tests.golden.workloads import LOADS, record

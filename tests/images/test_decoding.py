@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from aioserve.errors import RequestError
-from aioserve.images.decoding import (
+from aioserve.multimodal.decoding import (
     FORMATS,
     EncodedImage,
     decode,

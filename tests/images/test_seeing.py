@@ -16,19 +16,19 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, EngineConfig, Illustrated, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.illustrations import Encoded
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.replay import replay
+from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.errors import ConfigError, RequestError, RequestFailedError
-from aioserve.images.decoding import EncodedImage
-from aioserve.images.families import FAMILIES
-from aioserve.images.processing import ImageProcessor, load_processor
 from aioserve.model_info import ModelInfo
+from aioserve.multimodal.decoding import EncodedImage
+from aioserve.multimodal.families import FAMILIES
+from aioserve.multimodal.processing import ImageProcessor, load_processor
 from aioserve.request import EncoderInput, Request, WaitReason
 from aioserve.runner.attention.backend import StepInputs
 from aioserve.runner.cpu.whole_decoder import WholeDecoder
-from aioserve.runner.image_encoder import ImageEncoder
+from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.replay import replay
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
 from tests.images.pictures import bomb

@@ -16,7 +16,7 @@ from aioserve.config import (
     ServerConfig,
     ShadowConfig,
 )
-from aioserve.watch.shown_id import shown_id
+from aioserve.engine.observe.shown_id import shown_id
 from tests.server.serving import running
 
 CONFIG = EngineConfig(

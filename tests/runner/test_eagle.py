@@ -23,9 +23,9 @@ from aioserve.errors import ConfigError
 from aioserve.runner.cuda import flashinfer_attention
 from aioserve.runner.cuda import load as cuda_load
 from aioserve.runner.cuda.graphs import capture_sizes
-from aioserve.runner.draft_length import ModelDraftLength
-from aioserve.runner.eagle_drafter import EagleDrafter
 from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.spec_decode.draft_length import ModelDraftLength
+from aioserve.runner.spec_decode.eagle_drafter import EagleDrafter
 from tests.runner.cuda.fake_device import FakeDevice
 from tests.runner.cuda.fake_flashinfer import FakeFlashInfer
 from tests.runner.cuda.on_device import make_device_runner

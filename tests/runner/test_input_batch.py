@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.batch_part import BatchPart
-from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.input_batch import InputBatch
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 

@@ -4,8 +4,8 @@ import random
 
 import msgspec
 
-from aioserve.runner.draft_length import DraftLength
-from aioserve.runner.ngram import MAX_MATCH, NgramDrafter, NgramText
+from aioserve.runner.spec_decode.draft_length import DraftLength
+from aioserve.runner.spec_decode.ngram import MAX_MATCH, NgramDrafter, NgramText
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 

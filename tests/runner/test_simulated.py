@@ -7,10 +7,10 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig
-from aioserve.engine.illustrations import Encoded
+from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import EncoderInput
-from aioserve.runner import simulated
+from aioserve.runner.simulation import simulated
 
 
 def generate(num_requests: int, depth: int, **runner: Any) -> tuple[list[list[int]], float]:

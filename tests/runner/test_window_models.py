@@ -20,7 +20,7 @@ from aioserve.config import (
 )
 from aioserve.errors import ConfigError
 from aioserve.outputs import SchedulerStats
-from aioserve.runner.draft_length import DraftLength, ModelDraftLength
+from aioserve.runner.spec_decode.draft_length import DraftLength, ModelDraftLength
 from tests.greedy import GreedyReference
 from tests.models import make_model
 from tests.slow import mostly_slow

@@ -10,7 +10,7 @@ import msgspec
 import aioserve
 from aioserve.config import EngineConfig, ModelConfig, ServerConfig
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from tests.server.serving import SIMULATED, running
 
 EMBEDDED = Path(aioserve.__file__).parent / "embedded"

@@ -31,7 +31,7 @@ STUCK = """
 import asyncio, threading
 from concurrent.futures import ThreadPoolExecutor
 from aioserve.policies.fcfs import FCFSScheduler
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 
 thread = ThreadPoolExecutor(1, thread_name_prefix="aioserve-runner")
 execute = SimulatedRunner.execute_model
@@ -58,7 +58,7 @@ LOADING = """
 import asyncio, threading
 from concurrent.futures import ThreadPoolExecutor
 from aioserve.policies.fcfs import FCFSScheduler
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 
 
 async def load(runner):

@@ -24,7 +24,7 @@ from aioserve.config import (
     SchedulerConfig,
 )
 from aioserve.engine import Conversation
-from aioserve.images import decoding, fetching, processing
+from aioserve.multimodal import decoding, fetching, processing
 from aioserve.request import WaitReason
 from aioserve.scheduler import SchedulerOutput
 from aioserve.scheduler.registry import available_policies

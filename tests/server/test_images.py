@@ -10,7 +10,7 @@ from aiohttp import web
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.images import Illustrated, fetching
+from aioserve.multimodal import Illustrated, fetching
 from aioserve.server.images import ImageLoader, ImageParts, joined
 from tests.images.pictures import bomb, data_url, encoded, picture
 from tests.processes import PATIENCE

@@ -14,7 +14,7 @@ import yarl
 from aioserve.log_format import JsonFormatter
 from tests.processes import PATIENCE, started
 
-LINES = "aioserve.engine.request_lines"
+LINES = "aioserve.engine.delivery.request_lines"
 SECRET = "the fox is in the henhouse"
 
 

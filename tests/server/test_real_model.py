@@ -19,8 +19,8 @@ import torch
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.config import EngineConfig, ModelConfig, RunnerConfig
-from aioserve.engine.byte_level import ByteLevelDetokenizer
-from aioserve.engine.detokenizer import choose_detokenizer
+from aioserve.engine.delivery.byte_level import ByteLevelDetokenizer
+from aioserve.engine.delivery.detokenizer import choose_detokenizer
 from aioserve.errors import AioserveError
 from aioserve.model_source.downloads import fetch
 from tests.processes import COMPUTING_SECONDS

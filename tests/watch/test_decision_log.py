@@ -12,14 +12,14 @@ import pytest
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
+from aioserve.decision_log.chronicle import Chronicle
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.records import Added, Closed, Discarded, Planned, Updated
+from aioserve.decision_log.replay import replay
+from aioserve.decision_log.writer import FRAME_BYTES, LogWriter
 from aioserve.errors import ConfigError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.request import RequestSpec
-from aioserve.watch.chronicle import Chronicle
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.records import Added, Closed, Discarded, Planned, Updated
-from aioserve.watch.replay import replay
-from aioserve.watch.writer import FRAME_BYTES, LogWriter
 from tests.lab.traffic import make_config, record, serve
 from tests.processes import PATIENCE
 

@@ -5,10 +5,10 @@ from aioserve.policies.fcfs import FCFSScheduler
 from aioserve.policies.priority import PriorityScheduler
 
 from aioserve.config import SchedulerConfig
+from aioserve.decision_log.delegate import DelegatingScheduler, innermost, without
 from aioserve.errors import ConfigError
 from aioserve.scheduler import SchedulerInterface
 from aioserve.testing import SchedulerHarness
-from aioserve.watch.delegate import DelegatingScheduler, innermost, without
 
 
 def test_every_call_of_the_interface_is_passed_on() -> None:

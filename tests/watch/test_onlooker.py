@@ -10,16 +10,16 @@ import pytest
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
+from aioserve.decision_log.delegate import DelegatingScheduler
+from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.illustrations import Encoded
+from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.frames import Ended, Events
+from aioserve.engine.observe.shown_id import shown_id
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import EncoderInput, RequestStatus
 from aioserve.scheduler import SchedulerInterface, SchedulerOutput
-from aioserve.watch.delegate import DelegatingScheduler
-from aioserve.watch.frames import Ended, Events
-from aioserve.watch.onlooker import Onlooker
-from aioserve.watch.shown_id import shown_id
 
 
 def shown(counts: dict[str, int]) -> dict[str, int]:

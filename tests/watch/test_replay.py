@@ -16,16 +16,16 @@ from aioserve.policies.fcfs import FCFSScheduler
 
 from aioserve import AsyncEngine, SamplingParams
 from aioserve.cli import main as command
+from aioserve.decision_log.chronicle import Chronicle, Life
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.recorder import RecordingScheduler
+from aioserve.decision_log.records import AnyRecord, Discarded, Header, Planned, Record, Switched
+from aioserve.decision_log.replay import replay
 from aioserve.engine import builder
 from aioserve.errors import RequestFailedError
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.scheduler import BaseScheduler, Request, SchedulerOutput, available_policies
 from aioserve.testing import SchedulerHarness
-from aioserve.watch.chronicle import Chronicle, Life
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.recorder import RecordingScheduler
-from aioserve.watch.records import AnyRecord, Discarded, Header, Planned, Record, Switched
-from aioserve.watch.replay import replay
 from tests.engine.test_policy_failures import BAD, RaisesInUpdate, RaisesMidway, ReturnsAnOldStep
 from tests.lab.traffic import make_config, record
 from tests.slow import mostly_slow
@@ -260,7 +260,7 @@ def test_the_command_says_identical_or_where_not(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith("requests, identical")
     assert json.loads(last)["identical"] is True
-    monkeypatch.setattr("aioserve.watch.replay.load_policy", lambda spec: CountsTo)
+    monkeypatch.setattr("aioserve.decision_log.replay.load_policy", lambda spec: CountsTo)
     assert command(["replay", str(path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "chunked_prefill: today's code diverges in step 30"

@@ -11,7 +11,7 @@ import pytest
 
 import aioserve
 from aioserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from aioserve.engine.output_processor import OutputProcessor
+from aioserve.engine.delivery.output_processor import OutputProcessor
 from aioserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -37,7 +37,7 @@ from aioserve.operations import (
 from aioserve.operations.answers import Counted
 from aioserve.outputs import FinishReason
 from aioserve.pooling_params import PoolingParams
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler
 from aioserve.server.responses.store import Kept

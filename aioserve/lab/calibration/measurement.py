@@ -20,9 +20,9 @@ from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
 from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError, RequestError
-from aioserve.images import Illustrated
 from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.lab.workloads.workload import text_tokens
+from aioserve.multimodal import Illustrated
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface

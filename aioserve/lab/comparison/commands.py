@@ -324,9 +324,9 @@ def _replayed(
     """The requests of a decision log, the settings of its server, and what that measured; None
     where the requests are not those of the log, one for one.
     """
+    from aioserve.decision_log.reader import DecisionLog
     from aioserve.lab.comparison.recorded import measure_recorded
     from aioserve.lab.logs.traffic import make_settings, make_workload, read_traffic
-    from aioserve.watch.reader import DecisionLog
 
     traffic = read_traffic(DecisionLog(arguments.replay))
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")

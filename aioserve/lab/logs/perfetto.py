@@ -11,11 +11,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from aioserve.errors import AioserveError
-from aioserve.request import WaitReason
-from aioserve.watch.chronicle import Chronicle, Life, StepLife
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.records import (
+from aioserve.decision_log.chronicle import Chronicle, Life, StepLife
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.records import (
     AnyRecord,
     Discarded,
     Planned,
@@ -23,7 +21,9 @@ from aioserve.watch.records import (
     Switched,
     Updated,
 )
-from aioserve.watch.replay import Replay, agree
+from aioserve.decision_log.replay import Replay, agree
+from aioserve.errors import AioserveError
+from aioserve.request import WaitReason
 
 ENGINE, REQUESTS = 1, 2  # the two groups of tracks, "processes" to a viewer
 STEPS, SCHEDULER = 1, 2  # tracks of the engine

@@ -9,14 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aioserve.decision_log.chronicle import Chronicle, Life
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.records import Header, Reset
 from aioserve.errors import ConfigError
 from aioserve.lab.calibration.fit import fit_step_time
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, text_name
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler.features import StepFeatures
-from aioserve.watch.chronicle import Chronicle, Life
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.records import Header, Reset
 
 BLOCK = 16  # tokens: what prompts share is found in steps of so many
 

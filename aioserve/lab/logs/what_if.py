@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioserve.config import EngineConfig, SchedulerConfig
+from aioserve.decision_log.chronicle import Chronicle, Life
+from aioserve.decision_log.reader import DecisionLog
+from aioserve.decision_log.recorder import RecordingScheduler, RecordSink
+from aioserve.decision_log.records import Header, Record
 from aioserve.engine.core import EngineCore, EngineLoop
 from aioserve.engine.kv_cache import make_kv_cache
 from aioserve.errors import AioserveError, ConfigError
@@ -28,10 +32,6 @@ from aioserve.runner.info import RunnerInfo
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.step_loop import StepLoop
-from aioserve.watch.chronicle import Chronicle, Life
-from aioserve.watch.reader import DecisionLog
-from aioserve.watch.recorder import RecordingScheduler, RecordSink
-from aioserve.watch.records import Header, Record
 
 POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
 # A client that leaves does so on reading a token. In a log of virtual time that is the instant in

@@ -13,9 +13,9 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine import AsyncEngine
+from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.builder import make_runner
 from aioserve.engine.clock import clock_of
-from aioserve.engine.illustrations import Encoded
 from aioserve.errors import (
     AioserveError,
     ConfigError,
@@ -33,7 +33,7 @@ from aioserve.lab.workloads.workload import (
     text_tokens,
 )
 from aioserve.model_info import ModelInfo
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.step_loop import failure_log
 

@@ -15,7 +15,7 @@ from aioserve.lab.simulation.outcome import RunObserver
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request
-from aioserve.runner.simulated import SimulatedRunner, step_time_model
+from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.decoding_on import DecodingOn

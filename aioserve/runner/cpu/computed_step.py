@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.batch.input_batch import InputBatch, kept_logprobs
 from aioserve.runner.cpu.prompts import Looked
 from aioserve.runner.cpu.sampler import SampledTokens
-from aioserve.runner.draft_rows import DraftRows
-from aioserve.runner.input_batch import InputBatch, kept_logprobs
+from aioserve.runner.spec_decode.draft_rows import DraftRows
 from aioserve.runner.unsound import failed_requests
 
 

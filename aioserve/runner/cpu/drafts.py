@@ -4,11 +4,11 @@ Knows steps; knows nothing about what is guessed for whom.
 """
 
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.grammar_rows import Masks
+from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.sampler import sample
-from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.model_drafter import DraftRunner, Forward
-from aioserve.runner.sampling_columns import SamplingInputs
+from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward
 
 
 class CpuDraftRunner(DraftRunner):

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
+from aioserve.runner.batch.grammar_rows import Masks
+from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.cpu.sampler import SampledTokens, sample
-from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.sampling_columns import SamplingInputs
 from aioserve.runner.unsound import step_failed
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,11 @@ from collections.abc import Callable
 import torch
 
 from aioserve.outputs import EMPTY_RUNNER_OUTPUT, ModelRunnerOutput
-from aioserve.runner.adapter_rows import AdapterRows, LoadedAdapters
 from aioserve.runner.attention.backend import LayerAttention, ModelInputs
+from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.pooling import PooledRows
+from aioserve.runner.batch.prompt_logprobs import PromptRows
+from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
@@ -23,11 +26,8 @@ from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.cpu.step_memory import StepMemory
 from aioserve.runner.host_blocks import HostBlocks
 from aioserve.runner.info import RunnerInfo
-from aioserve.runner.input_batch import InputBatch
 from aioserve.runner.load_plan import LoadPlan
-from aioserve.runner.pooling import PooledRows
-from aioserve.runner.prompt_logprobs import PromptRows
-from aioserve.runner.rescue import StepRescue, merge_outputs
+from aioserve.runner.lora.adapter_rows import AdapterRows, LoadedAdapters
 from aioserve.scheduler.output import SchedulerOutput
 
 

@@ -34,7 +34,7 @@ from aioserve.runner.served_model import ServedModel
 from aioserve.runner.tensor_parallel.group import Ranks
 
 if TYPE_CHECKING:
-    from aioserve.runner.drafts import Draft
+    from aioserve.runner.spec_decode.drafts import Draft
 
 logger = logging.getLogger(__name__)
 

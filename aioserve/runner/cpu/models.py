@@ -11,7 +11,6 @@ import msgspec
 
 from aioserve.config import EngineConfig, ModelConfig
 from aioserve.model_info import ModelInfo
-from aioserve.runner.architecture import check_architecture, has_states
 from aioserve.runner.attention.backend import SCALE_BYTES
 from aioserve.runner.cpu import machine
 from aioserve.runner.cpu.compute_type import CPU_TYPES
@@ -19,11 +18,12 @@ from aioserve.runner.cpu.fused import CpuPlace
 from aioserve.runner.cpu.linear import pack_linear
 from aioserve.runner.cpu.memory import check_memory, expected_bytes_per_token
 from aioserve.runner.cpu.states import check_states
-from aioserve.runner.drafts import Draft, find_draft, load_draft
-from aioserve.runner.eagle import NUM_TAPS, is_eagle
-from aioserve.runner.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.loader import load_model, named_dtype, num_weight_bytes
+from aioserve.runner.models.architecture import check_architecture, has_states
+from aioserve.runner.multimodal.image_encoder import encoder_cache_bytes, sees_images
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.spec_decode.drafts import Draft, find_draft, load_draft
+from aioserve.runner.spec_decode.eagle import NUM_TAPS, is_eagle
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.runner.tensor_parallel.plan import shares_heads
 

@@ -16,10 +16,10 @@ from aioserve.runner.attention.backend import (
     ModelInputs,
     StepInputs,
 )
+from aioserve.runner.batch.pooling import WantedStates
+from aioserve.runner.batch.prompt_logprobs import WantedLogprobs
 from aioserve.runner.cpu.logprobs import token_logprobs
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
-from aioserve.runner.pooling import WantedStates
-from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import Halves
 from aioserve.runner.unsound import NOT_FINITE
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner import noise
 from aioserve.runner.attention.backend import IntArray
+from aioserve.runner.batch.grammar_rows import Masks
+from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.cpu.logprobs import token_logprobs
-from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.unsound import why_unsound
 
 FloatArray = npt.NDArray[np.float32]

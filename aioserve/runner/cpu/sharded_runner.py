@@ -17,10 +17,10 @@ from aioserve.scheduler.output import SchedulerOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioserve.runner.batch.grammar_rows import Masks
+    from aioserve.runner.batch.sampling_columns import SamplingInputs
     from aioserve.runner.cpu.executor import StepExecutor
     from aioserve.runner.cpu.sampler import SampledTokens
-    from aioserve.runner.grammar_rows import Masks
-    from aioserve.runner.sampling_columns import SamplingInputs
 
 
 class ShardedRunner(FirstRankRunner, ThreadedRunner):

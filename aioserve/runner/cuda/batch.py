@@ -6,7 +6,7 @@ A token that was sampled and not read is a marker; the device puts the token in 
 import numpy as np
 
 from aioserve.runner.attention.backend import StepInputs
-from aioserve.runner.input_batch import InputBatch
+from aioserve.runner.batch.input_batch import InputBatch
 
 
 class OverlappedBatch(InputBatch):

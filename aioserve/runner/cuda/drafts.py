@@ -8,13 +8,13 @@ import numpy as np
 from torch import Tensor
 
 from aioserve.runner.attention.backend import ModelInputs, StepInputs
+from aioserve.runner.batch.grammar_rows import Masks
+from aioserve.runner.batch.sampling_columns import SamplingInputs
 from aioserve.runner.cuda.attention import DeviceAttention
 from aioserve.runner.cuda.device import Device, StagingRing
 from aioserve.runner.cuda.plan import Layout, plan_step
 from aioserve.runner.cuda.sampler import DeviceSampler
-from aioserve.runner.grammar_rows import Masks
-from aioserve.runner.model_drafter import DraftRunner, Forward
-from aioserve.runner.sampling_columns import SamplingInputs
+from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward
 
 
 class DeviceDraftRunner(DraftRunner):

@@ -18,8 +18,10 @@ from torch import Tensor
 from aioserve.errors import AioserveError, RunnerDeadError
 from aioserve.outputs import ModelRunnerOutput, TokenLogprobs
 from aioserve.progress import stage
-from aioserve.runner.adapter_rows import AdapterRows
 from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs
+from aioserve.runner.batch.grammar_rows import Standing
+from aioserve.runner.batch.prompt_logprobs import PromptRows, WantedLogprobs
+from aioserve.runner.batch.rescue import StepRescue, merge_outputs
 from aioserve.runner.batch_parts import BatchParts
 from aioserve.runner.cuda.adapters import DeviceAdapters, stage_adapters
 from aioserve.runner.cuda.attention import DeviceAttention
@@ -30,13 +32,11 @@ from aioserve.runner.cuda.host_blocks import Copied, DeviceBlocks
 from aioserve.runner.cuda.plan import Layout, StepPlan, plan_padding, plan_step
 from aioserve.runner.cuda.prompts import PromptPlan, plan_prompts
 from aioserve.runner.cuda.sampler import DeviceMasks, DeviceSampler, SamplePlan, read_result
-from aioserve.runner.drafter import Drafter
-from aioserve.runner.grammar_rows import Standing
 from aioserve.runner.info import RunnerInfo
+from aioserve.runner.lora.adapter_rows import AdapterRows
 from aioserve.runner.low_rank import AdapterOwners, TokenAdapters
-from aioserve.runner.prompt_logprobs import PromptRows, WantedLogprobs
-from aioserve.runner.rescue import StepRescue, merge_outputs
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.spec_decode.drafter import Drafter
 from aioserve.runner.unsound import failed_requests
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

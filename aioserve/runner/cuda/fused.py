@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from aioserve.runner.attention.backend import KVCacheSpec, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cuda.attention import DeviceStep, TorchDeviceAttention
 from aioserve.runner.cuda.plan import Layout, Limits, plan_step
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import Activation, AttentionLayer, Ops, RMSNorm, TorchOps
-from aioserve.runner.sampling_columns import SamplingColumns
 from aioserve.runner.tensor_parallel.group import Ranks
 
 

@@ -19,13 +19,14 @@ from aioserve.errors import ConfigError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
 from aioserve.model_source.adapter import stored_parameters
-from aioserve.runner.architecture import has_states
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
     KVCacheSpec,
     ModelInputs,
 )
+from aioserve.runner.batch.grammar_rows import MAX_GUESSES
+from aioserve.runner.batch.prompt_logprobs import largest_piece
 from aioserve.runner.cuda import draw
 from aioserve.runner.cuda.attention import (
     DeviceAttention,
@@ -50,15 +51,14 @@ from aioserve.runner.cuda.memory import (
 )
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler, Draw, write_logprobs
-from aioserve.runner.drafts import Draft, find_draft, load_draft
 from aioserve.runner.fused import Place
 from aioserve.runner.fused.ops import PlainLinear
-from aioserve.runner.grammar_rows import MAX_GUESSES
 from aioserve.runner.load_plan import LoadPlan, SideTypes, plan_load
 from aioserve.runner.loader import load_model, num_weight_bytes
-from aioserve.runner.model_drafter import Forward
-from aioserve.runner.prompt_logprobs import largest_piece
+from aioserve.runner.models.architecture import has_states
 from aioserve.runner.served_model import ServedModel
+from aioserve.runner.spec_decode.drafts import Draft, find_draft, load_draft
+from aioserve.runner.spec_decode.model_drafter import Forward
 from aioserve.runner.tensor_parallel.group import Ranks
 from aioserve.sampling_params import MAX_LOGPROBS
 

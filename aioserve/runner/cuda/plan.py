@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioserve.runner import noise
 from aioserve.runner.attention.backend import IntArray, StepInputs
-from aioserve.runner.sampling_columns import SamplingColumns, SamplingInputs
+from aioserve.runner.batch.sampling_columns import SamplingColumns, SamplingInputs
 
 Words = npt.NDArray[np.int32]
 A = TypeVar("A", Words, Tensor)

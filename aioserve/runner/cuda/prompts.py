@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from aioserve.outputs import TokenLogprobs
+from aioserve.runner.batch.prompt_logprobs import WantedLogprobs
 from aioserve.runner.cuda.plan import StepPlan, Words
 from aioserve.runner.cuda.sampler import DeviceSampler, read_logprobs, write_logprobs
 from aioserve.runner.low_rank import TokenAdapters
-from aioserve.runner.prompt_logprobs import WantedLogprobs
 from aioserve.runner.served_model import Halves
 
 

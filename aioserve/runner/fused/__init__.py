@@ -47,7 +47,7 @@ from aioserve.runner.tensor_parallel.group import Ranks
 
 if TYPE_CHECKING:  # it brings `transformers`, which takes seconds
     from aioserve.runner.attention.bridge import AttentionProbe
-    from aioserve.runner.image_encoder import ImageEncoder
+    from aioserve.runner.multimodal.image_encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import re
 
 import torch
 
-from aioserve.runner.adapter_sites import AdapterSites, Site
 from aioserve.runner.fused.decoder import HEAD, DecoderLayer, FusedDecoder, GatedMLP
+from aioserve.runner.lora.adapter_sites import AdapterSites, Site
 
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj")
 _TABLE = re.compile(r"(?:\w+\.)*embed_tokens")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from aioserve.engine.histogram import RecentRate
+from aioserve.engine.observe.histogram import RecentRate
 from aioserve.errors import KeyLimitError
 from aioserve.server.access.keyring import Rights
 

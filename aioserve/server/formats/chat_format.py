@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from aioserve.engine import Conversation
-from aioserve.engine.byte_level import special_token_ids
-from aioserve.engine.chat_template import ChatTemplate
+from aioserve.engine.admission.chat_template import ChatTemplate
+from aioserve.engine.delivery.byte_level import special_token_ids
 from aioserve.errors import RequestError
 from aioserve.server.formats.call_parser import Beginning, CallParser, Function
 from aioserve.server.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser

@@ -6,6 +6,7 @@ socket's buffer and no more. Knows nothing about what is in a frame.
 
 from aiohttp import web
 
+from aioserve.engine.observe.frames import Frame, Snapshot
 from aioserve.errors import AioserveError, EngineDeadError, RequestError
 from aioserve.operations import ShowSteps
 from aioserve.server.errors import to_wire
@@ -13,7 +14,6 @@ from aioserve.server.keys import ENGINE
 from aioserve.server.openapi import Route
 from aioserve.server.protocol import ErrorResponse
 from aioserve.server.sse import EventStream, event
-from aioserve.watch.frames import Frame, Snapshot
 
 
 async def stream_steps(request: web.Request) -> web.StreamResponse:

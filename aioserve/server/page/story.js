@@ -8,7 +8,7 @@ const RECENT_MS = 10000; // what percentiles are of
 const REUSED_MS = 20000; // after which another user may have a lane
 const MAX_OWN_LANES = 100; // of more, another user has one at once
 
-// The rows of frames, by their fields: aioserve/watch/frames.py.
+// The rows of frames, by their fields: aioserve/engine/observe/frames.py.
 const asCame = ([number, id, user, priority, prompt, max, arrival]) =>
   ({ number, id, user, priority, prompt, max, arrival });
 const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded]) =>

@@ -25,7 +25,7 @@ from aioserve.lab.simulation.run import simulated
 from aioserve.model_info import ModelInfo
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.runner.profile import StepTimeModel, load_profile
-from aioserve.runner.simulated import SimulatedRunner
+from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.features import StepFeatures

@@ -11,10 +11,10 @@ import pytest
 import uvloop
 
 from aioserve.cli import main as command
+from aioserve.decision_log.chronicle import Chronicle
+from aioserve.decision_log.reader import DecisionLog
 from aioserve.lab import VirtualClockEventLoop
 from aioserve.lab.logs.perfetto import trace_events
-from aioserve.watch.chronicle import Chronicle
-from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 Event = dict[str, Any]
@@ -153,7 +153,7 @@ def test_without_the_policy_there_is_a_trace_without_reasons(
 
         raise UnknownPolicyError(spec)
 
-    monkeypatch.setattr("aioserve.watch.replay.load_policy", unknown)
+    monkeypatch.setattr("aioserve.decision_log.replay.load_policy", unknown)
     path = tmp_path / "trace.json"
     assert command(["trace", str(log.path), "-o", str(path)]) == 0
     text = path.read_text()

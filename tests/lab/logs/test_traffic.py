@@ -8,11 +8,11 @@ import pytest
 
 from aioserve.cli import main as command
 from aioserve.config import EngineConfig, RunnerConfig, SchedulerConfig
+from aioserve.decision_log.reader import DecisionLog
 from aioserve.lab.comparison.recorded import measure_recorded
 from aioserve.lab.logs.traffic import Traffic, make_settings, make_workload, read_traffic
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, build_prompt
-from aioserve.watch.reader import DecisionLog
 from tests.lab.traffic import record
 
 VOCAB_SIZE = 2048

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aioserve.outputs import TokenLogprobs
-from aioserve.runner import prompt_logprobs
+from aioserve.runner.batch import prompt_logprobs
 from aioserve.runner.loader import named_dtype
 from aioserve.sampling_params import SamplingParams
 from tests.models import MODEL_KINDS, VOCAB_SIZE

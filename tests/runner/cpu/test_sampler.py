@@ -11,8 +11,8 @@ import torch
 
 from aioserve.outputs import TokenLogprobs
 from aioserve.runner import noise
+from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cpu import sampler
-from aioserve.runner.sampling_columns import SamplingColumns
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import NewRequestData
 

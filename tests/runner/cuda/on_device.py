@@ -9,7 +9,7 @@ from aioserve.runner.cuda import load
 from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.runner import OverlappedRunner
-from aioserve.runner.drafts import find_draft
+from aioserve.runner.spec_decode.drafts import find_draft
 from aioserve.runner.tensor_parallel.group import Ranks
 from tests.runner.cuda.fake_device import FakeDevice
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from aioserve.runner import noise
+from aioserve.runner.batch.sampling_columns import NO_LOGPROBS, SamplingInputs
 from aioserve.runner.cpu.sampler import sample
 from aioserve.runner.cuda import draw as portable
 from aioserve.runner.cuda.draw import DrawColumns
-from aioserve.runner.sampling_columns import NO_LOGPROBS, SamplingInputs
 
 INTERPRETER = {**os.environ, "TRITON_INTERPRET": "1"}
 

@@ -8,9 +8,9 @@ import pytest
 
 from aioserve.runner import noise
 from aioserve.runner.attention import StepInputs
+from aioserve.runner.batch.sampling_columns import SamplingColumns
 from aioserve.runner.cuda.batch import OverlappedBatch
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan, plan_step
-from aioserve.runner.sampling_columns import SamplingColumns
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import SchedulerOutput
 from tests.runner.driver import Driver

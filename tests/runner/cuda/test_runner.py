@@ -35,9 +35,9 @@ from aioserve.runner.cuda.fused import CudaPlace
 from aioserve.runner.cuda.plan import Layout, Limits, StepPlan
 from aioserve.runner.cuda.runner import OverlappedRunner
 from aioserve.runner.cuda.sampler import DeviceSampler
-from aioserve.runner.draft_length import DraftLength
 from aioserve.runner.loader import load_model
-from aioserve.runner.ngram import ngram_drafter
+from aioserve.runner.spec_decode.draft_length import DraftLength
+from aioserve.runner.spec_decode.ngram import ngram_drafter
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.structured_outputs import StructuredOutputs

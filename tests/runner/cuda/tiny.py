@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioserve.runner.adapter_sites import AdapterSites
 from aioserve.runner.attention.backend import (
     AttentionCall,
     AttentionOptions,
@@ -21,6 +20,7 @@ from aioserve.runner.cuda.executor import StepExecutor
 from aioserve.runner.cuda.flashinfer_attention import FlashInferAttention
 from aioserve.runner.cuda.plan import Layout, Limits
 from aioserve.runner.cuda.sampler import DeviceSampler
+from aioserve.runner.lora.adapter_sites import AdapterSites
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel
 from tests.runner.cuda.fake_device import FakeDevice

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from aioserve.engine import AsyncEngine
+from aioserve.engine.observe.shown_id import shown_id
 from aioserve.server.access.hosts import is_loopback
 from aioserve.server.app import listening
 from aioserve.server.sockets import bind
-from aioserve.watch.shown_id import shown_id
 from tests.processes import PATIENCE
 from tests.server.page.test_steps_stream import frames_of
 from tests.server.raw_client import until

@@ -4,10 +4,7 @@ import re
 
 import pytest
 
-from aioserve.outputs import FinishReason
-from aioserve.request import WaitReason
-from aioserve.server.page.files import FOLDER
-from aioserve.watch.frames import (
+from aioserve.engine.observe.frames import (
     About,
     Back,
     Came,
@@ -20,8 +17,11 @@ from aioserve.watch.frames import (
     Switched,
     Waits,
 )
+from aioserve.outputs import FinishReason
+from aioserve.request import WaitReason
+from aioserve.server.page.files import FOLDER
 
-#: What the page calls a field that has another name in `watch.frames`.
+#: What the page calls a field that has another name in `engine.observe.frames`.
 SHORTER = {
     "id": {"shown_id", "step_id"},
     "step": {"step_id"},

@@ -1,0 +1,1 @@
+"""From a prompt to a request that the scheduler has: limits, templates, tokens, grammars."""

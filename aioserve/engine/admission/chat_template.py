@@ -1,0 +1,257 @@
+"""A conversation as the prompt that the model's own template makes of it.
+
+Templates are programs that come with a model: `template_renderer` runs them within limits. What
+they are given is what `transformers` gives them. Knows nothing about tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioserve.engine.admission.template_renderer import TemplateRenderer
+from aioserve.errors import RequestError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+# What every template is given, or what `transformers` takes with it.
+_OWN_NAMES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tokenize",
+    "tools",
+}
+# Where the last message ends in the prompt: no text of a client holds it, nor does a template.
+_END_MARK = "\ue0ff\uf8ff\ue0ff"
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages as templates know them, and the tools that the model is told of.
+
+    Messages hold "role" and "content"; those of an assistant may hold "tool_calls", each a
+    {"id", "type", "function": {"name", "arguments"}} whose arguments are a mapping. Raises
+    `RequestError` for what cannot go together.
+    """
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool | None = None  # None: unless the last message goes on
+    continue_final_message: bool = False  # the reply goes on with it, as if it had begun so
+    template_kwargs: Mapping[str, Any] = {}  # what else the template looks at, by name
+    reasoning_effort: str | None = None  # "none", or how much, in the template's words
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other: one goes "
+                    "on with the last message, one begins the next",
+                    param="continue_final_message",
+                )
+            if not self.messages or not isinstance(self.messages[-1].get("content"), str):
+                raise RequestError(
+                    "continue_final_message needs a last message with text",
+                    param="continue_final_message",
+                )
+        for name in self.template_kwargs:
+            if name in _OWN_NAMES:
+                raise RequestError(
+                    f"chat_template_kwargs must not hold {name!r}: the request has a field for it, "
+                    "or the server has the say",
+                    param=f"chat_template_kwargs.{name}",
+                )
+
+
+class ChatTemplate:
+    """The templates of one tokenizer. Blocks the caller, which must be no event loop."""
+
+    def __init__(
+        self, tokenizer: Any, placeholder: str | None = None, *, seconds: float | None = None
+    ) -> None:
+        """`placeholder` stands for an image in a text; None: of a model that reads none. `seconds`
+        of CPU time are for one text; None: as many as there are by default.
+        """
+        self._tokenizer, self._placeholder = tokenizer, placeholder
+        self._renderer = TemplateRenderer(seconds)
+        self._names: dict[str, frozenset[str]] = {}  # that a template may be given, by template
+        self._takes: dict[str, tuple[bool, bool]] = {}  # by template: text, parts
+        self._call_forms: dict[tuple[str, str | None], _CallForm] = {}  # by template and content
+
+    def close(self) -> None:
+        """End the process in which templates are rendered. Idempotent."""
+        self._renderer.close()
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt. Raises `RequestError` if the template does, or asks too much."""
+        source = self._source(with_tools=bool(conversation.tools))
+        messages = [_with_reasoning(message) for message in conversation.messages]
+        tools = [dict(tool) for tool in conversation.tools]
+        if any(message.get("tool_calls") for message in messages):
+            messages = [own for each in messages for own in self._with_calls(source, each)]
+        self._check_read(source, conversation.template_kwargs)
+        names = {
+            "documents": None,
+            **self._effort_kwargs(source, conversation.reasoning_effort),
+            **conversation.template_kwargs,
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        if conversation.add_generation_prompt is None:
+            names["add_generation_prompt"] = not conversation.continue_final_message
+        if not conversation.continue_final_message:
+            names["messages"] = self._with_contents(source, messages)
+            return self._render(source, names)
+        last = messages[-1]
+        messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        names["messages"] = self._with_contents(source, messages)
+        text, mark, _ = self._render(source, names).rpartition(_END_MARK)
+        if not mark:
+            raise RequestError(
+                "the chat template leaves the last message out: it cannot be continued",
+                param="continue_final_message",
+            )
+        return text
+
+    def _source(self, with_tools: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template: use a text prompt", "messages")
+        return str(self._tokenizer.get_chat_template(tools=[{}] if with_tools else None))
+
+    def _render(self, source: str, names: Mapping[str, Any]) -> str:
+        return self._renderer.render(source, {**self._tokenizer.special_tokens_map, **names})
+
+    def _names_read(self, source: str) -> frozenset[str]:
+        if source not in self._names:
+            self._names[source] = self._renderer.names_read(source)
+        return self._names[source]
+
+    def _check_read(self, source: str, kwargs: Mapping[str, Any]) -> None:
+        """What a template does not look at may only ask for nothing."""
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in self._names_read(source):
+                raise RequestError(
+                    f"the chat template of this model does not look at {name!r}",
+                    param=f"chat_template_kwargs.{name}",
+                )
+
+    def _effort_kwargs(self, source: str, effort: str | None) -> dict[str, Any]:
+        """How a template is told how much to reason: as vLLM does, by either of two names."""
+        if effort is None:
+            return {}
+        told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        told = {name: value for name, value in told.items() if name in self._names_read(source)}
+        if not told and effort != "none":
+            raise RequestError(
+                "the chat template of this model does not look at reasoning_effort, nor at "
+                "enable_thinking",
+                param="reasoning_effort",
+            )
+        return told
+
+    def _with_calls(self, source: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The message in the first form in which this template shows its calls."""
+        if not message.get("tool_calls"):
+            return [message]
+        content = message["content"] and "probe"
+        if (source, content) not in self._call_forms:
+            contents = dict.fromkeys([content, "", None])
+            forms = [_CallForm(has_text, own) for own in contents for has_text in (False, True)]
+            shown = (
+                f for f in forms if self._shows(source, f.apply({**_PROBE, "content": content}))
+            )
+            self._call_forms[source, content] = next(shown, forms[0])
+        return self._call_forms[source, content].apply(message)
+
+    def _with_contents(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With contents as this template wants them: texts, or lists of parts."""
+        if self._placeholder is None and not any(isinstance(m["content"], list) for m in messages):
+            return messages
+        if source not in self._takes:
+            parts = [{"type": "text", "text": "probe"}]
+            self._takes[source] = (self._tells(source, "probe"), self._tells(source, parts))
+        takes_text, takes_parts = self._takes[source]
+        return [
+            {**message, "content": self._as_text(content)}
+            if isinstance(content := message["content"], list) and not takes_parts
+            else {**message, "content": [{"type": "text", "text": content}]}
+            if isinstance(content, str) and takes_parts and not takes_text
+            else message
+            for message in messages
+        ]
+
+    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(
+            part["text"] if part["type"] == "text" else self._placeholder or "" for part in parts
+        )
+
+    def _tells(self, source: str, content: Any) -> bool:
+        """Whether the template shows such a content as a text."""
+        names = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
+        try:
+            text = self._render(source, names)
+        except RequestError:
+            return False
+        return "probe" in text and "'probe'" not in text  # that would be the list itself
+
+    def _shows(self, source: str, messages: list[dict[str, Any]]) -> bool:
+        """Whether the arguments of the probe's call show up as JSON."""
+        messages = [{"role": "user", "content": "?"}, *messages]
+        try:
+            names = {"messages": messages, "add_generation_prompt": True}
+            text = self._render(source, names)
+        except RequestError:
+            return False
+        return '"probe_key"' in text or "probe_key>" in text
+
+
+class _CallForm(NamedTuple):
+    """How a template wants a message with calls.
+
+    Most make JSON of the arguments, or go through them; others join them to their text as they are.
+    Some refuse a content that is none, others leave the calls out unless it is.
+    """
+
+    has_text: bool  # arguments as JSON text, not as a mapping
+    content: str | None  # beside calls; if there is more to say, a message before says it
+
+    def apply(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The message or messages as wanted."""
+        calls = message["tool_calls"]
+        if self.has_text:
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _to_json(call["function"])}}
+                for call in calls
+            ]
+        if not message["content"]:
+            return [{**message, "content": self.content, "tool_calls": calls}]
+        if self.content:
+            return [{**message, "tool_calls": calls}]
+        said = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [said, {"role": "assistant", "content": self.content, "tool_calls": calls}]
+
+
+def _to_json(function: Mapping[str, Any]) -> str:
+    return json.dumps(function["arguments"], ensure_ascii=False)
+
+
+_PROBE: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [
+        {
+            "id": "probe0000",  # nine letters and digits, for Mistral's
+            "type": "function",
+            "function": {"name": "probe", "arguments": {"probe_key": "probe_value"}},
+        }
+    ],
+}
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Under all names that templates have for it."""
+    reasoning = message.get("reasoning_content")
+    return {**message} if reasoning is None else {**message, "thinking": reasoning}

@@ -1,0 +1,351 @@
+"""Turns tokens into text for the readers, and finds stop strings in it.
+
+One loop over a step's outputs; it runs while the next step computes. Knows no scheduler: ids of
+requests that a stop string has ended are returned to the caller.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from aioserve.engine.delivery.byte_level import ByteLevelDetokenizer
+from aioserve.engine.delivery.detokenizer import (
+    Detokenizer,
+    MakeDetokenizer,
+    StopStringMatcher,
+    choose_detokenizer,
+)
+from aioserve.engine.delivery.request_lines import log_request
+from aioserve.engine.delivery.request_log import RequestLog
+from aioserve.engine.delivery.tracing import Tracing
+from aioserve.engine.observe.metrics import RequestCounts
+from aioserve.engine.samples import Claims, Samples, SampleState, wants_only_end
+from aioserve.engine.stream import RequestStream
+from aioserve.errors import RequestFailedError
+from aioserve.outputs import EngineCoreOutput, FinishReason, RequestOutput, RequestTimes
+from aioserve.request import Request
+from aioserve.scheduler import SchedulerOutput
+from aioserve.step_loop import FAULTS, FailureLog, StepObserver
+
+
+class RequestState(SampleState):
+    """One whose reader wants text, in this process."""
+
+    __slots__ = (
+        "detokenizer",
+        "has_stops",
+        "index",
+        "is_final_only",
+        "merged",
+        "stops",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        samples: Samples,
+        index: int,
+        stream: RequestStream,
+        detokenizer: Detokenizer | ByteLevelDetokenizer | None,
+        *,
+        waits_for_end: bool,
+    ) -> None:
+        super().__init__(request, samples, waits_for_end=waits_for_end)
+        params = request.sampling_params
+        self.index = index
+        self.stream = stream
+        self.detokenizer = detokenizer
+        self.stops = StopStringMatcher(
+            params.stop_strings, include_stop=params.include_stop_str_in_output
+        )
+        self.has_stops = bool(params.stop_strings)
+        self.is_final_only = params.output_kind == "final_only"
+        self.merged: RequestOutput | None = None
+
+    def deliver(self, output: EngineCoreOutput, now: float) -> FinishReason | None:
+        made = self.make_output(output)
+        reason = made.finish_reason
+        if reason is not None:
+            arrival = self.request.arrival_time
+            made.times = RequestTimes(arrival, now, self.first_token_time, self.scheduled_time)
+        if self.merged is not None:
+            self.merged.merge(made)
+            made = self.merged
+        if self.is_final_only and reason is None:
+            self.merged = made
+        else:
+            self.stream.put(made)
+        return reason
+
+    def fail(self, error: BaseException) -> None:
+        self.stream.fail(error)
+
+    def make_output(self, output: EngineCoreOutput) -> RequestOutput:
+        """The new tokens and their text, cut at a stop string."""
+        token_ids, logprobs = output.new_token_ids, output.new_logprobs
+        if self.waits_for_end:
+            token_ids = self.request.output_token_ids
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        if self.has_stops:
+            text, stop, num_kept = self._append_to_stop(token_ids, finish_reason is not None)
+            if stop is not None:
+                finish_reason, stop_reason = FinishReason.STOP, stop
+                token_ids = token_ids[:num_kept]
+                logprobs = None if logprobs is None else logprobs[:num_kept]
+        else:
+            text = self._append(token_ids, finish_reason is not None)
+        return RequestOutput(
+            request_id=self.samples.request_id,
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=(
+                None if output.prompt_logprobs is None else [None, *output.prompt_logprobs]
+            ),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.request.num_cached_tokens,
+            embedding=output.embedding,
+        )
+
+    def _append(self, token_ids: list[int], is_last: bool) -> str:
+        self.num_output_tokens += len(token_ids)
+        if self.detokenizer is None:
+            return ""
+        text = self.detokenizer.append(token_ids)
+        return text + self.detokenizer.flush() if is_last else text
+
+    def _append_to_stop(self, token_ids: list[int], is_last: bool) -> tuple[str, str | None, int]:
+        """The text that can be told, the stop string that ends it, if one does, and after how many
+        tokens: some may have come at once, and those behind the end were never asked for.
+        """
+        text, num_tokens = "", len(token_ids)
+        for place in range(max(num_tokens, 1)):  # the end may come without a token
+            piece = self._append(token_ids[place : place + 1], is_last and place >= num_tokens - 1)
+            if self.num_output_tokens > self.request.sampling_params.min_tokens:
+                piece, stop = self.stops.append(piece)
+                if stop is not None:
+                    return text + piece + self.stops.flush(), stop, place + 1
+            text += piece
+        return (text + self.stops.flush() if is_last else text), None, num_tokens
+
+
+class OutputProcessor(StepObserver):
+    """All requests that have a reader, and the delivery to them."""
+
+    def __init__(
+        self,
+        tokenizer: object,
+        metrics: RequestCounts,
+        request_log: RequestLog | None = None,
+        tracing: Tracing | None = None,
+        *,
+        clock: Callable[[], float],
+        may_wait: bool = True,
+    ) -> None:
+        """`tokenizer` is None if no request will ask for text; `clock` returns seconds. `may_wait`:
+        requests keep their tokens up to date, so that at the end they can be read there; else
+        outputs bring them all.
+        """
+        self._metrics = metrics
+        # What hears of the end of each request, by what the log calls it.
+        self._observers: list[tuple[str, Callable[[SampleState, int, FinishReason, float], None]]]
+        self._observers = [("metrics", metrics.on_finished)]
+        if tracing is not None:
+            self._observers.append(("tracing", tracing.on_finished))
+        self._observers.append(("the line of a request", _log_if_read_here))
+        if request_log is not None:
+            self._observers.append(
+                ("the request log", lambda state, n, *_: request_log.write(state.request, n))
+            )
+        self._failures = FailureLog(clock)
+        self._may_wait = may_wait
+        self._states: dict[str, SampleState] = {}
+        self.claims = Claims()
+        self._tokenizer = tokenizer
+        # By which special tokens are shown; the usual ones are made before anybody asks.
+        self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {
+            (skip, ()): choose_detokenizer(tokenizer, skip_special_tokens=skip)
+            for skip in (False, True)
+            if tokenizer is not None
+        }
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, state: SampleState) -> None:
+        """Register the reader of one sample."""
+        self._states[state.request.request_id] = state
+
+    def add_request(
+        self, request: Request, samples: Samples, index: int, stream: RequestStream
+    ) -> None:
+        """Register the reader of one sample, which wants text unless it says otherwise."""
+        params, detokenizer = request.sampling_params, None
+        if params.detokenize:
+            shown = (params.skip_special_tokens, params.kept_special_tokens)
+            make = self._make_detokenizer.get(shown)
+            if make is None:
+                skip, kept = shown
+                make = choose_detokenizer(self._tokenizer, skip_special_tokens=skip, kept=kept)
+                self._make_detokenizer[shown] = make
+            detokenizer = make(request.token_ids)
+        waits = self._may_wait and wants_only_end(params)
+        self.add(RequestState(request, samples, index, stream, detokenizer, waits_for_end=waits))
+
+    def reader_of(self, request_id: str) -> SampleState | None:
+        """The reader of a request; None if there is none any more. An id may be another's later."""
+        return self._states.get(request_id)
+
+    def reader_ids(self) -> list[str]:
+        """The requests whose readers have not been told of an end."""
+        return list(self._states)
+
+    def ended_among(self, request_ids: Iterable[str] | None) -> list[str]:
+        """Of the given requests, or of all: those that the scheduler has ended and whose readers
+        have not been told.
+        """
+        states = self._states
+        return [
+            request_id
+            for request_id in (list(states) if request_ids is None else request_ids)
+            if request_id in states and states[request_id].request.status.is_finished
+        ]
+
+    def set_num_cached_tokens(self, request_id: str, num_tokens: int) -> None:
+        """So many tokens of its prompt were found in the prefix cache, another process says."""
+        if (state := self._states.get(request_id)) is not None:
+            state.request.num_cached_tokens = num_tokens
+
+    def on_planned(self, output: SchedulerOutput, now: float) -> None:
+        """Note when requests entered the batch for the first time."""
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.request_id)
+            if state is not None and state.scheduled_time is None:
+                state.scheduled_time = now
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
+        """Deliver one step's outputs; return the ids that a stop string has ended."""
+        stopped = []
+        states, num_tokens = self._states, 0
+        last, count = 0.0, 0  # so many in a row had their last token at the same time
+        for core_output in outputs:
+            state = states.get(core_output.request_id)
+            if state is None:
+                continue  # its reader has left, or a stop string ended it in the step before
+            last_time, state.last_token_time = state.last_token_time, now
+            if last_time is None:
+                if core_output.new_token_ids or core_output.embedding is not None:
+                    state.first_token_time = now
+                self._observe_prompt(state, now)
+            else:
+                if last_time != last and count:
+                    self._metrics.on_next_tokens(now - last, count)
+                    count = 0
+                last = last_time
+                count += 1
+            num_tokens += len(core_output.new_token_ids)
+            if state.waits_for_end and core_output.finish_reason is None:
+                continue
+            try:
+                reason = state.deliver(core_output, now)
+            except FAULTS as error:
+                reason = self._fail_alone(state, error)
+            if reason is not None:
+                if core_output.finish_reason is None:
+                    stopped.append(core_output.request_id)
+                self._finish(state, reason, now)
+        self._metrics.num_generation_tokens += num_tokens
+        if count:
+            self._metrics.on_next_tokens(now - last, count)
+        return stopped
+
+    def end_requests(self, request_ids: Iterable[str], reason: FinishReason, now: float) -> None:
+        """Tell readers that their requests were ended from outside; held-back text comes out."""
+        for request_id in request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                told = reason
+                try:
+                    state.deliver(EngineCoreOutput(request_id, [], reason), now)
+                except FAULTS as error:
+                    told = self._fail_alone(state, error)
+                self._finish(state, told, now)
+
+    def end_stopped(self, num_tokens: Mapping[str, int], now: float) -> list[str]:
+        """Readers elsewhere have found a stop string in the last of so many tokens of these
+        requests; returns the ids of those that lived.
+        """
+        ended = [request_id for request_id in num_tokens if request_id in self._states]
+        for request_id in ended:
+            state = self._states[request_id]
+            state.num_output_tokens = num_tokens[request_id]
+            self._finish(state, FinishReason.STOP, now)
+        return ended
+
+    def fail_requests(
+        self, request_ids: Iterable[str] | None, error: BaseException, now: float
+    ) -> None:
+        """Give readers an error instead of more tokens; None: all of them."""
+        for request_id in list(self._states) if request_ids is None else request_ids:
+            if (state := self._states.get(request_id)) is not None:
+                self._tell(state, error)
+                self._finish(state, FinishReason.ERROR, now)
+
+    def drop(self, samples: Samples, now: float) -> list[str]:
+        """Forget a request whose reader has left; return the ids of samples that still lived."""
+        if self.claims.samples_of(samples.request_id) is not samples:
+            return []  # it has ended; its ids may be another's
+        dropped = [sample_id for sample_id in samples.ids if sample_id in self._states]
+        for sample_id in dropped:
+            self._finish(self._states[sample_id], FinishReason.ABORT, now)
+        self.claims.release(samples)
+        return dropped
+
+    def _fail_alone(self, state: SampleState, error: BaseException) -> FinishReason:
+        """The tokens of this request could not be made into what its reader wants."""
+        self._failures.log("delivering a request's tokens", error)
+        failure = RequestFailedError(
+            f"the tokens of this request could not be delivered ({type(error).__name__})"
+        )
+        failure.__cause__ = error
+        self._tell(state, failure)
+        return FinishReason.ERROR
+
+    def _tell(self, state: SampleState, failure: BaseException) -> None:
+        try:
+            state.fail(failure)
+        except FAULTS as error:  # its reader is gone; the other readers are to be told
+            self._failures.log("telling a reader of a failure", error)
+
+    def _observe_prompt(self, state: SampleState, now: float) -> None:
+        try:
+            self._metrics.on_prompt_computed(state, now)
+        except FAULTS as error:
+            self._failures.log("metrics", error)
+
+    def _finish(self, state: SampleState, reason: FinishReason, now: float) -> None:
+        """Its reader has been told; an observer that raises is heard of in the log alone."""
+        del self._states[state.request.request_id]
+        state.samples.num_live -= 1
+        if state.samples.num_live == 0:
+            try:
+                self.claims.release(state.samples)
+            except FAULTS as error:
+                self._failures.log("letting go of an adapter", error)
+        num_tokens = state.num_output_tokens
+        if state.waits_for_end:  # it may end without an output
+            num_tokens = state.request.num_output_tokens
+        for name, on_finished in self._observers:
+            try:
+                on_finished(state, num_tokens, reason, now)
+            except FAULTS as error:
+                self._failures.log(name, error)
+
+
+def _log_if_read_here(
+    state: SampleState, num_tokens: int, reason: FinishReason, now: float
+) -> None:
+    if state.is_read_here:
+        log_request(state, num_tokens, reason, now)

@@ -1,0 +1,387 @@
+"""Counts and durations of one engine, as Prometheus text.
+
+Counted in plain integers on the event loop and read when somebody scrapes: a token costs two list
+increments. Knows nothing about HTTP.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, get_args
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from aioserve.engine.kv_connector import KVConnectorMetrics
+from aioserve.engine.observe.adapter_metrics import AdapterMetrics
+from aioserve.engine.observe.histogram import LENGTH_BUCKETS, Histogram, RecentRate, family_by
+from aioserve.engine.observe.shadow import Shadow
+from aioserve.engine.observe.vllm_names import aliases
+from aioserve.engine.samples import SampleState
+from aioserve.operations.answers import Counted, State
+from aioserve.outputs import FinishReason, SchedulerStats
+from aioserve.request import RequestSpec, WaitReason
+
+
+class Latencies:
+    """Every first token and every gap since somebody looked last."""
+
+    def __init__(self) -> None:
+        self.first_tokens: list[float] = []  # seconds
+        self.gaps: Counter[float] = Counter()  # how many, by seconds
+
+    def take(self) -> tuple[list[float], list[tuple[float, int]]]:
+        """Both in milliseconds; gaps to three digits, with how many there are of each."""
+        first_tokens = [round(1e3 * seconds, 2) for seconds in self.first_tokens]
+        gaps: Counter[float] = Counter()
+        for seconds, count in self.gaps.items():
+            gaps[float(f"{1e3 * seconds:.3g}")] += count
+        self.first_tokens, self.gaps = [], Counter()
+        return first_tokens, list(gaps.items())
+
+
+class RequestCounts(Protocol):
+    """What is told of requests as they get their tokens."""
+
+    num_generation_tokens: int
+
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
+        """There is a first token, or the vector of a prompt; `now` in seconds of the engine's
+        clock.
+        """
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        """So many requests have new tokens, `seconds` after their last ones."""
+
+    def on_finished(
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
+    ) -> None:
+        """A request has ended."""
+
+
+class EngineMetrics(Collector):
+    """What happened to requests and tokens since the start."""
+
+    def __init__(
+        self,
+        get_stats: Callable[[], SchedulerStats | None],
+        get_wait_reasons: Callable[[], Counter[WaitReason]],
+        get_num_policy_failures: Callable[[], int],
+        is_policy_replaced: Callable[[], bool],
+        get_num_compute_threads: Callable[[], int | None],
+        get_info: Callable[[], Mapping[str, Mapping[str, str]]],
+        get_state: Callable[[], State],
+    ) -> None:
+        """All are asked for the state of scheduler and runner when somebody scrapes; `get_info` for
+        what is set, as labels by name.
+        """
+        self._get_stats = get_stats
+        self._get_wait_reasons = get_wait_reasons
+        self._get_num_policy_failures = get_num_policy_failures
+        self._is_policy_replaced = is_policy_replaced
+        self._get_num_compute_threads = get_num_compute_threads
+        self._get_info = get_info
+        self._get_state = get_state
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.shadow = ShadowMetrics(self._registry)
+        self.adapters = AdapterMetrics(self._registry)
+        self.kv_connector = KVConnectorMetrics(self._registry)
+        #: By process, in seconds: how late its event loop was of late. Set before a scrape.
+        self.loop_lags: dict[str, float] = {}
+        #: What the server has to tell besides; set by it.
+        self.of_server: Collector | None = None
+        #: Called with the name of the key that a request came with, and tokens that it has more.
+        self.on_tokens: Callable[[str, int], None] | None = None
+        #: By process: how late it was while the process was busy.
+        self.loop_delays: dict[str, Histogram] = {"engine": Histogram()}
+        #: By process: what whoever serves there has counted. Set before a scrape.
+        self.counted: dict[str, list[Counted]] = {}
+        self._has_process = False
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.time_to_first_token = Histogram()
+        self.inter_token_latency = Histogram()
+        self.request_latency = Histogram()
+        self.queue_time = Histogram()
+        self.prefill_time = Histogram()
+        self.decode_time = Histogram()
+        self.inference_time = Histogram()
+        self.prompt_lengths = Histogram(LENGTH_BUCKETS)
+        self.output_lengths = Histogram(LENGTH_BUCKETS)
+        self.prompt_token_rate = RecentRate()  # as requests get their first tokens
+        self.latencies: Latencies | None = None  # while somebody looks
+
+    def on_accepted(self, spec: RequestSpec) -> None:
+        """A request is in the queue, with all its samples."""
+        if spec.key_name and self.on_tokens is not None:
+            self.on_tokens(spec.key_name, len(spec.prompt_token_ids))
+
+    def on_prompt_computed(self, state: SampleState, now: float) -> None:
+        request = state.request
+        self.prompt_token_rate.add(request.num_prompt_tokens, now)
+        self.num_prompt_tokens += request.num_prompt_tokens
+        if request.pooling_params is None:  # it has a first token
+            self.time_to_first_token.observe(now - request.arrival_time)
+            if self.latencies is not None:
+                self.latencies.first_tokens.append(now - request.arrival_time)
+
+    def on_next_tokens(self, seconds: float, num_requests: int) -> None:
+        self.inter_token_latency.observe(seconds, num_requests)
+        if self.latencies is not None:
+            self.latencies.gaps[seconds] += num_requests
+
+    def on_finished(
+        self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
+    ) -> None:
+        request = state.request
+        seconds = now - request.arrival_time
+        self.finished[reason] += 1
+        self.request_latency.observe(seconds)
+        if request.spec.key_name and self.on_tokens is not None:
+            self.on_tokens(request.spec.key_name, num_output_tokens)
+        self.prompt_lengths.observe(request.num_prompt_tokens)
+        self.output_lengths.observe(num_output_tokens)
+        self._observe_phases(state, now)
+
+    def _observe_phases(self, state: SampleState, now: float) -> None:
+        """Of a request that was never served, all is queue; of one without a token, none is decode.
+        It may have been preempted in either phase.
+        """
+        served = now if state.scheduled_time is None else state.scheduled_time
+        self.queue_time.observe(served - state.request.arrival_time)
+        if state.scheduled_time is not None:
+            first = now if state.first_token_time is None else state.first_token_time
+            self.prefill_time.observe(first - served)
+            self.inference_time.observe(now - served)
+            if state.first_token_time is not None:
+                self.decode_time.observe(now - first)
+
+    def render(self) -> bytes:
+        """Prometheus text format."""
+        if not self._has_process:  # nobody has asked before
+            self._has_process = True
+            ProcessCollector(registry=self._registry)
+        return bytes(generate_latest(self._registry))
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape: all of ours, then those that have a name of
+        vLLM's as well.
+        """
+        info = self._get_info()
+        own = list(self._own(info))
+        yield from own
+        yield from aliases(own, info.get("model", {}).get("model", ""))
+
+    def _own(self, info: Mapping[str, Mapping[str, str]]) -> Iterator[Metric]:
+        for name, labels in info.items():
+            yield InfoMetricFamily(f"aioserve_{name}", f"The {name}, as it is set", dict(labels))
+        yield CounterMetricFamily(
+            "aioserve_prompt_tokens", "Prompt tokens of served requests", self.num_prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "aioserve_generation_tokens", "Tokens generated", self.num_generation_tokens
+        )
+        yield CounterMetricFamily(
+            "aioserve_policy_failures",
+            "Times the policy raised, broke a rule or scheduled no request",
+            self._get_num_policy_failures(),
+        )
+        yield GaugeMetricFamily(
+            "aioserve_policy_replaced",
+            "1 while a plain policy plans in the place of one that has failed",
+            int(self._is_policy_replaced()),
+        )
+        states = GaugeMetricFamily(
+            "aioserve_engine_state",
+            "1 for what the engine does, as operators want it",
+            labels=["state"],
+        )
+        for state in get_args(State):
+            states.add_metric([state], state == self._get_state())
+        yield states
+        finished = CounterMetricFamily(
+            "aioserve_requests_finished", "Requests that ended, by reason", labels=["reason"]
+        )
+        for reason in FinishReason:
+            finished.add_metric([reason.value], self.finished[reason])
+        yield finished
+        yield self.time_to_first_token.family(
+            "aioserve_time_to_first_token_seconds", "From arrival to the first token"
+        )
+        yield self.inter_token_latency.family(
+            "aioserve_inter_token_latency_seconds", "Between deliveries of tokens to one request"
+        )
+        yield self.request_latency.family(
+            "aioserve_request_latency_seconds", "From arrival to the end"
+        )
+        for histogram, name, documentation in (
+            (self.queue_time, "request_queue_time", "From arrival to the first step"),
+            (self.prefill_time, "request_prefill_time", "From the first step to the first token"),
+            (self.decode_time, "request_decode_time", "From the first token to the end"),
+            (self.inference_time, "request_inference_time", "From the first step to the end"),
+        ):
+            yield histogram.family(f"aioserve_{name}_seconds", documentation)
+        yield self.prompt_lengths.family(
+            "aioserve_request_prompt_tokens", "Prompt tokens of requests that ended"
+        )
+        yield self.output_lengths.family(
+            "aioserve_request_generation_tokens", "Tokens generated for requests that ended"
+        )
+        yield from self._of_processes()
+        num_threads = self._get_num_compute_threads()
+        if num_threads is not None:
+            yield GaugeMetricFamily(
+                "aioserve_compute_threads", "Threads that compute steps now", num_threads
+            )
+        if self.of_server is not None:
+            yield from self.of_server.collect()
+        stats = self._get_stats()
+        if stats is not None:
+            yield from _scheduler_metrics(stats)
+            yield self._waiting_by_reason()
+
+    def _of_processes(self) -> Iterator[Metric]:
+        """The engine's, and those in front of it."""
+        yield family_by(
+            "process",
+            "aioserve_event_loop_delay_seconds",
+            "By how much a timer was late, ten times a second while there were requests",
+            self.loop_delays.items(),
+        )
+        if self.loop_lags:
+            lags = GaugeMetricFamily(
+                "aioserve_event_loop_lag_seconds",
+                "By how much a timer was late at worst in the last minute",
+                labels=["process"],
+            )
+            for process, seconds in self.loop_lags.items():
+                lags.add_metric([process], seconds)
+            yield lags
+        families: dict[str, CounterMetricFamily] = {}
+        for process, counted in self.counted.items():
+            for one in counted:
+                if one.name not in families:
+                    families[one.name] = CounterMetricFamily(
+                        f"aioserve_{one.name}", one.documentation, labels=[*one.labels, "process"]
+                    )
+                for values, count in one.counts:
+                    families[one.name].add_metric([*values, process], count)
+        yield from families.values()
+
+    def _waiting_by_reason(self) -> GaugeMetricFamily:
+        counts = self._get_wait_reasons()
+        gauge = GaugeMetricFamily(
+            "aioserve_num_requests_waiting_by_reason",
+            "Requests that wait, by why the last step did not serve them",
+            labels=["reason"],
+        )
+        for reason in WaitReason:
+            gauge.add_metric([reason.value], counts[reason])
+        return gauge
+
+
+class ShadowMetrics(Collector):
+    """What the shadow policy would have done. Compare with the metrics of the same names without
+    `shadow`; those count from the arrival to the delivery, these to the end of the step.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.begin(None)
+        registry.register(self)
+
+    def begin(self, shadow: Shadow | None) -> None:
+        """Count for another one from now on, from nothing; None: there is none."""
+        self.shadow = shadow
+        self.time_to_first_token = Histogram()
+        self.inter_token_latency = Histogram()
+        self.request_latency = Histogram()
+
+    def on_first_token(self, seconds: float) -> None:
+        self.time_to_first_token.observe(seconds)
+
+    def on_gap(self, seconds: float) -> None:
+        self.inter_token_latency.observe(seconds)
+
+    def on_finished(self, seconds: float) -> None:
+        self.request_latency.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for every scrape."""
+        if self.shadow is None:
+            return
+        for name, histogram in (
+            ("time_to_first_token", self.time_to_first_token),
+            ("inter_token_latency", self.inter_token_latency),
+            ("request_latency", self.request_latency),
+        ):
+            yield histogram.family(f"aioserve_shadow_{name}_seconds", "Under the shadow policy")
+        stats = self.shadow.stats
+        yield CounterMetricFamily(
+            "aioserve_shadow_cost_seconds", "Event loop time it took", stats.cost_seconds
+        )
+        yield CounterMetricFamily(
+            "aioserve_shadow_resets", "Times it was too far behind and began anew", stats.num_resets
+        )
+        yield GaugeMetricFamily(
+            "aioserve_shadow_failed", "1 if its policy raised and it is off", stats.is_failed
+        )
+        yield from _scheduler_metrics(self.shadow.scheduler.make_stats(), "aioserve_shadow")
+
+
+def _scheduler_metrics(stats: SchedulerStats, prefix: str = "aioserve") -> Iterator[Metric]:
+    gauges: tuple[tuple[str, str, float], ...] = (
+        ("num_requests_running", "Requests in the running batch", stats.num_running_reqs),
+        ("num_requests_waiting", "Requests that wait", stats.num_waiting_reqs),
+        ("num_tokens_waiting", "Tokens of requests that wait", stats.num_waiting_tokens),
+        ("kv_cache_blocks", "KV blocks in the pool", stats.num_kv_blocks),
+        ("kv_cache_used_blocks", "KV blocks held by requests", stats.num_used_kv_blocks),
+        ("kv_cache_usage_ratio", "Share of KV blocks held", stats.kv_cache_usage),
+        ("encoder_cache_used_tokens", "Tokens of images kept", stats.num_used_encoder_tokens),
+    )
+    if stats.num_state_slots:
+        used = stats.num_state_slots - stats.num_free_state_slots
+        gauges += (
+            ("state_slots", "Slots for the states of requests", stats.num_state_slots),
+            ("state_used_slots", "Slots held by requests", used),
+        )
+    if stats.num_window_blocks:
+        gauges += (
+            ("window_blocks", "KV blocks for layers with a window", stats.num_window_blocks),
+            ("window_used_blocks", "Of these, held by requests", stats.num_used_window_blocks),
+        )
+    for name, documentation, value in gauges:
+        yield GaugeMetricFamily(f"{prefix}_{name}", documentation, value)
+    counters = (
+        ("steps", "Steps planned", stats.num_steps),
+        ("scheduled_prefill_tokens", "Prompt tokens scheduled", stats.num_prefill_tokens),
+        ("scheduled_decode_tokens", "Decode tokens scheduled", stats.num_decode_tokens),
+        ("preemptions", "Requests thrown out of the batch", stats.num_preemptions),
+        (
+            "prefix_cache_queried_tokens",
+            "Tokens looked up in the prefix cache",
+            stats.num_prefix_queried_tokens,
+        ),
+        ("prefix_cache_hit_tokens", "Tokens found there", stats.num_prefix_hit_tokens),
+        ("encoder_inputs", "Images and sounds encoded", stats.num_encoder_inputs),
+        ("encoder_tokens", "Tokens of these", stats.num_encoder_tokens),
+        (
+            "encoder_cache_hits",
+            "Images and sounds of requests that were encoded already",
+            stats.num_encoder_hits,
+        ),
+        (
+            "spec_decode_num_draft_tokens",
+            "Draft tokens computed to be verified",
+            stats.num_draft_tokens,
+        ),
+        (
+            "spec_decode_num_accepted_tokens",
+            "Draft tokens that were right: the others were wasted",
+            stats.num_accepted_tokens,
+        ),
+    )
+    for name, documentation, value in counters:
+        yield CounterMetricFamily(f"{prefix}_{name}", documentation, value)

@@ -1,9 +1,0 @@
-"""Images in prompts: which models see, and what becomes of an image on its way to one.
-
-Free of torch, and of Pillow until there is an image. Knows nothing about scheduling, nor how a
-model computes.
-"""
-
-from aioserve.images.prompt import Illustrated
-
-__all__ = ["Illustrated"]

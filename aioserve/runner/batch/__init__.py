@@ -1,0 +1,1 @@
+"""The rows of the running batch, and what each feature keeps of them between steps."""

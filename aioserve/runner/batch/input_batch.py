@@ -1,0 +1,301 @@
+"""The persistent batch: what the runner remembers of each request between steps.
+
+Rows of numpy arrays; a step brings only what changed. Knows tokens, blocks and counts; what else is
+kept of a row, its `BatchPart`s know. Knows nothing about models, and nothing about scheduling
+beyond `SchedulerOutput`.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aioserve.outputs import TokenLogprobs
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.lost_rows import LostRows
+from aioserve.runner.unsound import step_failed
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+class InputBatch:
+    """Up to `max_num_seqs` requests of up to `max_model_len` tokens."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        parts: Sequence[BatchPart[Any]] = (),
+    ) -> None:
+        """`parts` are called in this order."""
+        self._block_size = block_size
+        self.parts = tuple(parts)
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._rows: dict[str, int] = {}
+        # one column more than a request may have: a step scheduled ahead may sample a token too
+        # many. Memory of columns that are never used is never committed.
+        num_columns = max_model_len + 1
+        self._token_ids = np.zeros((max_num_seqs, num_columns), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._block_table = np.zeros((max_num_seqs, -(-num_columns // block_size)), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.lost = LostRows()
+        self.may_lose = False  # whether a request may be given up alone
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Drop the requests that left, add those that came, update those that stayed. Ids that are
+        unknown may be dropped.
+        """
+        self._drop(step.finished_req_ids, are_finished=True)
+        self._drop(step.preempted_req_ids)
+        self.lost.end(step.finished_req_ids)
+        for request in step.scheduled_new_reqs:
+            self.lost.comes_anew(request.request_id)
+            try:
+                self._add(request)
+            except Exception as error:
+                if not self.may_lose:
+                    raise
+                logger.exception("request %s does not get into the batch", request.request_id)
+                self.lose(request.request_id, step_failed(error), request.block_ids)
+        cached = step.scheduled_cached_reqs
+        self._update(self.lost.left_out(cached) if self.lost.why else cached)
+
+    def lose(self, request_id: str, why: str, block_ids: Iterable[int] = ()) -> None:
+        """Give a request up, and all that it was to write: `block_ids`, and what it has behind its
+        computed tokens.
+        """
+        if (row := self._rows.get(request_id)) is not None:
+            first = int(self._num_computed_tokens[row]) // self._block_size
+            block_ids = {*block_ids, *self.blocks(row)[first:].tolist()}
+        self._drop([request_id])
+        self.lost.add(request_id, why, block_ids)
+
+    def num_computed(self, request_id: str) -> int:
+        """How many tokens of a request were computed before the step; 0 of one that is not here."""
+        row = self._rows.get(request_id)
+        return 0 if row is None else int(self._num_computed_tokens[row])
+
+    def blocks_read(self, request_id: str) -> list[int]:
+        """The blocks in which a step finds the computed tokens of a request."""
+        row, count = self._rows[request_id], self.num_computed(request_id)
+        found: list[int] = self._block_table[row, : -(-count // self._block_size)].tolist()
+        return found
+
+    def blocks_begun(self, request_id: str, count: int) -> list[int]:
+        """The blocks that are written from their beginning when `count` tokens of it are."""
+        row, begin = self._rows[request_id], self.num_computed(request_id)
+        first, end = (-(-place // self._block_size) for place in (begin, begin + count))
+        found: list[int] = self._block_table[row, first:end].tolist()
+        return found
+
+    def may_cut(self, request_id: str, step: SchedulerOutput) -> bool:
+        """Whether the tokens of a request in `step` can be computed a part at a time: not where
+        drafts are verified, nor where a part needs them together.
+        """
+        if request_id in step.scheduled_spec_decode_tokens:
+            return False
+        row = self._rows[request_id]
+        return all(part.may_cut(row) for part in self.parts if row in part.rows)
+
+    def place(self, request_id: str, num_computed: int) -> None:
+        """Note how many tokens of a request are computed by now."""
+        self._num_computed_tokens[self._rows[request_id]] = num_computed
+
+    def prepare(self, step: SchedulerOutput) -> StepInputs:
+        """The packed arrays of a step that was applied. Raises `KeyError` for an unknown id."""
+        drafts = self._place_drafts(step) if step.scheduled_spec_decode_tokens else {}
+        req_ids = list(step.num_scheduled_tokens)
+        num_reqs = len(req_ids)
+        rows = np.fromiter(map(self._rows.__getitem__, req_ids), np.int64, num_reqs)
+        num_scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int64, num_reqs)
+        begins = self._num_computed_tokens[rows]
+        ends = begins + num_scheduled
+        # >=, not ==: after a failed step, a step scheduled ahead of it is beyond the known tokens;
+        # its requests have failed already, so what it computes for them does not matter
+        sampling = np.flatnonzero(ends >= self._num_tokens[rows])
+        inputs = self.pack(rows, begins, ends, req_ids, sampling)
+        if drafts:  # a row samples after each of its drafts as well
+            counts = np.array([1 + len(drafts.get(row, ())) for row in rows[sampling].tolist()])
+            before_last = [np.arange(count)[::-1] for count in counts.tolist()]
+            indices = np.repeat(inputs.logits_indices, counts) - np.concatenate(before_last)
+            inputs = replace(
+                inputs,
+                sampling=np.repeat(sampling, counts),
+                logits_indices=indices,
+                drafts=drafts,
+            )
+        for part in self.parts:
+            if part.rows:
+                inputs = part.prepare(inputs, step)
+        return inputs
+
+    def pack(
+        self,
+        rows: IntArray,
+        begins: IntArray,
+        ends: IntArray,
+        req_ids: Sequence[str] = (),
+        sampling: IntArray = _NONE,
+    ) -> StepInputs:
+        """The tokens from `begins` to `ends` of R `rows` as a step, in which the rows at the places
+        `sampling` sample behind their last tokens.
+        """
+        counts = ends - begins
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        token_row = np.repeat(rows, counts)
+        positions = np.arange(query_start_loc[-1])
+        positions += np.repeat(begins - query_start_loc[:-1], counts)
+        block, offset = np.divmod(positions, self._block_size)
+        num_columns = -(-int(ends.max(initial=1)) // self._block_size)
+        return StepInputs(
+            req_ids=list(req_ids),
+            rows=rows,
+            input_ids=self._token_ids[token_row, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=self._block_table[token_row, block].astype(np.int64) * self._block_size
+            + offset,
+            query_start_loc=query_start_loc,
+            seq_lens=ends,
+            block_table=self._block_table[rows, :num_columns],
+            sampling=sampling,
+            logits_indices=query_start_loc[1:][sampling] - 1,
+        )
+
+    def num_tokens(self, rows: Sequence[int] | IntArray) -> IntArray:
+        """How many tokens are known of each of `rows`."""
+        return self._num_tokens[rows]
+
+    def num_slots(self, rows: Sequence[int]) -> IntArray:
+        """How many tokens the blocks of each of `rows` can hold, and its columns."""
+        return np.minimum(self._num_blocks[rows] * self._block_size, self._token_ids.shape[1] - 1)
+
+    def blocks(self, row: int) -> npt.NDArray[np.int32]:
+        """The blocks of a row, in the order of its tokens."""
+        return self._block_table[row, : self._num_blocks[row]]
+
+    def write(self, row: int, place: int, token_id: int) -> None:
+        """Put a guess behind the known tokens of a row."""
+        self._token_ids[row, place] = token_id
+
+    def append(self, inputs: StepInputs, token_ids: IntArray) -> list[list[int]]:
+        """Keep the S sampled tokens, but for those after a draft that turned out wrong.
+
+        Returns what was kept, for each of the R rows.
+        """
+        kept: list[list[int]] = [[] for _ in inputs.req_ids]
+        for index, token_id in zip(inputs.sampling.tolist(), token_ids.tolist(), strict=True):
+            kept[index].append(token_id)
+        if inputs.drafts:
+            for index, row in enumerate(inputs.rows.tolist()):
+                if kept[index] and row in inputs.drafts:
+                    del kept[index][1 + _num_right(inputs.drafts[row], kept[index]) :]
+        if inputs.drafts:
+            for index, row in enumerate(inputs.rows.tolist()):
+                begin = self._num_tokens[row]
+                end = self._num_tokens[row] = begin + len(kept[index])
+                self._token_ids[row, begin:end] = kept[index]
+        else:
+            rows, position = inputs.rows[inputs.sampling], inputs.seq_lens[inputs.sampling]
+            self._token_ids[rows, position] = token_ids
+            self._num_tokens[rows] = position + 1
+        for part in self.parts:
+            if part.rows:
+                part.append(inputs.rows, kept, inputs.drafts)
+        return kept
+
+    def failures(self, inputs: StepInputs) -> dict[str, str]:
+        """Which requests of `inputs` cannot go on, and why."""
+        errors = {row: why for part in self.parts for row, why in part.errors.items()}
+        if not errors:
+            return {}
+        rows = zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+        return {request_id: errors[row] for request_id, row in rows if row in errors}
+
+    def close(self) -> None:
+        """Give back what the parts hold. Idempotent."""
+        for part in self.parts:
+            part.close()
+
+    def _place_drafts(self, step: SchedulerOutput) -> dict[int, list[int]]:
+        """The drafts of a step by row, behind the known tokens of theirs."""
+        drafts = {}
+        for request_id, token_ids in step.scheduled_spec_decode_tokens.items():
+            row = self._rows[request_id]
+            begin = self._num_tokens[row]
+            self._token_ids[row, begin : begin + len(token_ids)] = token_ids
+            drafts[row] = token_ids
+        return drafts
+
+    def _drop(self, request_ids: Iterable[str], *, are_finished: bool = False) -> None:
+        """It never raises: requests that left are told once, and all their rows must come back."""
+        for request_id in request_ids:
+            row = self._rows.pop(request_id, None)
+            if row is None:
+                continue
+            for part in self.parts:
+                if row in part.rows:
+                    try:
+                        part.drop(row, is_finished=are_finished)
+                    except Exception:
+                        logger.exception("a part of request %s is not dropped", request_id)
+            self._free_rows.append(row)
+
+    def _add(self, request: NewRequestData) -> None:
+        self._drop([request.request_id])
+        row = self._rows[request.request_id] = self._free_rows.pop()
+        num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
+        self._token_ids[row, :num_tokens] = request.token_ids
+        self._num_tokens[row] = num_tokens
+        self._num_computed_tokens[row] = request.num_computed_tokens
+        self._block_table[row, :num_blocks] = request.block_ids
+        self._num_blocks[row] = num_blocks
+        for part in self.parts:
+            part.set(row, request)
+
+    def _update(self, cached: CachedRequestData) -> None:
+        rows = np.fromiter(
+            map(self._rows.__getitem__, cached.req_ids), np.int64, len(cached.req_ids)
+        )
+        self._num_computed_tokens[rows] = cached.num_computed_tokens
+        for request_id, block_ids in cached.new_block_ids.items():
+            row = self._rows[request_id]
+            begin = self._num_blocks[row]
+            self._num_blocks[row] = end = begin + len(block_ids)
+            self._block_table[row, begin:end] = block_ids
+            for part in self.parts:
+                if row in part.rows:
+                    part.extend(row, block_ids)
+
+
+def kept_logprobs(
+    inputs: StepInputs, sampled: Mapping[int, TokenLogprobs], token_ids: list[list[int]]
+) -> dict[str, list[TokenLogprobs]]:
+    """Of the `token_ids` that were kept, by request; `sampled` are by their places among the S."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    sampling = inputs.sampling.tolist()
+    for place, entry in sampled.items():
+        index = sampling[place]
+        entries = logprobs.setdefault(inputs.req_ids[index], [])
+        if len(entries) < len(token_ids[index]):
+            entries.append(entry)
+    return logprobs
+
+
+def _num_right(drafts: list[int], token_ids: list[int]) -> int:
+    """How many drafts are what was sampled in their places."""
+    pairs = enumerate(zip(drafts, token_ids, strict=False))
+    return next((place for place, (draft, own) in pairs if draft != own), len(drafts))

@@ -1,0 +1,75 @@
+"""Where the states of a step's rows are: which slot each begins with, and which it writes.
+
+Cuts rows at their snapshots, and puts pieces of one length together: what a layer is to compute in
+one call. Knows rows and slots; knows nothing about models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from aioserve.kv_cache import StatePool, StateSlots
+from aioserve.runner.attention.backend import StatePieces, StepInputs
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+
+
+class StateRows(BatchPart[None]):
+    """The slots of the rows of a batch."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        super().__init__()
+        self._slots = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        self.rows[row] = None  # its slot comes with its first step
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        return replace(inputs, states=self._pieces(inputs, step.parts.get(StatePool.name, {})))
+
+    def _pieces(self, inputs: StepInputs, told: Mapping[str, StateSlots]) -> list[StatePieces]:
+        """The pieces of a step, in an order in which each comes after those before it."""
+        positions, query_start_loc = inputs.positions, inputs.query_start_loc
+        num_tokens = len(positions)
+        if not told and num_tokens == len(inputs.rows):  # nothing but decodes: most steps are
+            slots = self._slots[inputs.rows]
+            return [StatePieces(np.arange(num_tokens)[:, None], slots, slots, _NO_COPIES)]
+        groups: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
+        begins, ends = query_start_loc[:-1].tolist(), query_start_loc[1:].tolist()
+        members = zip(inputs.req_ids, inputs.rows.tolist(), begins, ends, strict=True)
+        for request_id, row, begin, end in members:
+            moves = told.get(request_id)
+            if moves is not None:
+                self._slots[row] = moves.slot
+            slot = int(self._slots[row])
+            source, snapshots = (slot, []) if moves is None else (moves.source, moves.snapshots)
+            first_position = int(positions[begin])
+            cuts = [(begin + position - first_position, copy) for position, copy in snapshots]
+            wave = 0
+            if not cuts or cuts[-1][0] < end:
+                cuts.append((end, -1))
+            for cut, copy in cuts:
+                # A piece that is not the last leaves its state in the snapshot alone.
+                target, copy = (slot, copy) if cut == end else (copy, -1)
+                key = (wave, cut - begin, source < 0)
+                groups.setdefault(key, []).append((begin, source, target, copy))
+                wave, begin, source = wave + 1, cut, target
+        return [
+            _together(group, length, is_new)
+            for (_, length, is_new), group in sorted(groups.items())
+        ]
+
+
+_NO_COPIES = np.zeros((2, 0), dtype=np.int64)
+
+
+def _together(group: list[tuple[int, int, int, int]], length: int, is_new: bool) -> StatePieces:
+    begins, sources, slots, copies = np.array(group, dtype=np.int64).T
+    places = np.flatnonzero(copies >= 0)
+    return StatePieces(
+        begins[:, None] + np.arange(length),
+        None if is_new else sources,
+        slots,
+        np.stack([places, copies[places]]),
+    )

@@ -1,0 +1,63 @@
+"""Which adapters are loaded, and which row of the batch has which.
+
+A row keeps its adapter whatever is unloaded meanwhile. Knows rows and requests' adapter ids; knows
+nothing about models or files.
+"""
+
+import numpy as np
+
+from aioserve.model_source.adapter import AdapterFiles
+from aioserve.runner.attention.backend import StepInputs
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.lora.adapter_sites import AdapterSites
+from aioserve.runner.low_rank import Adapter, AdapterOwners
+from aioserve.scheduler.output import NewRequestData, SchedulerOutput
+
+
+class AdapterRows(BatchPart[Adapter]):
+    """Loaded adapters by id, and those of rows; which tokens of a step have which is
+    `AdapterOwners`, if any has one.
+    """
+
+    name = "adapters"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Adapter] = {}
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        """Raises `KeyError` if the adapter of the request is not loaded."""
+        if request.adapter_id:
+            self.rows[row] = self.loaded[request.adapter_id]
+
+    def prepare(self, inputs: StepInputs, step: SchedulerOutput) -> StepInputs:
+        del step
+        found: dict[int, tuple[int, Adapter]] = {}  # by identity: its place
+        owners = np.full(len(inputs.rows), -1, dtype=np.int64)
+        for index, row in enumerate(inputs.rows.tolist()):
+            if (adapter := self.rows.get(row)) is not None:
+                owners[index], _ = found.setdefault(id(adapter), (len(found), adapter))
+        if found:
+            adapters = [adapter for _, adapter in found.values()]
+            own = AdapterOwners(adapters, np.repeat(owners, np.diff(inputs.query_start_loc)))
+            inputs.parts[self.name] = own
+        return inputs
+
+
+class LoadedAdapters:
+    """What may be asked of whoever has a model and a batch."""
+
+    def __init__(self, sites: AdapterSites, rows: AdapterRows) -> None:
+        self._sites, self._rows = sites, rows
+
+    def put(self, files: AdapterFiles) -> Adapter:
+        """As `AdapterSites.put`, from any thread."""
+        return self._sites.put(files)
+
+    def load(self, adapter_id: str, adapter: Adapter) -> None:
+        """Requests of this adapter id may come from now on."""
+        self._rows.loaded[adapter_id] = adapter
+
+    def unload(self, adapter_id: str) -> None:
+        """None will come any more."""
+        self._rows.loaded.pop(adapter_id, None)

@@ -1,0 +1,1 @@
+"""A runner that computes nothing and takes the time that a profile predicts."""

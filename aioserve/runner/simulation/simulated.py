@@ -1,0 +1,445 @@
+"""A runner without a model: invented tokens and vectors after a modelled time, on the loop's clock.
+
+Test double, quick start without weights, and the lab's machine. Knows what a step costs; knows
+nothing about what is computed. Its view of the batch is rebuilt from `SchedulerOutput` alone.
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping
+from itertools import accumulate
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from aioserve.config import EngineConfig, SimulatorConfig
+from aioserve.kv_cache import WindowSpec
+from aioserve.model_info import ModelInfo
+from aioserve.outputs import ModelRunnerOutput, TokenLogprobs, Vector
+from aioserve.pooling_params import PoolingParams
+from aioserve.runner.info import RunnerInfo
+from aioserve.runner.interface import RunnerInterface
+from aioserve.runner.kv_pool import window_spec
+from aioserve.runner.profile import StepTimeModel, load_profile
+from aioserve.runner.simulation.simulated_kv import SimulatedBlocks, SimulatedDirectory
+from aioserve.runner.spec_decode.draft_length import DraftLength
+from aioserve.scheduler.features import step_features
+from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+Jump = Callable[[float], bool]
+OnStep = Callable[[SchedulerOutput, ModelRunnerOutput, float, float], None]
+
+# Room for requests of every seat at a quarter of the longest length; a guess that makes pressure
+# on memory visible without being the rule.
+DEFAULT_POOL_SHARE = 0.25
+NEVER = 2**62  # as a position
+_MASK = 2**64 - 1
+HASH_MULTIPLIER = 2654435761  # Knuth's, for integers of 32 bits
+# Chance that a draft token is right if the one before it was, of requests that do not say: a guess.
+DRAFT_ACCEPTANCE = 0.7
+# Without steps for so long, threads sleep and caches are cold. A guess.
+IDLE_SECONDS = 0.001
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Row:
+    """What the runner remembers of a request in the batch."""
+
+    __slots__ = (
+        "encoder_inputs",
+        "eos_position",
+        "eos_token_id",
+        "hash",
+        "num_logprobs",
+        "num_prompt_tokens",
+        "num_tokens",
+        "offset",
+        "pooling",
+        "prompt",
+    )
+
+    def __init__(
+        self, data: NewRequestData, mean_output_tokens: int, seed: int, vocab_size: int
+    ) -> None:
+        prompt = data.token_ids
+        if len(prompt) > data.num_prompt_tokens:  # it was preempted
+            prompt = prompt[: data.num_prompt_tokens]
+        params = data.sampling_params
+        self.num_tokens = len(data.token_ids)
+        self.num_prompt_tokens = data.num_prompt_tokens
+        self.num_logprobs = params.logprobs
+        # Until it was told how likely its prompt is, if it asks.
+        is_asking = params.prompt_logprobs is not None and len(prompt) == len(data.token_ids)
+        self.prompt = _certain(prompt[1:], params.prompt_logprobs or 0) if is_asking else None
+        self.encoder_inputs = data.encoder_inputs
+        self.pooling = data.pooling_params
+        # Token and length depend on the prompt alone, so that they are equal under every policy.
+        self.hash = crc32(_encode([seed, prompt]))
+        self.offset = self.hash % vocab_size
+        # From 1 to twice the mean, evenly: replies of varied lengths make schedulers visible.
+        num_output_tokens = max(1 + self.hash % (2 * mean_output_tokens - 1), params.min_tokens)
+        self.eos_token_id = min(data.stop_token_ids, default=-1)
+        self.eos_position = self.num_prompt_tokens + num_output_tokens
+        if not data.stop_token_ids:
+            self.eos_position = NEVER
+
+
+class _StepFuture(asyncio.Future[ModelRunnerOutput]):
+    """Done at a time of the loop's clock. Whoever waits for it alone on a virtual clock does not go
+    through the loop: the clock jumps.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, when: float, output: ModelRunnerOutput, jump_to: Jump
+    ) -> None:
+        super().__init__(loop=loop)
+        self._when = when
+        self._output = output
+        self._jump_to = jump_to
+        self._has_timer = False
+
+    def __await__(self) -> Generator[Any, None, ModelRunnerOutput]:
+        if not self._has_timer and not self.done() and self._jump_to(self._when):
+            self.set_result(self._output)
+        return super().__await__()
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
+        """From here on somebody relies on the loop."""
+        if not self._has_timer and not self.done():
+            self._has_timer = True
+            self.get_loop().call_at(self._when, self._finish)
+        super().add_done_callback(fn, context=context)
+
+    def _finish(self) -> None:
+        if not self.done():  # it was cancelled at shutdown
+            self.set_result(self._output)
+
+
+class SimulatedRunner(RunnerInterface):
+    """Steps take the time that a `StepTimeModel` says."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_info: ModelInfo,
+        *,
+        jump_to: Jump = lambda when: False,
+        step_time: StepTimeModel | None = None,
+    ) -> None:
+        """`jump_to` moves a virtual clock ahead if nothing would happen on the way, and says
+        whether it did. `step_time` is that of the settings, if it has been read.
+        """
+        #: Hears of every step, what will come out of it, and from when to when it takes.
+        self.on_step: OnStep | None = None
+        #: By request id, in place of `DRAFT_ACCEPTANCE`.
+        self.draft_acceptance: Mapping[str, float] = {}
+        #: Times the model's seconds, from the next step on: of a straggler.
+        self.slowdown = 1.0
+        self._draft_length = DraftLength(config.runner.simulated_draft_tokens)
+        self._jump_to = jump_to
+        self._config = config.runner
+        self._step_time = step_time or step_time_model(config.runner)
+        self._model_info = model_info
+        self._vocab_size = model_info.vocab_size
+        self._factor = HASH_MULTIPLIER % self._vocab_size
+        self._special_token_ids = frozenset(model_info.eos_token_ids)
+        self._rows: dict[str, _Row] = {}
+        # Nobody has wanted more than one token a step so far.
+        self._is_plain = not config.runner.simulated_draft_tokens
+        self._encoder_outputs: set[str] = set()  # by content
+        self._busy_until = 0.0
+        self._block_size = config.cache.block_size
+        self._kv_blocks: SimulatedBlocks | None = None
+        #: What engines in one loop share as a directory; None: each has its own, if any.
+        self.kv_directory: SimulatedDirectory | None = None
+        scheduler, cache = config.scheduler, config.cache
+        slots = int(DEFAULT_POOL_SHARE * scheduler.max_num_seqs * model_info.max_model_len)
+        slots = max(slots, model_info.max_model_len)
+        windows: WindowSpec | None = None
+        if config.runner.simulated_window is not None:
+            windows = window_spec(
+                config,
+                model_info.max_model_len,
+                config.runner.simulated_window,
+                cache.num_window_blocks,
+            )
+        #: What `load` answers; known before, as nothing is loaded.
+        self.info = RunnerInfo(
+            num_kv_blocks=cache.num_kv_blocks or -(-slots // cache.block_size),
+            num_state_slots=cache.num_state_slots,
+            windows=windows,
+            supports_prompt_logprobs=True,
+            supports_pooling=True,
+        )
+
+    def check_sleep(self, *, frees_weights: bool) -> None:
+        pass  # there is nothing to give back
+
+    async def load(self) -> RunnerInfo:
+        return self.info
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> "asyncio.Future[ModelRunnerOutput]":
+        loop = asyncio.get_running_loop()
+        try:
+            output, end = self.run_step(scheduler_output, loop.time())
+        except Exception as error:
+            failed: asyncio.Future[ModelRunnerOutput] = loop.create_future()
+            failed.set_exception(error)
+            return failed
+        return _StepFuture(loop, end, output, self._jump_to)
+
+    def run_step(
+        self, scheduler_output: SchedulerOutput, now: float
+    ) -> tuple[ModelRunnerOutput, float]:
+        """What comes of a step that is handed over at `now`, and when it does: for whoever keeps
+        the time of many runners without a loop.
+        """
+        # Steps run in order: this one starts when the last one ends.
+        started = self._busy_until
+        if now > started:
+            is_idle = now - started > IDLE_SECONDS
+            started = now + 1e-3 * self._step_time.idle_ms if is_idle else now
+        seconds, output = self._compute(scheduler_output)
+        self._busy_until = started + self.slowdown * seconds
+        if self.on_step is not None:
+            self.on_step(scheduler_output, output, now, self._busy_until)
+        return output, self._busy_until
+
+    def make_kv_worker(self, num_bytes: int) -> SimulatedBlocks:
+        seconds = 1e-6 * self._step_time.kv_load_token_us * self._block_size
+        self._kv_blocks = SimulatedBlocks(num_bytes, self._block_bytes, seconds)
+        return self._kv_blocks
+
+    def make_kv_store(self, max_bytes: int) -> SimulatedDirectory:
+        """A directory of at most so many bytes, or `kv_directory`. On the event loop."""
+        if self.kv_directory is not None:
+            return self.kv_directory.shared()
+        seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
+        return SimulatedDirectory(max_bytes, self._block_bytes, seconds)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._config.simulated_kv_token_bytes * self._block_size
+
+    def decode_on(self, request_ids: list[str], num_steps: int) -> list[list[int]]:
+        """The tokens of so many more steps of these rows, which none of them ends; by row."""
+        special, vocab_size, factor = self._special_token_ids, self._vocab_size, self._factor
+        found = []
+        for request_id in request_ids:
+            row = self._rows[request_id]
+            first, offset = row.num_tokens, row.offset
+            tokens = [(offset + factor * n) % vocab_size for n in range(first, first + num_steps)]
+            if special.isdisjoint(tokens):
+                row.num_tokens = first + num_steps
+            else:
+                tokens = [self._sample(row) for _ in tokens]
+            found.append(tokens)
+        return found
+
+    def ends_of_decodes(self, num_rows: int, num_context: int, num_steps: int) -> list[float]:
+        """When the step in flight ends, of so many rows that read so much context, and so many more
+        of the same rows after it.
+        """
+        seconds = self._step_time.seconds_of_decodes(num_rows, num_context + num_rows, num_steps)
+        if self.slowdown != 1:
+            seconds = [self.slowdown * of_one for of_one in seconds]
+        return list(accumulate(seconds, initial=self._busy_until))
+
+    def be_busy_until(self, when: float) -> None:
+        """With steps that others have timed, by `ends_of_decodes`."""
+        self._busy_until = when
+
+    async def close(self) -> None:
+        self._rows.clear()
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> tuple[float, ModelRunnerOutput]:
+        """Step time in seconds, and the tokens."""
+        computed = self._update_rows(scheduler_output)
+        num_encoder = 0
+        if scheduler_output.scheduled_encoder_inputs or scheduler_output.free_encoder_hashes:
+            num_encoder = self._encode(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        if self._is_plain and scheduler_output.total_num_scheduled_tokens == len(cached.req_ids):
+            output = ModelRunnerOutput(cached.req_ids, self._decode(cached))
+            seconds = self._seconds(scheduler_output, num_encoder)
+        else:
+            computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            seconds = self._seconds(scheduler_output, num_encoder)
+            if self._config.simulated_draft_tokens and seconds:
+                num_rows = len(scheduler_output.num_scheduled_tokens)
+                num_tokens = scheduler_output.total_num_scheduled_tokens
+                self._draft_length.stepped(num_rows, num_tokens, seconds)
+            output = self._run(scheduler_output, computed)
+        return seconds, output
+
+    def _seconds(self, scheduler_output: SchedulerOutput, num_encoder: int) -> float:
+        """None for a step that runs nobody."""
+        if not scheduler_output.num_scheduled_tokens:
+            return 0.0
+        return self._step_time.seconds(step_features(scheduler_output), num_encoder)
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
+        """Forget who left, add who came; of these, the number of computed tokens."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._rows.pop(request_id, None)
+            self._draft_length.forget(request_id)
+        for request_id in scheduler_output.preempted_req_ids:
+            self._rows.pop(request_id, None)
+            self._draft_length.forget(request_id)
+        config = self._config
+        computed: dict[str, int] = {}
+        for data in scheduler_output.scheduled_new_reqs:
+            row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
+            self._rows[data.request_id] = row
+            computed[data.request_id] = data.num_computed_tokens
+            is_plain = row.num_logprobs is None and row.prompt is None and row.pooling is None
+            if not is_plain or row.encoder_inputs:
+                self._is_plain = False
+        return computed
+
+    def _decode(self, cached: CachedRequestData) -> list[list[int]]:
+        """One token each. The lab's hot path: millions of rows go through here."""
+        rows, special = self._rows, self._special_token_ids
+        vocab_size, factor = self._vocab_size, self._factor
+        sampled: list[list[int]] = []
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = rows[request_id]
+            num_tokens = row.num_tokens
+            if num_computed + 1 < num_tokens:  # a piece of a prompt
+                sampled.append([])
+                continue
+            token_id = (row.offset + factor * num_tokens) % vocab_size
+            if token_id in special or num_tokens >= row.eos_position:
+                token_id = self._sample(row)
+            else:
+                row.num_tokens = num_tokens + 1
+            sampled.append([token_id])
+        return sampled
+
+    def _run(
+        self, scheduler_output: SchedulerOutput, computed: dict[str, int]
+    ) -> ModelRunnerOutput:
+        """Tokens of a step of any kind."""
+        sampled: list[list[int]] = []
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        drafts: dict[str, list[int]] = {}
+        of_prompts: dict[str, list[TokenLogprobs]] = {}
+        pooled: dict[str, Vector] = {}
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            end = computed[request_id] + num_tokens
+            if row.encoder_inputs:
+                self._check_encoded(row, computed[request_id], end)
+            if end < row.num_tokens:
+                sampled.append([])
+                continue
+            if row.pooling is not None:
+                sampled.append([])
+                pooled[request_id] = self._invent_vector(row, row.pooling)
+                continue
+            drafts_of_row = drafted.get(request_id)
+            if drafts_of_row is None:
+                token_ids = [self._sample(row)]
+            else:
+                token_ids = self._verify(row, drafts_of_row)
+                num_right = len(token_ids) - 1
+                self._draft_length.verified(request_id, len(drafts_of_row), num_right)
+            sampled.append(token_ids)
+            if row.num_logprobs is not None:
+                logprobs[request_id] = _certain(token_ids, row.num_logprobs)
+            if row.prompt is not None:
+                of_prompts[request_id], row.prompt = row.prompt, None
+            if self._config.simulated_draft_tokens:
+                drafts[request_id] = self._draft(request_id, row)
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        return ModelRunnerOutput(req_ids, sampled, logprobs, drafts, {}, of_prompts, pooled)
+
+    def _invent_vector(self, row: _Row, params: PoolingParams) -> Vector:
+        """Of the right size, and always the same of a prompt; equal prompts are nearest."""
+        import numpy as np
+
+        vector = np.random.default_rng(row.hash).standard_normal(
+            self._model_info.hidden_size, np.float32
+        )[: params.dimensions]
+        return vector / np.linalg.norm(vector) if params.normalize else vector
+
+    def _encode(self, scheduler_output: SchedulerOutput) -> int:
+        """Run the encoder inputs of the step; their number of tokens."""
+        self._encoder_outputs.difference_update(scheduler_output.free_encoder_hashes)
+        num_tokens = 0
+        for request_id, indices in scheduler_output.scheduled_encoder_inputs.items():
+            for index in indices:
+                item = self._rows[request_id].encoder_inputs[index]
+                self._encoder_outputs.add(item.content_hash)
+                num_tokens += item.num_tokens
+        return num_tokens
+
+    def _check_encoded(self, row: _Row, start: int, end: int) -> None:
+        for item in row.encoder_inputs:
+            if item.position < end and item.end > start:
+                assert item.content_hash in self._encoder_outputs, "a token before its image"
+
+    def _verify(self, row: _Row, drafts: list[int]) -> list[int]:
+        """The drafts that are right, and one token more."""
+        token_ids: list[int] = []
+        for draft in [*drafts, None]:
+            token_ids.append(self._sample(row))
+            if token_ids[-1] != draft:
+                break
+        return token_ids
+
+    def _draft(self, request_id: str, row: _Row) -> list[int]:
+        """As many guesses as pay, of which a share is right; the same ones every time."""
+        num_tokens, drafts = row.num_tokens, []
+        chance = self.draft_acceptance.get(request_id, DRAFT_ACCEPTANCE)
+        for _ in range(self._draft_length.limit(request_id)):
+            draw = _draw(row.hash, row.num_tokens)
+            token_id = self._sample(row)
+            is_right = draw < chance
+            drafts.append(token_id if is_right else (token_id + 1) % self._vocab_size)
+        row.num_tokens = num_tokens
+        return drafts
+
+    def _sample(self, row: _Row) -> int:
+        """The row's next token, which it then has."""
+        num_tokens = row.num_tokens
+        row.num_tokens = num_tokens + 1
+        if num_tokens >= row.eos_position:
+            return row.eos_token_id
+        token_id = (row.offset + self._factor * num_tokens) % self._vocab_size
+        while token_id in self._special_token_ids:
+            token_id = (token_id + 1) % self._vocab_size
+        return token_id
+
+
+def _draw(seed: int, place: int) -> float:
+    """From 0 to 1, evenly, and independent of the places beside: a CRC would not be, it is linear.
+    The mixing of splitmix64 (Steele, Lea and Flood, 2014).
+    """
+    x = (seed << 32 | place) * 0x9E3779B97F4A7C15 & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return (x ^ x >> 31) / 2**64
+
+
+def _certain(token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
+    """All probability on each of these tokens."""
+    top = min(num_logprobs, 1)
+    return [TokenLogprobs(0.0, 1, [token_id][:top], [0.0][:top]) for token_id in token_ids]
+
+
+def step_time_model(config: SimulatorConfig) -> StepTimeModel:
+    """The profile that the settings name, with those of its numbers replaced that they give."""
+    prefix = "step_"
+    given = {
+        field.removeprefix(prefix): value
+        for field in config.__struct_fields__
+        if field.startswith(prefix) and (value := getattr(config, field)) is not None
+    }
+    return msgspec.structs.replace(load_profile(config.profile), **given)

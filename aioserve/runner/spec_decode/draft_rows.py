@@ -1,0 +1,95 @@
+"""The part of the batch that guesses tokens: by a drafter, or where a grammar leaves no choice.
+
+Knows which guesses are whose; knows nothing about how a drafter makes them.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from aioserve.runner.attention.backend import IntArray, StepInputs
+from aioserve.runner.batch.batch_part import BatchPart
+from aioserve.runner.batch.grammar_rows import GrammarRows
+from aioserve.runner.batch.input_batch import InputBatch
+from aioserve.runner.batch.sampling_columns import SamplingColumns
+from aioserve.runner.spec_decode.drafter import Drafter, Texts
+from aioserve.scheduler.output import NewRequestData
+
+logger = logging.getLogger(__name__)
+
+
+class DraftRows(BatchPart[bool]):
+    """What the drafter is told of rows, if there is one; by row, whether it is ever to say
+    anything.
+    """
+
+    def __init__(
+        self, drafter: Drafter | None, sampling: SamplingColumns, grammars: GrammarRows
+    ) -> None:
+        super().__init__()
+        self.drafter, self._sampling, self._grammars = drafter, sampling, grammars
+        self._guessed: set[int] = set()  # rows whose drafts are the drafter's
+
+    def set(self, row: int, request: NewRequestData) -> None:
+        if self.drafter is not None:
+            self.rows[row] = request.pooling_params is None
+            self.drafter.set(row, request)
+
+    def drop(self, row: int, *, is_finished: bool = False) -> None:
+        super().drop(row)
+        self._guessed.discard(row)
+        if self.drafter is not None:
+            self.drafter.drop(row, is_finished=is_finished)
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.take_blocks(block_ids)
+
+    def append(
+        self, rows: IntArray, token_ids: list[list[int]], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        if self.drafter is None:
+            return
+        for row, own in zip(rows.tolist(), token_ids, strict=True):
+            if own:
+                self.drafter.append(row, own)
+            if row in self._guessed:
+                self._guessed.remove(row)
+                if row in drafts:  # the policy may have sent none of them
+                    self.drafter.length.verified(row, len(drafts[row]), len(own) - 1)
+
+    def guesses(self, inputs: StepInputs, batch: InputBatch) -> dict[str, list[int]]:
+        """What comes next of the requests of a step, where their grammars leave no choice, or where
+        the drafter has a guess.
+        """
+        found: dict[int, list[int]] = {}
+        waiting, sampled = [], set(inputs.sampling.tolist())
+        others = []  # rows that ask in a later step
+        for index, row in enumerate(inputs.rows.tolist()):
+            if self._sampling.counts_tokens(row) or not self.rows.get(row, True):
+                continue  # penalties count every token before the next: drafts would come too early
+            if index not in sampled:
+                others.append(row)
+            elif token_ids := self._grammars.guesses(row):
+                found[row] = token_ids
+                others.append(row)
+            else:
+                waiting.append(row)
+        if self.drafter is not None:
+            texts = Texts(batch, self._grammars, self._sampling)
+            try:
+                guesses = self.drafter.guesses(waiting, others, inputs, texts)
+            except Exception:  # what follows is computed without
+                logger.exception("no tokens could be guessed")
+                self._grammars.come_back()
+                guesses = {}
+            self._guessed.update(guesses)
+            found |= guesses
+        return {
+            req_id: found[row]
+            for req_id, row in zip(inputs.req_ids, inputs.rows.tolist(), strict=True)
+            if row in found
+        }
+
+    def close(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()

@@ -1,0 +1,78 @@
+"""Guesses by an EAGLE-3 head, from states of the model that it is for.
+
+What the head reads at a place is the token there and the state of the token before, so its K and V
+of a place lie in the slot of the place before. States of all tokens are kept, for whoever catches
+up. Knows rows and slots; the rest is `ModelDrafter`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aioserve.runner.attention.backend import IntArray, LayerAttention, ModelInputs, StepInputs
+from aioserve.runner.served_model import Taps
+from aioserve.runner.spec_decode.draft_length import ModelDraftLength
+from aioserve.runner.spec_decode.drafter import Texts
+from aioserve.runner.spec_decode.eagle import NUM_TAPS, EagleHead
+from aioserve.runner.spec_decode.model_drafter import DraftRunner, Forward, ModelDrafter
+
+
+class EagleDrafter(ModelDrafter):
+    """Reads again, with the model's own states, what it has guessed and was right."""
+
+    num_skipped = 1  # the first token has none before it
+
+    def __init__(
+        self,
+        head: EagleHead,
+        taps: Taps,
+        runner: DraftRunner,
+        length: ModelDraftLength,
+        **limits: int,
+    ) -> None:
+        """`taps` tell of three layers. `limits`: as `ModelDrafter` takes them."""
+        super().__init__(runner, length, **limits)
+        self._head = head
+        width = NUM_TAPS * head.target_size
+        # Of every slot. On a CPU, pages that were never written are no memory.
+        self._states = torch.empty(
+            runner.num_slots, width, dtype=head.kv_cache_spec.dtype, device=head.device
+        )
+        self._own: dict[int, Tensor] = {}  # by row, the state behind its last guess
+        taps.keep = self._keep
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        del token_ids
+        self._guessed.pop(row, None)
+
+    def guesses(
+        self, rows: Sequence[int], others: Sequence[int], inputs: StepInputs, texts: Texts
+    ) -> dict[int, list[int]]:
+        self._own.clear()
+        return super().guesses(rows, others, inputs, texts)
+
+    def _keep(self, slots: Tensor, states: Tensor) -> None:
+        """As `Taps.keep`; it may be recorded in a CUDA graph."""
+        self._states.index_copy_(0, slots, states.transpose(0, 1).flatten(1))
+
+    def _pack(self, rows: IntArray, begins: IntArray, ends: IntArray, texts: Texts) -> StepInputs:
+        token_ids = texts.batch.pack(rows, begins, ends).input_ids
+        return replace(texts.batch.pack(rows, begins - 1, ends - 1), input_ids=token_ids)
+
+    def _forward(self, rows: IntArray, sampling: IntArray) -> Forward:
+        before = [self._own[row] for row in rows.tolist()] if self._own else []
+        asking = rows[sampling].tolist()
+
+        def forward(inputs: ModelInputs, attention: LayerAttention) -> Tensor:
+            if before:  # behind what the model has computed
+                states = torch.stack(before)
+            else:
+                states = self._head.combine(self._states[inputs.slots])
+            states = self._head.forward(inputs.input_ids, inputs.positions, states, attention)
+            last = states[inputs.logits_rows]
+            self._own = dict(zip(asking, last, strict=True))
+            return self._head.logits(last)
+
+        return forward
