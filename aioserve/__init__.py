@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioserve.client import AsyncClient
     from aioserve.config import EngineConfig
     from aioserve.engine import AsyncEngine, EngineSnapshot, RequestStream
-    from aioserve.multimodal import Illustrated
+    from aioserve.multimodal import MultimodalPrompt
     from aioserve.outputs import EmbeddingOutput, FinishReason, RequestOutput, RequestTimes
     from aioserve.pooling_params import PoolingParams
     from aioserve.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ _HOMES = {
     "EngineProcess": "aioserve.child",
     "EngineSnapshot": "aioserve.engine",
     "FinishReason": "aioserve.outputs",
-    "Illustrated": "aioserve.multimodal",
+    "MultimodalPrompt": "aioserve.multimodal",
     "PoolingParams": "aioserve.pooling_params",
     "RequestOutput": "aioserve.outputs",
     "RequestStream": "aioserve.engine",
@@ -42,7 +42,7 @@ __all__ = [
     "EngineProcess",
     "EngineSnapshot",
     "FinishReason",
-    "Illustrated",
+    "MultimodalPrompt",
     "PoolingParams",
     "RequestOutput",
     "RequestStream",

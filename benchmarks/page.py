@@ -35,8 +35,8 @@ from typing import Any
 import aiohttp
 
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
-from aioserve.engine.observe.feed_observer import Onlooker
-from aioserve.engine.observe.live_feed import AWAY_SECONDS, Gallery
+from aioserve.engine.observe.feed_observer import FeedObserver
+from aioserve.engine.observe.live_feed import AWAY_SECONDS, LiveFeed
 from aioserve.operations import ShowSteps
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ class Stopwatch:
 
 
 async def measure_share(streams: int, seconds: float, step_ms: float) -> dict[str, object]:
-    notes, frames = Stopwatch(Onlooker, "_try"), Stopwatch(Gallery, "_make_frame")
+    notes, frames = Stopwatch(FeedObserver, "_try"), Stopwatch(LiveFeed, "_make_frame")
     config = EngineConfig.load(None, list(simulated(streams, step_ms).items()))
     size = num_frames = 0
     async with AsyncEngine(config) as engine:

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_673
+CORE_LIMIT = 31_632
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
@@ -22,7 +22,7 @@ PARTS = (
     *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),
     *("kv_cache/resources/loads.py", "kv_cache/resources/states.py"),
-    *("kv_cache/resources/windows.py", "scheduler/decoding_on.py", "scheduler/drafts.py"),
+    *("kv_cache/resources/windows.py", "scheduler/multi_step_decode.py", "scheduler/drafts.py"),
     *("scheduler/option_fields.py", "scheduler/pooling.py", "scheduler/recompute.py"),
     *("scheduler/succession.py", "engine/control", "engine/kv_connector.py", "engine/snapshot.py"),
     *("engine/admission/image_memory.py", "engine/admission/multimodal_prompts.py"),

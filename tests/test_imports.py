@@ -197,7 +197,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
-        "aioserve.scheduler.decoding_on",
+        "aioserve.scheduler.multi_step_decode",
         "aioserve.scheduler.features",
         "aioserve.scheduler.output",
         "aioserve.step_loop",
@@ -219,7 +219,7 @@ ALLOWED = {
         "aioserve.sampling_params",
         "aioserve.scheduler",
         "aioserve.scheduler.blame",
-        "aioserve.scheduler.decoding_on",
+        "aioserve.scheduler.multi_step_decode",
         "aioserve.scheduler.output",
         "aioserve.step_loop",
         "aioserve.structured_outputs",
@@ -267,7 +267,7 @@ ALLOWED = {
         "aioserve.engine",
         "aioserve.engine.client",
         "aioserve.engine.clock",
-        "aioserve.engine.front",
+        "aioserve.engine.client_base",
         "aioserve.engine.observe.histogram",
         "aioserve.engine.admission.input_processor",
         "aioserve.engine.delivery.output_processor",
@@ -300,7 +300,7 @@ ALLOWED = {
         "aioserve.engine",
         "aioserve.engine.client",
         "aioserve.engine.clock",
-        "aioserve.engine.front",
+        "aioserve.engine.client_base",
         "aioserve.engine.admission.multimodal_prompts",
         "aioserve.engine.admission.input_processor",
         "aioserve.engine.admission.pooling_validator",
@@ -517,3 +517,19 @@ def test_every_public_name_can_be_had() -> None:
 
     for name in aioserve.__all__:
         assert getattr(aioserve, name) is not None
+
+
+@pytest.mark.parametrize("package", ["aioserve.engine", "aioserve.runner"])
+def test_no_room_of_a_package_knows_another_that_knows_it(package: str) -> None:
+    """Rooms are the folders below a package; what stands beside them puts them together."""
+    rooms = {
+        name: ".".join(name.split(".")[:3])
+        for name, path in MODULES.items()
+        if name.startswith(f"{package}.") and path.parent.parent.name == package.split(".")[1]
+    }
+    known: dict[str, set[str]] = {}
+    for name, room in rooms.items():
+        others = {rooms[other] for other in known_modules()[name] & rooms.keys()} - {room}
+        known.setdefault(room, set()).update(others)
+    assert len(known) >= 4
+    TopologicalSorter(known).prepare()

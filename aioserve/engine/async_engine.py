@@ -18,13 +18,13 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.builder import EngineBuilder, EngineParts
+from aioserve.engine.client_base import EngineClientBase
 from aioserve.engine.clock import is_real
 from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.control.control import Control
-from aioserve.engine.control.policy_trials import Trials
-from aioserve.engine.front import EngineFront
-from aioserve.engine.observe.live_feed import Gallery
-from aioserve.engine.observe.loop_monitor import Pulse, StateLog
+from aioserve.engine.control.policy_trials import PolicyTrials
+from aioserve.engine.observe.live_feed import LiveFeed
+from aioserve.engine.observe.loop_monitor import LoopMonitor, StateLog
 from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.observe.watchdog import Watchdog
 from aioserve.engine.samples import Origin, Samples, SampleState
@@ -64,7 +64,7 @@ def options_as_labels(
 POLICY_FAILURE_SECONDS = 10.0
 
 
-class AsyncEngine(EngineFront[EngineParts]):
+class AsyncEngine(EngineClientBase[EngineParts]):
     """Serves requests from any number of tasks of one event loop.
 
     async with AsyncEngine(EngineConfig()) as engine:
@@ -96,7 +96,7 @@ class AsyncEngine(EngineFront[EngineParts]):
             self._get_info,
             lambda: self.state,
         )
-        self._pulse = Pulse(
+        self._pulse = LoopMonitor(
             lambda: self._parts is not None and len(self._parts.output_processor) > 0,
             self.metrics.loop_delays["engine"].observe,
             StateLog(self.get_stats, self.metrics).write,
@@ -108,8 +108,8 @@ class AsyncEngine(EngineFront[EngineParts]):
         self._control: Control | None = None  # once somebody wants any
         self._doings: set[asyncio.Task[None]] = set()  # of an operator, that are not done
         self._parts: EngineParts | None = None  # between start and shutdown
-        self._gallery: Gallery | None = None  # once somebody has looked
-        self._trials: Trials | None = None  # once somebody has asked for one
+        self._gallery: LiveFeed | None = None  # once somebody has looked
+        self._trials: PolicyTrials | None = None  # once somebody has asked for one
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
@@ -246,22 +246,22 @@ class AsyncEngine(EngineFront[EngineParts]):
         return self.metrics.render()
 
     @property
-    def trials(self) -> Trials:
+    def trials(self) -> PolicyTrials:
         """Comparisons of policies on the requests that come. Raises `EngineDeadError` before the
         start and after the end.
         """
         parts = self._alive()
         if self._trials is None:
-            self._trials = Trials(
+            self._trials = PolicyTrials(
                 parts.core.loop, parts.clock, lambda: self.config, self.max_model_len
             )
         return self._trials
 
     async def look(self, after: int) -> Seen:
-        """See `Gallery.look`. Raises `EngineDeadError` before the start and after the end."""
+        """See `LiveFeed.look`. Raises `EngineDeadError` before the start and after the end."""
         parts = self._alive()
         if self._gallery is None:
-            self._gallery = Gallery(
+            self._gallery = LiveFeed(
                 parts.core.loop, parts.clock, self.metrics, lambda: self.config, self.max_model_len
             )
         return await self._gallery.look(after)

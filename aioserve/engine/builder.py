@@ -15,15 +15,15 @@ import msgspec
 from aioserve.config import EngineConfig, SchedulerConfig
 from aioserve.decision_log.recorder import RecordingScheduler
 from aioserve.decision_log.writer import LogWriter
-from aioserve.engine.admission.arrivals import Arrivals
+from aioserve.engine.admission.admission import Admission
 from aioserve.engine.admission.image_memory import ImageMemory
 from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.pooling_validator import PoolingDoor
+from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.clock import Clock, LoopLag, clock_of, is_real
 from aioserve.engine.control.adapters import Adapters
 from aioserve.engine.core import EngineCore, EngineLoop, OutputSink
 from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.delivery.output_router import Delivery
+from aioserve.engine.delivery.output_router import OutputRouter
 from aioserve.engine.delivery.request_log import RequestLog
 from aioserve.engine.delivery.tracing import Tracing, check_installed, make_exporter
 from aioserve.engine.kv_cache import fit_max_model_len, make_kv_cache
@@ -53,15 +53,15 @@ class EngineParts(NamedTuple):
     runner_info: RunnerInfo
     core: EngineCore
     input_processor: InputProcessor
-    pooling: PoolingDoor
+    pooling: PoolingValidator
     output_processor: OutputProcessor
     clock: Clock
     max_model_len: int  # the setting, or what the KV pool can hold
     kv_events: KVEventRelay | None
     shadow_turns: ShadowTurns | None
     request_log: RequestLog | None
-    arrivals: Arrivals
-    delivery: Delivery
+    arrivals: Admission
+    delivery: OutputRouter
     tracing: Tracing | None
 
     @property
@@ -170,7 +170,7 @@ class EngineBuilder:
             self.runner.grammars,
             runner_info=info,
         )
-        pooling = PoolingDoor(self._model_info, info)
+        pooling = PoolingValidator(self._model_info, info)
         tokenizer = None if config.model.skip_tokenizer_init else self._model_info.tokenizer
         tracing = None
         if config.server.otlp_traces_endpoint is not None:
@@ -188,7 +188,7 @@ class EngineBuilder:
                 kv_cache, on_kv_event, lambda error: loop.log.log("on_kv_event", error)
             )
             loop.observers.subscribe(relay)
-        delivery = Delivery(output_processor, clock)
+        delivery = OutputRouter(output_processor, clock)
         sink: OutputSink = delivery
         if kv_cache.connector is not None and config.cache.kv_role == "producer":
             reader_of = output_processor.reader_of
@@ -205,7 +205,7 @@ class EngineBuilder:
             relay,
             turns,
             self._request_log,
-            Arrivals(
+            Admission(
                 input_processor,
                 self.adapters,
                 core,

@@ -13,7 +13,11 @@ import msgspec
 
 from aioserve.config import EngineConfig
 from aioserve.engine.admission.input_processor import InputProcessor, Prompt
-from aioserve.engine.admission.pooling_validator import NOTHING_SAMPLED, PoolingDoor, read_embedding
+from aioserve.engine.admission.pooling_validator import (
+    NOTHING_SAMPLED,
+    PoolingValidator,
+    read_embedding,
+)
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import RequestAbortedError, UnknownModelError
 from aioserve.model_info import ModelInfo
@@ -31,7 +35,7 @@ class DoorParts(Protocol):
     @property
     def input_processor(self) -> InputProcessor: ...
     @property
-    def pooling(self) -> PoolingDoor: ...
+    def pooling(self) -> PoolingValidator: ...
 
 
 class ServedAdapters(Protocol):

@@ -4,6 +4,6 @@ Free of torch, and of Pillow until there is an image. Knows nothing about schedu
 model computes.
 """
 
-from aioserve.multimodal.prompt import Illustrated
+from aioserve.multimodal.prompt import MultimodalPrompt
 
-__all__ = ["Illustrated"]
+__all__ = ["MultimodalPrompt"]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from aioserve.engine.admission.chat_template import Conversation
 
 
-class Illustrated(msgspec.Struct, frozen=True):
+class MultimodalPrompt(msgspec.Struct, frozen=True):
     """A prompt and the images that it mentions, in that order.
 
     In messages and conversations, the content of a message may be a list of parts as chat templates

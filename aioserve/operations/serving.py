@@ -30,7 +30,7 @@ class ShowMetrics(EngineCommand[bytes], frozen=True):
 
 
 class ShowSteps(EngineCommand[Seen], frozen=True):
-    """As `Gallery.look`: answered when there is something to see."""
+    """As `LiveFeed.look`: answered when there is something to see."""
 
     after: int
 

@@ -13,10 +13,10 @@ from ray.serve.handle import DeploymentHandle
 from aioserve.config import EngineConfig
 from aioserve.engine.admission.input_processor import InputProcessor
 from aioserve.engine.admission.multimodal_prompts import Encoded
-from aioserve.engine.admission.pooling_validator import PoolingDoor
+from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.client import KnownAdapters
+from aioserve.engine.client_base import EngineClientBase
 from aioserve.engine.clock import Clock, clock_of
-from aioserve.engine.front import EngineFront
 from aioserve.engine.samples import Claims, Samples
 from aioserve.engine.stream import RequestStream
 from aioserve.errors import ConfigError, EngineDeadError, RequestError
@@ -46,12 +46,12 @@ class RayParts(NamedTuple):
     info: ReplicaInfo
     adapters: KnownAdapters
     input_processor: InputProcessor
-    pooling: PoolingDoor
+    pooling: PoolingValidator
     clock: Clock
     claims: Claims
 
 
-class RayFront(EngineFront[RayParts]):
+class RayFront(EngineClientBase[RayParts]):
     """Serves requests from any number of tasks of one event loop."""
 
     def __init__(
@@ -92,7 +92,7 @@ class RayFront(EngineFront[RayParts]):
                 self._seed,
                 runner_info=info.runner_info,
             ),
-            PoolingDoor(self.model_info, info.runner_info),
+            PoolingValidator(self.model_info, info.runner_info),
             clock_of(asyncio.get_running_loop()),
             Claims(),
         )

@@ -252,7 +252,7 @@ def prepare_model(
     info: ModelInfo,
     place: Place,
     encoder: ImageEncoder | None = None,
-    num_turns: int = 0,
+    num_mrope_tokens: int = 0,
 ) -> ServedModel:
     """What serves a causal language model of `transformers` that lies at `place`, and whose
     attention is `ATTN_IMPLEMENTATION`, or its own if it knows no other. Raises `ConfigError` if
@@ -273,7 +273,7 @@ def prepare_model(
     model = AnyModel(module, probe, dtype, states if len(states) else None, encoder)
     if config.fused and model.states is None:
         try:
-            return fuse(model, module, probe, info.max_model_len, place, num_turns)
+            return fuse(model, module, probe, info.max_model_len, place, num_mrope_tokens)
         except NotFusedError as error:
             logger.info("%s runs as transformers wrote it, not fused: %s", model.name, error)
             _unpack(module, place)

@@ -18,10 +18,10 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStat
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import place
-from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.inquiry import stats, wait_reasons
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
+from aioserve.scheduler.request_table import RequestTable
 from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
@@ -71,7 +71,7 @@ class BaseScheduler(Switchable):
         self.max_model_len = max_model_len  # tokens of prompt and output together
         self.kv_cache = kv_cache  # KV blocks and cached prefixes
         self.clock = clock  # `self.clock()` is the time, in seconds; never use the time module
-        self.book = RequestBook(
+        self.book = RequestTable(
             type(self).__name__,
             kv_cache,
             config.queue_timeout,

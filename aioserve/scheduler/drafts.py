@@ -4,7 +4,7 @@ Knows how far a request has come and may go. Knows nothing about where guesses c
 """
 
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.request_table import RequestTable
 
 
 def until_stop(request: Request, token_ids: list[int]) -> list[int]:
@@ -17,7 +17,7 @@ def until_stop(request: Request, token_ids: list[int]) -> list[int]:
     return token_ids[: request.max_total_tokens - request.num_tokens]
 
 
-def settle_drafts(book: RequestBook, request: Request, num_drafts: int, num_right: int) -> None:
+def settle_drafts(book: RequestTable, request: Request, num_drafts: int, num_right: int) -> None:
     """Drafts were verified: all tokens but the newest are computed, the rest were wrong."""
     book.num_draft_tokens += num_drafts
     book.num_accepted_tokens += num_right
@@ -26,7 +26,7 @@ def settle_drafts(book: RequestBook, request: Request, num_drafts: int, num_righ
         request.num_target_tokens = min(request.num_tokens, request.max_total_tokens - 1)
 
 
-def take_drafts(book: RequestBook, requests: list[Request], drafts: dict[str, list[int]]) -> None:
+def take_drafts(book: RequestTable, requests: list[Request], drafts: dict[str, list[int]]) -> None:
     """Next time these requests verify guesses, unless a step ahead has overtaken them."""
     most = book.kv_cache.max_drafts
     for request in requests:

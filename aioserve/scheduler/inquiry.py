@@ -5,10 +5,10 @@ Reads the book and changes nothing.
 
 from aioserve.outputs import SchedulerStats
 from aioserve.request import WaitReason
-from aioserve.scheduler.book import RequestBook
+from aioserve.scheduler.request_table import RequestTable
 
 
-def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
+def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
     """Implements `SchedulerInterface.get_wait_reasons`."""
     in_flight = book.in_flight.requests()
     reasons = {
@@ -25,7 +25,7 @@ def wait_reasons(book: RequestBook) -> dict[str, WaitReason]:
     return reasons | dict.fromkeys(aside, WaitReason.REMOTE_KVS)
 
 
-def stats(book: RequestBook) -> SchedulerStats:
+def stats(book: RequestTable) -> SchedulerStats:
     """Implements `SchedulerInterface.make_stats`."""
     kv_cache = book.kv_cache
     of_resources = [resource.stats() for resource in kv_cache.resources]

@@ -5,8 +5,8 @@ Whatever the runner made of it: so a recorded step ends the same requests withou
 
 from aioserve.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.request_table import RequestTable
 
 
 def computed_by(output: SchedulerOutput) -> dict[str, int]:
@@ -17,7 +17,7 @@ def computed_by(output: SchedulerOutput) -> dict[str, int]:
     return {name: before[name] + count for name, count in output.num_scheduled_tokens.items()}
 
 
-def end_pooled(book: RequestBook, request: Request, result: ModelRunnerOutput) -> EngineCoreOutput:
+def end_pooled(book: RequestTable, request: Request, result: ModelRunnerOutput) -> EngineCoreOutput:
     """Nothing is left to do for it, not even if it was preempted meanwhile."""
     status = RequestStatus.FINISHED_STOPPED
     book.finish(request, status)

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.book import Order, RequestBook
 from aioserve.scheduler.output import SchedulerOutput
+from aioserve.scheduler.request_table import Order, RequestTable
 
 
 def failed_rows(requests: Sequence[Request], named: Collection[str]) -> list[Request]:
@@ -22,7 +22,7 @@ def failed_rows(requests: Sequence[Request], named: Collection[str]) -> list[Req
 
 
 def recompute_dependents(
-    book: RequestBook,
+    book: RequestTable,
     output: SchedulerOutput,
     requests: Sequence[Request],
     failed: Sequence[Request],

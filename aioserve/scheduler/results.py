@@ -10,15 +10,15 @@ import msgspec
 
 from aioserve.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, TokenLogprobs
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.book import Order, RequestBook
 from aioserve.scheduler.drafts import settle_drafts, take_drafts, until_stop
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.pooling import computed_by, end_pooled
 from aioserve.scheduler.recompute import failed_rows, recompute_dependents
+from aioserve.scheduler.request_table import Order, RequestTable
 
 
 def take_results(
-    book: RequestBook,
+    book: RequestTable,
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
     clock: Callable[[], float],
@@ -90,7 +90,7 @@ def take_results(
 
 
 def _append_tokens(
-    book: RequestBook,
+    book: RequestTable,
     request: Request,
     token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,

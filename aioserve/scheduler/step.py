@@ -8,8 +8,8 @@ from collections.abc import Callable
 from aioserve.config import SchedulerConfig
 from aioserve.errors import PolicyError
 from aioserve.request import Request, RequestStatus, WaitReason
-from aioserve.scheduler.book import OpenStep, Order, RequestBook
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.request_table import OpenStep, Order, RequestTable
 
 
 class Step(OpenStep):
@@ -41,7 +41,7 @@ class Step(OpenStep):
 
     def __init__(
         self,
-        book: RequestBook,
+        book: RequestTable,
         config: SchedulerConfig,
         order: Order,
         choose_victim: Callable[[], Request | None],

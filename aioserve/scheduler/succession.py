@@ -12,15 +12,15 @@ from aioserve.config import SchedulerConfig
 from aioserve.errors import FROM_OUTSIDE, AioserveError, ConfigError, PolicyError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.scheduler.blame import place
-from aioserve.scheduler.book import RequestBook
 from aioserve.scheduler.interface import CANNOT_BE_SWITCHED, SchedulerInterface
 from aioserve.scheduler.registry import load_policy
+from aioserve.scheduler.request_table import RequestTable
 
 
 class Switchable(SchedulerInterface):
     """A scheduler whose place another one of its kind can take. `BaseScheduler` is one."""
 
-    book: RequestBook
+    book: RequestTable
     kv_cache: KVCacheManager
     max_model_len: int
     clock: Callable[[], float]

@@ -61,7 +61,7 @@ from aioserve.server.routes import ADMIN_ROUTES, OPERATORS_ROUTES, PAGE_ROUTES, 
 from aioserve.server.running import RunningResponses
 from aioserve.server.service_manager import notify
 from aioserve.server.signals import Signals
-from aioserve.server.sockets import Doors, cannot_listen, open_doors, url_of
+from aioserve.server.sockets import ListenSockets, cannot_listen, open_doors, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def max_body_mib(engine: EngineClient) -> int:
 @contextlib.asynccontextmanager
 async def listening(
     engine: EngineClient,
-    doors: Doors | Sequence[socket],
+    doors: ListenSockets | Sequence[socket],
     responses: Responses | None = None,
     running: RunningResponses | None = None,
     access: Access | None = None,
@@ -180,7 +180,7 @@ async def listening(
 
     Raises `ConfigError` if another process took the port in the meantime.
     """
-    doors = doors if isinstance(doors, Doors) else Doors([*doors], [])
+    doors = doors if isinstance(doors, ListenSockets) else ListenSockets([*doors], [])
     access, counts = access or open_access(engine), counts or HttpCounts()
     most = math.ceil(access.settings.max_connections / (engine.config.server.api_workers or 1))
     connections = Connections(access.settings, most, access.refusals)
@@ -214,7 +214,7 @@ async def listening(
 #: answered so far as soon as it can listen; calls what it is given if that cannot go on, and raises
 #: why at the end of the block.
 MakeSite = Callable[
-    [AsyncEngine, Doors, MainAccess, Callable[[], None], Loading],
+    [AsyncEngine, ListenSockets, MainAccess, Callable[[], None], Loading],
     contextlib.AbstractAsyncContextManager[str],
 ]
 
@@ -222,7 +222,7 @@ MakeSite = Callable[
 @contextlib.asynccontextmanager
 async def site_here(
     engine: AsyncEngine,
-    doors: Doors,
+    doors: ListenSockets,
     access: MainAccess,
     stop: Callable[[], None],
     loading: Loading,

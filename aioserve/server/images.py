@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation, EngineClient, Prompt
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.multimodal import Illustrated
+from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.decoding import (
     MEDIA_TYPES,
     EncodedImage,
@@ -188,7 +188,7 @@ class ImageLoader:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         images.sources = [source._replace(base64="") for source in sources]  # only paths are left
-        return Illustrated(conversation, [brought[i] for i in range(len(sources))])
+        return MultimodalPrompt(conversation, [brought[i] for i in range(len(sources))])
 
     def shown(self, conversation: Conversation, images: ImageParts) -> Conversation | Shown:
         """What `show` would make of it, to be brought when its request may run."""

@@ -14,7 +14,7 @@ from aioserve.config import EngineConfig
 from aioserve.errors import ConfigError
 
 
-class Doors(NamedTuple):
+class ListenSockets(NamedTuple):
     """Bound sockets, not yet listening."""
 
     public: list[socket.socket]
@@ -35,11 +35,11 @@ class Doors(NamedTuple):
                 os.unlink(self.path)
 
 
-def open_doors(config: EngineConfig) -> Doors:
+def open_doors(config: EngineConfig) -> ListenSockets:
     """What the settings say. Raises `ConfigError` as `bind` does."""
     access, server = config.access, config.server
     public = bind(server.host, server.port) if access.uds is None else [bind_unix(access.uds)]
-    doors = Doors(public, [], access.uds)
+    doors = ListenSockets(public, [], access.uds)
     if access.admin_port is not None:
         try:
             doors.admin.extend(bind(access.admin_host, access.admin_port))

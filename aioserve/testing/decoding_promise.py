@@ -13,7 +13,7 @@ from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import Request, RequestSpec
 from aioserve.sampling_params import SamplingParams
 from aioserve.scheduler import BaseScheduler, SchedulerOutput
-from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.testing.violation import ContractViolation
 
 Clock = Callable[[], float]
@@ -93,15 +93,15 @@ class _Run:
             if not output.num_scheduled_tokens:
                 continue
             tokens = [self._sample(name) for name in output.num_scheduled_tokens]
-            if self._trusts and DecodingOn.follows(scheduler, output):
-                decodes = DecodingOn(scheduler)
+            if self._trusts and MultiStepDecode.follows(scheduler, output):
+                decodes = MultiStepDecode(scheduler)
                 is_last = self._num_crowds == NUM_CROWDS
                 limit = MAX_STEPS if is_last else max(PATIENCE - self._num_quiet, 0)
                 yield from self._go_on(decodes, decodes.num_steps(limit))
             result = ModelRunnerOutput(list(output.num_scheduled_tokens), tokens)
             scheduler.update_from_output(output, result)
 
-    def _go_on(self, decodes: DecodingOn, count: int) -> Iterator[_Plan]:
+    def _go_on(self, decodes: MultiStepDecode, count: int) -> Iterator[_Plan]:
         """So many steps more, one by one, so that what each takes can be seen."""
         for _ in range(count):
             before = [len(request.block_ids) for request in decodes.requests]

@@ -36,7 +36,7 @@ from aioserve.scheduler import (
     make_successor,
 )
 from aioserve.scheduler.blame import blamed, place
-from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
 from aioserve.testing.calls import Call, kept, make_calls
 from aioserve.testing.decoding_promise import check_keeps_decoding
@@ -502,7 +502,7 @@ class SchedulerHarness:
         """What the policy promises with `keeps_decoding`, on requests of the kit's own, with the
         limits of this harness. Without a promise, or where nobody relies on it, there is nothing.
         """
-        if not DecodingOn.is_promised_by(self.policy):
+        if not MultiStepDecode.is_promised_by(self.policy):
             return
         if self.config.depth > 1 or self.config.num_lookahead_tokens:
             return

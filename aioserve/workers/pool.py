@@ -21,7 +21,7 @@ from aioserve.server.access.access import MainAccess
 from aioserve.server.access.keyring import ENVIRONMENT
 from aioserve.server.app import HANDLER_TIMEOUT
 from aioserve.server.loading import Loading
-from aioserve.server.sockets import Doors, bind_beside, share, url_of
+from aioserve.server.sockets import ListenSockets, bind_beside, share, url_of
 from aioserve.workers.host import Host, WorkerClient
 from aioserve.workers.messages import MakeReport
 
@@ -56,7 +56,7 @@ def check_platform() -> None:
 @contextlib.asynccontextmanager
 async def workers_listening(
     engine: AsyncEngine,
-    doors: Doors,
+    doors: ListenSockets,
     access: MainAccess,
     stop: Callable[[], None],
     loading: Loading,
@@ -93,7 +93,7 @@ class WorkerPool:
     def __init__(
         self,
         engine: AsyncEngine,
-        doors: Doors,
+        doors: ListenSockets,
         access: MainAccess,
         folder: Path,
         stop: Callable[[], None],

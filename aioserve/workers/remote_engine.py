@@ -15,13 +15,13 @@ import zmq
 from aioserve.arguments import EXIT_FAILED
 from aioserve.engine import RequestStream
 from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.pooling_validator import PoolingDoor
+from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.client import KnownAdapters
+from aioserve.engine.client_base import EngineClientBase
 from aioserve.engine.clock import Clock, clock_of
 from aioserve.engine.delivery.output_processor import OutputProcessor
-from aioserve.engine.front import EngineFront
 from aioserve.engine.observe.histogram import Histogram
-from aioserve.engine.observe.loop_monitor import Pulse
+from aioserve.engine.observe.loop_monitor import LoopMonitor
 from aioserve.engine.samples import Claims, Samples, SampleState
 from aioserve.errors import ConfigError, EngineDeadError
 from aioserve.log_format import set_log_level
@@ -88,7 +88,7 @@ class RemoteParts(NamedTuple):
     """What the front half is made of."""
 
     input_processor: InputProcessor
-    pooling: PoolingDoor
+    pooling: PoolingValidator
     output_processor: OutputProcessor
     clock: Clock
 
@@ -118,7 +118,7 @@ class _StopCounts:
             self.num_tokens[state.request.request_id] = num_output_tokens
 
 
-class RemoteEngine(EngineFront[RemoteParts]):
+class RemoteEngine(EngineClientBase[RemoteParts]):
     """Made, started and closed in one event loop. It dies with its engine, and for good."""
 
     def __init__(self, address: str) -> None:
@@ -139,7 +139,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
         #: What was counted by whoever serves in this process.
         self.tell_counted: Callable[[], list[Counted]] = list
         self._loop_delay = Histogram()
-        self._pulse = Pulse(
+        self._pulse = LoopMonitor(
             lambda: self._parts is not None and len(self._parts.output_processor) > 0,
             self._loop_delay.observe,
         )
@@ -190,7 +190,7 @@ class RemoteEngine(EngineFront[RemoteParts]):
                 config.runner.seed + (welcome.client_index << 32),
                 runner_info=welcome.runner_info,
             ),
-            PoolingDoor(info, welcome.runner_info),
+            PoolingValidator(info, welcome.runner_info),
             OutputProcessor(info.tokenizer, self._counts, clock=clock, may_wait=False),
             clock,
         )

@@ -22,7 +22,7 @@ from aioserve.log_format import set_up_logging
 from aioserve.server.app import HANDLER_TIMEOUT, exempt_from_garbage_collection, listening
 from aioserve.server.http_counts import HttpCounts
 from aioserve.server.running import RunningResponses
-from aioserve.server.sockets import Doors
+from aioserve.server.sockets import ListenSockets
 from aioserve.workers.remote_engine import RemoteEngine, RemoteResponses
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(given.log_level, given.log_format, given.name)
     sockets = [socket.socket(fileno=number) for number in given.sockets]
     num_public = len(sockets) - given.num_admin
-    doors = Doors(sockets[:num_public], sockets[num_public:])
+    doors = ListenSockets(sockets[:num_public], sockets[num_public:])
     try:
         return run(_serve(given.address, given.lifeline, doors))
     except AioserveError as error:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sock.close()
 
 
-async def _serve(address: str, lifeline: int, doors: Doors) -> int:
+async def _serve(address: str, lifeline: int, doors: ListenSockets) -> int:
     engine = RemoteEngine(address)
     try:
         has_died = _watch(lifeline)

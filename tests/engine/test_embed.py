@@ -22,7 +22,7 @@ from aioserve.config import (
 )
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
-from aioserve.engine.admission.pooling_validator import PoolingDoor
+from aioserve.engine.admission.pooling_validator import PoolingValidator
 from aioserve.engine.observe.shadow import LAG_SECONDS
 from aioserve.errors import (
     ConfigError,
@@ -262,7 +262,7 @@ async def test_a_model_pools_as_it_was_saved(
         (path / "modules.json").write_text(json.dumps(modules))
     config = EngineConfig(model=ModelConfig(model=str(path)), runner=SIMULATED.runner)
     if pools_by in ("mean", "last"):
-        door = PoolingDoor(
+        door = PoolingValidator(
             ModelInfo(config.model), RunnerInfo(num_kv_blocks=1, supports_pooling=True)
         )
         assert door.complete(PoolingParams()).pooling == pools_by

@@ -295,7 +295,7 @@ def test_what_stands_between_engine_and_policy_is_named() -> None:
     async def main(engine: AsyncEngine) -> None:
         assert look(engine).watchers == ["ShadowTurns"]
         await engine.ask(ShowSteps(0))
-        assert look(engine).watchers == ["ShadowTurns", "Onlooker"]
+        assert look(engine).watchers == ["ShadowTurns", "FeedObserver"]
         assert look(engine).policy_class == "FCFSScheduler"
 
     run(main, msgspec.structs.replace(make_config(), shadow=ShadowConfig(shadow_policy="hrrn")))

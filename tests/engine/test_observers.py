@@ -11,9 +11,9 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine import kv_connector
-from aioserve.engine.delivery.output_router import Delivery, output_processor
+from aioserve.engine.delivery.output_router import OutputRouter, output_processor
 from aioserve.engine.kv_connector import HeldBack
-from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.feed_observer import FeedObserver
 from aioserve.engine.observe.metrics import EngineMetrics
 from aioserve.engine.observe.shadow import Shadow
 from aioserve.engine.observe.shadow_turns import ShadowTurns
@@ -134,10 +134,10 @@ async def test_a_page_whose_notes_fail_does_not_stop_a_switch(
 ) -> None:
     async with AsyncEngine(make_config()) as engine:
         await engine.ask(ShowSteps(0))
-        monkeypatch.setattr(Onlooker, "since_began", fails)
+        monkeypatch.setattr(FeedObserver, "since_began", fails)
         engine.switch_policy("fcfs")
         await all_are_served(engine)
-    assert num_lines(caplog, "Onlooker failed and hears no more") == 1
+    assert num_lines(caplog, "FeedObserver failed and hears no more") == 1
 
 
 @pytest.mark.parametrize("num_good", [0, 2])
@@ -191,7 +191,7 @@ async def test_a_client_process_that_cannot_be_reached_harms_no_other(
         def process_outputs(self, outputs: list[EngineCoreOutput], now: float) -> list[str]:
             return []
 
-    delivery = Delivery(NoReaders(), lambda: 0.0)  # type: ignore[arg-type]
+    delivery = OutputRouter(NoReaders(), lambda: 0.0)  # type: ignore[arg-type]
     delivery.send_off[1] = fails
     assert delivery.deliver(1, []) == []
     assert num_lines(caplog, "sending outputs to client 1 failed: as asked") == 1

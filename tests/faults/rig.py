@@ -13,7 +13,7 @@ from aioserve.policies.chunked_prefill import ChunkedPrefillScheduler
 from aioserve import AsyncEngine, EngineConfig, EngineSnapshot
 from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from aioserve.engine.admission.input_processor import InputProcessor
-from aioserve.engine.admission.sampling_validator import SamplingDoor
+from aioserve.engine.admission.sampling_validator import SamplingValidator
 from aioserve.engine.delivery.output_processor import OutputProcessor
 from aioserve.engine.delivery.request_log import RequestLog
 from aioserve.errors import EngineDeadError
@@ -61,7 +61,7 @@ class Observer:
 PARTS: "Parts" = {
     "tokenizer": (InputProcessor, "_encode"),
     "lengths": (InputProcessor, "least_tokens"),
-    "sampling": (SamplingDoor, "complete"),
+    "sampling": (SamplingValidator, "complete"),
     "schedule": (ChunkedPrefillScheduler, "schedule"),
     "update": (ChunkedPrefillScheduler, "update_from_output"),
     "arrival": (ChunkedPrefillScheduler, "add_request"),

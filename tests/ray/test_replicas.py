@@ -15,10 +15,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from aioserve import AsyncEngine, EngineConfig, Illustrated, SamplingParams
+from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, SamplingParams
 from aioserve.errors import ConfigError
 from aioserve.ray import build_app
-from tests.images.pictures import data_url, encoded
+from tests.multimodal.pictures import data_url, encoded
 from tests.processes import COMPUTING_SECONDS, JSON
 from tests.seeing_models import make_seeing_model, picture
 
@@ -192,7 +192,7 @@ async def test_a_replica_is_shown_the_images_that_the_ingress_has_prepared(
     deploy({"num_replicas": 2, "settings": settings})
     image, said = picture(0, 60, 40), {"type": "text", "text": "What is it?"}
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    shown = Illustrated([{"role": "user", "content": [said, {"type": "image"}]}], [image])
+    shown = MultimodalPrompt([{"role": "user", "content": [said, {"type": "image"}]}], [image])
     async with AsyncEngine(EngineConfig.load(None, list(settings.items()))) as engine:
         text = "".join([output.text async for output in engine.generate(shown, params)])
     url = {"url": data_url(encoded(image))}

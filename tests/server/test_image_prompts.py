@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aioserve.policies.fcfs import FCFSScheduler
 
-from aioserve import AsyncClient, Illustrated, SamplingParams
+from aioserve import AsyncClient, MultimodalPrompt, SamplingParams
 from aioserve.config import (
     AccessConfig,
     CacheConfig,
@@ -32,7 +32,7 @@ from aioserve.server.app import listening
 from aioserve.server.protocol import ContentPart
 from aioserve.server.responses.protocol import InputItem
 from aioserve.server.sockets import bind
-from tests.images.pictures import bomb, data_url, encoded
+from tests.multimodal.pictures import bomb, data_url, encoded
 from tests.processes import PATIENCE
 from tests.seeing_models import SEEING_KINDS, make_seeing_model, picture
 from tests.server.access.conftest import BEN, keys_file
@@ -104,7 +104,7 @@ async def metric(server, name: str) -> float:
 async def seen_by_engine(server, *images: Any) -> tuple[list[int], int]:
     """Tokens of the reply, and of the prompt, as a caller of the engine gets them."""
     parts = [TEXT, *({"type": "image"} for _ in images)]
-    prompt = Illustrated(Conversation([{"role": "user", "content": parts}]), images)
+    prompt = MultimodalPrompt(Conversation([{"role": "user", "content": parts}]), images)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     tokens: list[int] = []
     async for output in server.engine.generate(prompt, params):

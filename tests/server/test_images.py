@@ -10,9 +10,9 @@ from aiohttp import web
 from aioserve.config import ImageConfig
 from aioserve.engine import Conversation
 from aioserve.errors import EngineOverloadedError, RequestError
-from aioserve.multimodal import Illustrated, fetching
+from aioserve.multimodal import MultimodalPrompt, fetching
 from aioserve.server.images import ImageLoader, ImageParts, joined
-from tests.images.pictures import bomb, data_url, encoded, picture
+from tests.multimodal.pictures import bomb, data_url, encoded, picture
 from tests.processes import PATIENCE
 from tests.server.bad_bodies import check
 
@@ -221,7 +221,7 @@ def make_loader():
 async def test_images_come_in_order_whatever_brings_them(make_loader):
     sizes = [(8, 9), (10, 11), (12, 13)]
     shown = await make_loader(*(data_url(encoded(picture(*size))) for size in sizes))
-    assert isinstance(shown, Illustrated)
+    assert isinstance(shown, MultimodalPrompt)
     assert shown.prompt is TALK
     assert [image.shape for image in shown.images] == [(h, w, 3) for w, h in sizes]
     for image, size in zip(shown.images, sizes, strict=True):

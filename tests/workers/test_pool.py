@@ -5,7 +5,7 @@ import pytest
 from aioserve.engine import AsyncEngine
 from aioserve.errors import WorkerError
 from aioserve.server.access.access import MainAccess
-from aioserve.server.sockets import Doors
+from aioserve.server.sockets import ListenSockets
 from aioserve.workers import pool
 from aioserve.workers.pool import WorkerPool
 from tests.server.serving import SIMULATED
@@ -28,7 +28,7 @@ async def test_workers_that_cannot_be_started_again_end_the_server_with_a_line(
     has_stopped = []
     async with AsyncEngine(SIMULATED) as engine:
         workers = WorkerPool(
-            *(engine, Doors([], []), MainAccess(SIMULATED), tmp_path / folder),
+            *(engine, ListenSockets([], []), MainAccess(SIMULATED), tmp_path / folder),
             lambda: has_stopped.append(True),
         )
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -12,13 +12,13 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from aioserve.engine.admission.chat_template import Conversation, Messages
-from aioserve.engine.admission.multimodal_prompts import Encoded, Illustrations
-from aioserve.engine.admission.prompt_limit import Room
-from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingDoor
+from aioserve.engine.admission.multimodal_prompts import Encoded, MultimodalProcessor
+from aioserve.engine.admission.prompt_limit import PromptLimit
+from aioserve.engine.admission.sampling_validator import NO_TOKENIZER, SamplingValidator
 from aioserve.errors import RequestError
 from aioserve.grammars import GrammarCompiler
 from aioserve.model_info import ModelInfo
-from aioserve.multimodal import Illustrated
+from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import family_of
 from aioserve.pooling_params import PoolingParams
 from aioserve.runner.info import RunnerInfo
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 #: Text, token ids, chat messages with "role" and "content", those and tools, or what has images.
 #: Token ids with encoder inputs are for runners of which it is known that these suit them.
-Prompt = str | Sequence[int] | Messages | Conversation | Illustrated | Encoded
+Prompt = str | Sequence[int] | Messages | Conversation | MultimodalPrompt | Encoded
 
 # Longer texts are tokenized in a thread: some 5 microseconds of event loop per 10 characters is
 # what a short one costs (measured with the embedded tokenizer), 2,000 characters about 1 ms.
@@ -61,7 +61,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if self._has_tokenizer:
             self._tokenizer = model_info.tokenizer
-            self._illustrations = Illustrations(model_info, self._tokenizer, runner_info)
+            self._illustrations = MultimodalProcessor(model_info, self._tokenizer, runner_info)
             self._chat_template = self._illustrations.template
             self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if self._backend is not None:
@@ -71,7 +71,9 @@ class InputProcessor:
             self._max_token_bytes = max(map(len, vocabulary), default=1)
             # A tokenizer may know tokens that were added without weights for them.
             self._has_strangers = max(vocabulary.values(), default=0) >= self._vocab_size
-        self.sampling = SamplingDoor(model_info, seed, self._encode_word, runner_info=runner_info)
+        self.sampling = SamplingValidator(
+            model_info, seed, self._encode_word, runner_info=runner_info
+        )
         # One thread: tokenizing beside the model's threads gains nothing from more. Images have
         # one of their own, so that no text waits for them, and so do templates of what is short.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-tokenizer")
@@ -88,11 +90,11 @@ class InputProcessor:
         """What stands for an image in a text; empty if there can be none."""
         return self._illustrations.placeholder if self._has_tokenizer else ""
 
-    def room(self, params: SamplingParams | PoolingParams) -> Room:
+    def room(self, params: SamplingParams | PoolingParams) -> PromptLimit:
         """What `params` leave to a prompt."""
-        return Room.of(params, self._max_model_len)
+        return PromptLimit.of(params, self._max_model_len)
 
-    def least_tokens(self, prompt: Prompt, room: Room) -> int:
+    def least_tokens(self, prompt: Prompt, room: PromptLimit) -> int:
         """How many tokens of a prompt there are at least to keep, as far as its length alone can
         tell.
 
@@ -102,7 +104,7 @@ class InputProcessor:
         num_image_tokens = 0
         if isinstance(prompt, Encoded):
             prompt = prompt.token_ids
-        if isinstance(prompt, Illustrated):
+        if isinstance(prompt, MultimodalPrompt):
             if not self._has_tokenizer:
                 raise RequestError(f"{NO_TOKENIZER}: send token ids", param="prompt")
             prompt, num_image_tokens = self._illustrations.look_at(prompt, room)
@@ -124,7 +126,7 @@ class InputProcessor:
         room.check(num_tokens, "at least ")
         return num_tokens
 
-    async def tokenize(self, prompt: Prompt, room: Room) -> Encoded:
+    async def tokenize(self, prompt: Prompt, room: PromptLimit) -> Encoded:
         """A prompt that `least_tokens` has let pass: its token ids, those to keep, checked against
         the vocabulary and the length limit, and its images. Raises `RequestError`.
         """
@@ -135,13 +137,15 @@ class InputProcessor:
         return encoded
 
     async def encode(
-        self, prompt: Prompt, room: Room, add_special_tokens: bool = True
+        self, prompt: Prompt, room: PromptLimit, add_special_tokens: bool = True
     ) -> list[int]:
         """The token ids, however many there are. The flag is for text."""
         return (await self._encode_whole(prompt, room, add_special_tokens)).token_ids
 
-    async def _encode_whole(self, prompt: Prompt, room: Room, add_special_tokens: bool) -> Encoded:
-        if isinstance(prompt, Illustrated):
+    async def _encode_whole(
+        self, prompt: Prompt, room: PromptLimit, add_special_tokens: bool
+    ) -> Encoded:
+        if isinstance(prompt, MultimodalPrompt):
             encode = self._illustrations.encode
             work = partial(encode, prompt, room, add_special_tokens, self._encode)
             return await asyncio.get_running_loop().run_in_executor(self._image_executor, work)
@@ -161,7 +165,7 @@ class InputProcessor:
     async def _encode_all(
         self,
         prompt: str | Sequence[int] | Messages | Conversation,
-        room: Room,
+        room: PromptLimit,
         add_special_tokens: bool,
     ) -> list[int]:
         if isinstance(prompt, str):
@@ -175,7 +179,9 @@ class InputProcessor:
             room.check(len(prompt))
         return self._check_vocabulary(prompt, "prompt")
 
-    async def _encode_conversation(self, conversation: Conversation, room: Room) -> list[int]:
+    async def _encode_conversation(
+        self, conversation: Conversation, room: PromptLimit
+    ) -> list[int]:
         messages = conversation.messages
         length = sum(len(message["content"] or "") for message in messages)
         is_long = (
@@ -246,12 +252,12 @@ class InputProcessor:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
-    def _render(self, conversation: Conversation, room: Room) -> str:
+    def _render(self, conversation: Conversation, room: PromptLimit) -> str:
         text = self._chat_template.render(conversation)
         room.check(room.kept(self._least_tokens_of(text)), "at least ")
         return text
 
-    def _render_and_encode(self, conversation: Conversation, room: Room) -> list[int]:
+    def _render_and_encode(self, conversation: Conversation, room: PromptLimit) -> list[int]:
         return self._encode(self._render(conversation, room), add_special_tokens=False)
 
     def _encode_word(self, text: str) -> list[int]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aioserve.engine.admission.chat_template import ChatTemplate, Conversation, Messages
-from aioserve.engine.admission.prompt_limit import Room
+from aioserve.engine.admission.prompt_limit import PromptLimit
 from aioserve.errors import ConfigError, RequestError
 from aioserve.model_info import ModelInfo
-from aioserve.multimodal import Illustrated
+from aioserve.multimodal import MultimodalPrompt
 from aioserve.multimodal.families import family_of
 from aioserve.multimodal.processing import ImageProcessor
 from aioserve.request import EncoderInput
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     encoder_inputs: Sequence[EncoderInput] = ()
 
 
-class Illustrations:
+class MultimodalProcessor:
     """Of one model and its tokenizer."""
 
     def __init__(self, info: ModelInfo, tokenizer: Any, runner_info: RunnerInfo) -> None:
@@ -52,7 +52,7 @@ class Illustrations:
         self.placeholder = "" if self._processor is None else self._processor.placeholder
         self.template = ChatTemplate(tokenizer, self.placeholder or None)
 
-    def look_at(self, prompt: Illustrated, room: Room) -> tuple[str | Messages, int]:
+    def look_at(self, prompt: MultimodalPrompt, room: PromptLimit) -> tuple[str | Messages, int]:
         """The words of a prompt, without its images, and how many tokens those stand for at least.
 
         Raises `RequestError` for images that cannot be served, or that are not those mentioned.
@@ -79,8 +79,8 @@ class Illustrations:
 
     def encode(
         self,
-        prompt: Illustrated,
-        room: Room,
+        prompt: MultimodalPrompt,
+        room: PromptLimit,
         add_special_tokens: bool,
         encode: Callable[[str, bool], list[int]],
     ) -> Encoded:

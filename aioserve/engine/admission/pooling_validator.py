@@ -22,7 +22,7 @@ from aioserve.sampling_params import SamplingParams
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, detokenize=False, output_kind="final_only")
 
 
-class PoolingDoor:
+class PoolingValidator:
     """Completes parameters, or raises `RequestError`."""
 
     def __init__(self, model_info: ModelInfo, runner_info: RunnerInfo) -> None:

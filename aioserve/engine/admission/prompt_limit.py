@@ -10,7 +10,7 @@ from aioserve.pooling_params import PoolingParams
 from aioserve.sampling_params import SamplingParams
 
 
-class Room(NamedTuple):
+class PromptLimit(NamedTuple):
     """What the model has for one prompt."""
 
     limit: int  # the most tokens that it may have
@@ -18,7 +18,7 @@ class Room(NamedTuple):
     keep: int | None = None  # so many of the end are kept; None: all
 
     @classmethod
-    def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "Room":
+    def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "PromptLimit":
         """What `params` leave to the prompt. One that is pooled may fill the model."""
         keep = params.truncate_prompt_tokens
         if isinstance(params, PoolingParams):

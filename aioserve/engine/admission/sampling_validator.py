@@ -16,7 +16,7 @@ from aioserve.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init)"
 
 
-class SamplingDoor:
+class SamplingValidator:
     """Completes parameters, or raises `RequestError`."""
 
     def __init__(

@@ -43,7 +43,7 @@ NUM_KEPT = 8  # reports; they are asked for soon, or never
 RUN = "import os, sys; os.nice(10); from aioserve.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-class Trials:
+class PolicyTrials:
     """Of one engine; one at a time."""
 
     def __init__(

@@ -11,7 +11,7 @@ from aioserve.outputs import EngineCoreOutput, FinishReason
 from aioserve.step_loop import FAULTS, FailureLog
 
 
-class Delivery:
+class OutputRouter:
     """Called by the engine task while the next step computes."""
 
     def __init__(

@@ -16,7 +16,7 @@ from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.observe.timeline import Timeline, Timelines
 from aioserve.engine.samples import SampleState
 from aioserve.errors import ConfigError
-from aioserve.multimodal import Illustrated
+from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import FinishReason
 from aioserve.version import __version__
 
@@ -54,7 +54,7 @@ def operation_of(prompt: Any, *, is_pooled: bool) -> str:
     """What the conventions call a request of this prompt."""
     if is_pooled:
         return "embeddings"
-    if isinstance(prompt, Illustrated):
+    if isinstance(prompt, MultimodalPrompt):
         prompt = prompt.prompt
     if isinstance(prompt, Conversation):
         return "chat"

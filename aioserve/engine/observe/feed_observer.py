@@ -30,7 +30,7 @@ MAX_ASKED_EACH_STEP = 64
 _STATES = {RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 
 
-class Onlooker(StepObserver):
+class FeedObserver(StepObserver):
     """Notes of one engine, between two frames. If it fails, it hears no more, and the server goes
     on.
     """

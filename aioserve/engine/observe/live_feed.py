@@ -1,8 +1,8 @@
 """Frames of the scheduler at work, some per second, while a browser is subscribed.
 
-Lets an `Onlooker` observe the step loop when the first comes, and takes it away when the last has
-gone. A frame is encoded once for all; a browser that is too slow gets a snapshot instead, so none
-has a queue. Knows no HTTP: a look is a question, from here or from another process.
+Lets a `FeedObserver` observe the step loop when the first browser comes, and takes it away when the
+last has gone. A frame is encoded once for all; a browser that is too slow gets a snapshot instead,
+so none has a queue. Knows no HTTP: a look is a question, from here or from another process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from aioserve.config import EngineConfig
 from aioserve.decision_log.delegate import innermost
 from aioserve.engine.clock import Clock, LoopLag
 from aioserve.engine.core import EngineLoop
-from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.feed_observer import FeedObserver
 from aioserve.engine.observe.frames import About, Frame, Gauges, Histograms, Shadow, Snapshot
 from aioserve.engine.observe.metrics import EngineMetrics, Latencies, ShadowMetrics
 from aioserve.errors import EngineDeadError, RequestError
@@ -35,7 +35,7 @@ NUM_KEPT = 30  # frames, two seconds: for who was held up
 _encoder = msgspec.json.Encoder()
 
 
-class Gallery:
+class LiveFeed:
     """Broadcasts scheduler frames to the browsers that watch one engine; called on its loop."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Gallery:
         self._max_model_len = max_model_len
         self._policies: dict[str, str] | None = None  # that are installed; read once
         self._options: dict[str, list[OptionField]] = {}  # of these
-        self._onlooker: Onlooker | None = None
+        self._onlooker: FeedObserver | None = None
         self._unix_time = 0.0  # when that was put in its place, seconds since 1970
         self._loop_lag = LoopLag()
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
@@ -117,7 +117,7 @@ class Gallery:
                 f"policy {type(policy).__name__} does not derive from BaseScheduler: what it does "
                 "cannot be watched"
             )
-        self._onlooker = Onlooker(lambda: self._loop.scheduler, policy, self._clock)
+        self._onlooker = FeedObserver(lambda: self._loop.scheduler, policy, self._clock)
         self._loop.observers.subscribe(self._onlooker)
         self._metrics.latencies = Latencies()
         self._unix_time = time.time()
@@ -150,7 +150,7 @@ class Gallery:
             self._make_frame(self._onlooker)
         self._set_timer()
 
-    def _make_frame(self, onlooker: Onlooker) -> None:
+    def _make_frame(self, onlooker: FeedObserver) -> None:
         self._number += 1
         self._last_frame = now = self._clock()
         shadow = None
@@ -168,7 +168,7 @@ class Gallery:
         self._frames.append((self._number, _encoder.encode(frame)))
         self._wake()
 
-    def _snapshot(self, onlooker: Onlooker, policies: dict[str, str]) -> bytes:
+    def _snapshot(self, onlooker: FeedObserver, policies: dict[str, str]) -> bytes:
         config = self._config()
         requests, rows = onlooker.picture()
         about = About(
@@ -196,7 +196,7 @@ class Gallery:
         )
         return _encoder.encode(snapshot)
 
-    def _measure(self, onlooker: Onlooker) -> Gauges:
+    def _measure(self, onlooker: FeedObserver) -> Gauges:
         num_running, num_waiting = self._loop.scheduler.get_request_counts()
         pool, latencies = onlooker.pool, self._metrics.latencies
         policy = innermost(self._loop.scheduler)

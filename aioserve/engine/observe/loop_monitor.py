@@ -18,7 +18,7 @@ BEAT_SECONDS = 0.1
 STATE_SECONDS = 10.0  # between two lines
 
 
-class Pulse:
+class LoopMonitor:
     """Of one process, on its loop; for real time only."""
 
     def __init__(

@@ -22,7 +22,7 @@ from aioserve.engine.clock import clock_of
 from aioserve.errors import ConfigError, RequestError
 from aioserve.lab.simulation.delegating_runner import DelegatingRunner
 from aioserve.lab.workloads.workload import text_tokens
-from aioserve.multimodal import Illustrated
+from aioserve.multimodal import MultimodalPrompt
 from aioserve.outputs import ModelRunnerOutput
 from aioserve.request import EncoderInput
 from aioserve.runner.interface import RunnerInterface
@@ -287,7 +287,7 @@ async def _show_images(engine: AsyncEngine, rng: random.Random) -> None:
 
     async def one(width: int, height: int) -> None:
         image = random_pixels(0, 256, (height, width, 3), dtype=np.uint8)
-        prompt = Illustrated(f"{engine.image_placeholder} What is this?", [image])
+        prompt = MultimodalPrompt(f"{engine.image_placeholder} What is this?", [image])
         with suppress(RequestError):  # larger than the settings allow
             async for _ in engine.generate(prompt, params):
                 pass

@@ -18,7 +18,7 @@ from aioserve.request import Request
 from aioserve.runner.simulation.simulated import SimulatedRunner, step_time_model
 from aioserve.scheduler import BaseScheduler, SchedulerInterface, load_policy
 from aioserve.scheduler.blame import blamed
-from aioserve.scheduler.decoding_on import DecodingOn
+from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepLoop
 
 # Steps of decodes that are planned together: more are cut short by who comes, fewer do not pay.
@@ -62,7 +62,7 @@ class Blueprint:
 class _Stretch(NamedTuple):
     """Steps of decodes that nobody has asked the policy for one by one."""
 
-    decodes: DecodingOn
+    decodes: MultiStepDecode
     ends: list[float]  # of the step in flight, and of each after it; the last is planned as usual
 
 
@@ -108,7 +108,7 @@ class SteppedEngine:
         self._is_woken = False  # somebody came or went while steps were with the runner
         self._stretch: _Stretch | None = None
         self._goes_on = (
-            DecodingOn.is_promised_by(blueprint.policy)
+            MultiStepDecode.is_promised_by(blueprint.policy)
             and settings.depth == 1
             and not settings.num_lookahead_tokens
             and not blueprint.config.runner.simulated_draft_tokens
@@ -203,9 +203,9 @@ class SteppedEngine:
         scheduler = self._scheduler
         if not self._goes_on or self.unstarted or not isinstance(scheduler, BaseScheduler):
             return end
-        if not DecodingOn.follows(scheduler, plan):
+        if not MultiStepDecode.follows(scheduler, plan):
             return end
-        decodes = DecodingOn(scheduler)
+        decodes = MultiStepDecode(scheduler)
         count = decodes.num_steps(MAX_AHEAD)
         if count < MIN_AHEAD:
             return end

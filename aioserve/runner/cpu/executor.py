@@ -20,7 +20,7 @@ from aioserve.runner.cpu.attention import AttentionBackend
 from aioserve.runner.cpu.compute_threads import ComputeThreads
 from aioserve.runner.cpu.computed_step import ComputedStep
 from aioserve.runner.cpu.each_row import sample_each
-from aioserve.runner.cpu.image_attention import TogetherAttention
+from aioserve.runner.cpu.image_attention import BidirectionalImageAttention
 from aioserve.runner.cpu.prompts import Looked, forward_and_look
 from aioserve.runner.cpu.sampler import SampledTokens
 from aioserve.runner.cpu.step_memory import StepMemory
@@ -107,7 +107,7 @@ class StepExecutor:
             owners = inputs.parts.get(AdapterRows.name)
             attention: LayerAttention = self._backend
             if inputs.together:
-                attention = TogetherAttention(self._backend, inputs, self._block_size)
+                attention = BidirectionalImageAttention(self._backend, inputs, self._block_size)
             looked: Looked | None = None
             if wanted is None and pooled is None:
                 logits = self._model.forward(ModelInputs.of(inputs, owners), attention)

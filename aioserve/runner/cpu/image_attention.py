@@ -12,7 +12,7 @@ from aioserve.runner.attention.backend import AttentionOptions, LayerAttention, 
 from aioserve.runner.cpu.attention import AttentionBackend, Group, attend_group
 
 
-class TogetherAttention(LayerAttention):
+class BidirectionalImageAttention(LayerAttention):
     """Of one step, which `backend` is prepared for."""
 
     def __init__(self, backend: AttentionBackend, step: StepInputs, block_size: int) -> None:

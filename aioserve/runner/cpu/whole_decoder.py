@@ -35,7 +35,7 @@ from aioserve.runner.fused.decoder import (
     LayerProduct,
 )
 from aioserve.runner.fused.ops import Embedding, Linear, Ops, PlainEmbedding, RMSNorm
-from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst, own_product
+from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0, own_product
 from aioserve.runner.low_rank import Adapter, TokenAdapters
 from aioserve.runner.tensor_parallel.group import Ranks
 
@@ -59,7 +59,7 @@ class WholeDecoder(FusedDecoder):
         self._tapped = torch.empty(0, dtype=embedding.dtype)
         self._logits_memory = LogitsMemory()
         output = layers[0].output
-        self._sums = _Sums(output.ranks) if isinstance(output, AddedUp) else None
+        self._sums = _Sums(output.ranks) if isinstance(output, AllReduceLinear) else None
         # Gone with their adapters.
         self._compiled_adapters = WeakKeyDictionary[Adapter, CompiledAdapter]()
 
@@ -139,7 +139,7 @@ class WholeDecoder(FusedDecoder):
             taps.keep(inputs.slots, self._tapped)
         if self._sums is not None:
             self._sums.check()
-        return self.head.join(logits) if isinstance(self.head, JoinedAtFirst) else logits
+        return self.head.join(logits) if isinstance(self.head, GatherToRank0) else logits
 
     def _adapters(self, *rows: TokenAdapters | None) -> tuple[Any, ...]:
         """The groups of each, then their numbers."""

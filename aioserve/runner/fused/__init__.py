@@ -36,10 +36,10 @@ from aioserve.runner.fused.recognize import (
     DecoderParts,
     GatedParts,
     LayerParts,
-    OwnTurns,
+    MRoPERows,
     find_parts,
 )
-from aioserve.runner.fused.shares import AddedUp, JoinedAtFirst
+from aioserve.runner.fused.shares import AllReduceLinear, GatherToRank0
 from aioserve.runner.fused.structure import NotFusedError
 from aioserve.runner.low_rank import TokenAdapters
 from aioserve.runner.served_model import Halves, ServedModel, Taps
@@ -72,7 +72,7 @@ class FusedModel(ServedModel, Halves):
         decoder: FusedDecoder,
         is_compiled: bool,
         device: torch.device,
-        own_turns: OwnTurns | None = None,
+        own_turns: MRoPERows | None = None,
         image_encoder: "ImageEncoder | None" = None,
     ) -> None:
         self.facts = facts
@@ -119,16 +119,16 @@ def fuse(
     probe: "AttentionProbe",
     max_model_len: int,
     place: Place,
-    num_turns: int = 0,
+    num_mrope_tokens: int = 0,
 ) -> FusedModel:
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
-    With `num_turns`, so many tokens of a step may turn by axes.
+    With `num_mrope_tokens`, so many tokens of a step may turn by axes.
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
     `ConfigError` for a setting that is wrong, or if a part of `module` is gone by then.
     """
     try:
-        parts = find_parts(module, probe, max_model_len, num_turns)
+        parts = find_parts(module, probe, max_model_len, num_mrope_tokens)
         ops = place.create_ops(original.kv_cache_spec, parts.row_sizes)
         with unpacked_in_turn(module):
             proof = Proof(original, parts, max_model_len, place)
@@ -177,7 +177,7 @@ def _prove(
     if embedding is None:
         embedding = PlainEmbedding(unpacked(table).clone())  # the file it is mapped to can go
     if ranks is not None:
-        head = JoinedAtFirst(head, ranks, parts.embedding.num_embeddings)
+        head = GatherToRank0(head, ranks, parts.embedding.num_embeddings)
     proof.check_embedding(embedding)
     proof.check_head(parts.norm, head, ops)
     # one layer at a time, and all of them again later: there may not be memory for all layers
@@ -225,7 +225,7 @@ def _is_small(module: nn.Module) -> bool:
 def _fuse_layer(parts: LayerParts, ops: Ops, ranks: Ranks | None) -> DecoderLayer:
     output = _fuse_linears((parts.output,), ops)
     if ranks is not None:
-        output = AddedUp(output, ranks)
+        output = AllReduceLinear(output, ranks)
     return DecoderLayer(
         input_norm=parts.input_norm,
         qkv=_fuse_linears(parts.qkv, ops),
@@ -247,7 +247,7 @@ def _fuse_mlp(parts: GatedParts | ExpertParts, ops: Ops, ranks: Ranks | None) ->
         gate_up=_fuse_linears(parts.gate_up, ops),
         activation=parts.activation,
         intermediate_size=parts.inner_size,
-        down=down if ranks is None else AddedUp(down, ranks),
+        down=down if ranks is None else AllReduceLinear(down, ranks),
     )
 
 

@@ -55,7 +55,7 @@ class DecoderParts:
     layers: list[LayerParts]
     norm: RMSNorm
     head: nn.Linear
-    own_turns: "OwnTurns | None" = None
+    own_turns: "MRoPERows | None" = None
 
     @property
     def row_sizes(self) -> set[int]:
@@ -63,7 +63,7 @@ class DecoderParts:
         return {len(self.norm.weight)} | {layer.mlp.inner_size for layer in self.layers}
 
 
-class OwnTurns:
+class MRoPERows:
     """3-axis rotary positions (M-RoPE) of image tokens: cos/sin rows behind the ordinary ones."""
 
     def __init__(self, rotary: nn.Module, table: Tensor, num_positions: int) -> None:
@@ -79,7 +79,7 @@ class OwnTurns:
 
 
 def find_parts(
-    module: nn.Module, probe: "AttentionProbe", max_model_len: int, num_turns: int = 0
+    module: nn.Module, probe: "AttentionProbe", max_model_len: int, num_mrope_tokens: int = 0
 ) -> DecoderParts:
     """The parts of a causal language model, of which so many tokens of a step may turn by axes.
     Raises `NotFusedError`.
@@ -94,9 +94,9 @@ def find_parts(
     head_dim = probe.spec(torch.float32).layers[0].key_head_dim
     turning = _cos_sin(decoder.rotary_emb, max_model_len, head_dim)
     own_turns = None
-    if num_turns:
-        turning = torch.cat((turning, turning.new_zeros(num_turns, turning.shape[1])))
-        own_turns = OwnTurns(decoder.rotary_emb, turning, max_model_len)
+    if num_mrope_tokens:
+        turning = torch.cat((turning, turning.new_zeros(num_mrope_tokens, turning.shape[1])))
+        own_turns = MRoPERows(decoder.rotary_emb, turning, max_model_len)
     still = turning
     if not all(_turns(layer) for layer in layers):
         half = turning.shape[1] // 2

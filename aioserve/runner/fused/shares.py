@@ -9,7 +9,7 @@ from aioserve.runner.fused.ops import Linear
 from aioserve.runner.tensor_parallel.group import Ranks
 
 
-class AddedUp:
+class AllReduceLinear:
     """With some of the inputs: the sums of all ranks are added up."""
 
     def __init__(self, own: Linear, ranks: Ranks) -> None:
@@ -21,7 +21,7 @@ class AddedUp:
         return out
 
 
-class JoinedAtFirst:
+class GatherToRank0:
     """With some of the `width` outputs: the first rank gets all, the others get zeros."""
 
     def __init__(self, own: Linear, ranks: Ranks, width: int) -> None:
@@ -37,4 +37,4 @@ class JoinedAtFirst:
 
 def own_product(linear: Linear) -> Linear:
     """What this rank multiplies with."""
-    return linear.own if isinstance(linear, AddedUp | JoinedAtFirst) else linear
+    return linear.own if isinstance(linear, AllReduceLinear | GatherToRank0) else linear

@@ -7,12 +7,12 @@ from socket import AF_UNIX, socket
 from aioserve.errors import ConfigError
 from aioserve.server.access.access import Access
 from aioserve.server.access.hosts import is_loopback
-from aioserve.server.sockets import Doors, url_of
+from aioserve.server.sockets import ListenSockets, url_of
 
 logger = logging.getLogger(__name__)
 
 
-def check_exposure(access: Access, doors: Doors, *, has_admin: bool) -> None:
+def check_exposure(access: Access, doors: ListenSockets, *, has_admin: bool) -> None:
     """Warn of a server that answers other machines without keys. Raises `ConfigError` if these
     could operate it as well: `has_admin` says whether it has operators' routes.
     """

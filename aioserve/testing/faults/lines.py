@@ -26,7 +26,11 @@ WAY = (
     *("server/middleware.py", "server/access/gate.py", "server/body.py"),
     *("server/completions.py", "server/chat/routes.py", "server/generation.py"),
     *("server/running.py", "server/collected.py", "server/sse.py"),
-    *("engine/front.py", "engine/admission/input_processor.py", "engine/admission/arrivals.py"),
+    *(
+        "engine/client_base.py",
+        "engine/admission/input_processor.py",
+        "engine/admission/admission.py",
+    ),
     *("engine/async_engine.py", "engine/stream.py", "engine/delivery/output_processor.py"),
     *(
         "engine/delivery/output_router.py",

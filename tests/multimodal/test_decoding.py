@@ -15,7 +15,7 @@ from aioserve.multimodal.decoding import (
     decode_base64,
     read_header,
 )
-from tests.images.pictures import bomb, encoded, picture
+from tests.multimodal.pictures import bomb, encoded, picture
 
 
 def as_transformers(data: bytes):

@@ -13,7 +13,7 @@ from aioserve.scheduler.interface import SchedulerInterface
 from aioserve.scheduler.output import SchedulerOutput
 
 
-class DecodingOn:
+class MultiStepDecode:
     """What follows a step of decodes that is alone in flight: the same rows again."""
 
     def __init__(self, scheduler: BaseScheduler) -> None:

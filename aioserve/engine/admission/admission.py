@@ -23,7 +23,7 @@ from aioserve.request import Request, RequestSpec, RequestStatus
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
-class Arrivals:
+class Admission:
     """Of one engine."""
 
     def __init__(

@@ -39,7 +39,7 @@ class OpenStep:
     preempted_req_ids: list[str]  # those that the runner has heard of
 
 
-class RequestBook:
+class RequestTable:
     """All requests that have not ended, each in `waiting`, `aside` or `running`, and whatever the
     runner is still to return or to be told. One book passes from policy to policy.
     """

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aioserve import AsyncEngine, EngineConfig, Illustrated
+from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt
 from aioserve.config import RunnerConfig
 from aioserve.errors import RequestError
 from aioserve.request import EncoderInput
@@ -17,7 +17,7 @@ async def test_an_image_for_a_text_model_is_refused() -> None:
     async with AsyncEngine(EngineConfig(runner=RunnerConfig(runner="simulated"))) as engine:
         for prompt in prompts:
             with pytest.raises(RequestError, match="reads no images") as raised:
-                await engine.add_request(Illustrated(prompt, [picture]))
+                await engine.add_request(MultimodalPrompt(prompt, [picture]))
             assert raised.value.param == "images[0]"
 
 

@@ -43,7 +43,7 @@ class FrontParts(DoorParts, Protocol):
 Parts = TypeVar("Parts", bound=FrontParts)
 
 
-class EngineFront(EngineClient, Generic[Parts]):
+class EngineClientBase(EngineClient, Generic[Parts]):
     """Checks requests and tokenizes their prompts, in this process."""
 
     async def add_request(

@@ -13,7 +13,7 @@ from aioserve.config import CacheConfig, RunnerConfig, SchedulerConfig
 from aioserve.decision_log.delegate import DelegatingScheduler
 from aioserve.engine.admission.multimodal_prompts import Encoded
 from aioserve.engine.core import EngineCore, EngineLoop
-from aioserve.engine.observe.feed_observer import Onlooker
+from aioserve.engine.observe.feed_observer import FeedObserver
 from aioserve.engine.observe.frames import Ended, Events
 from aioserve.engine.observe.shown_id import shown_id
 from aioserve.lab import VirtualClockEventLoop
@@ -119,16 +119,16 @@ async def make_traffic(engine: AsyncEngine) -> None:
 @asynccontextmanager
 async def looked_at(
     config: EngineConfig, watch: Callable[[SchedulerInterface], SchedulerInterface]
-) -> AsyncIterator[tuple[AsyncEngine, Onlooker]]:
+) -> AsyncIterator[tuple[AsyncEngine, FeedObserver]]:
     """An engine of what `watch` makes of its scheduler, and an onlooker."""
-    found: list[Onlooker] = []
+    found: list[FeedObserver] = []
     begin = EngineCore.__init__
 
     def watched(core: EngineCore, loop: EngineLoop, *args: Any, **more: Any) -> None:
         policy: Any = loop.scheduler
         loop.scheduler = watch(loop.scheduler)
         time = asyncio.get_running_loop().time
-        found.append(Onlooker(lambda: loop.scheduler, policy, time))
+        found.append(FeedObserver(lambda: loop.scheduler, policy, time))
         loop.observers.subscribe(found[-1])
         begin(core, loop, *args, **more)
 
@@ -138,7 +138,7 @@ async def looked_at(
             yield engine, found[0]
 
 
-def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
+def watched(depth: int, blocks: int) -> tuple[Told, Truth, FeedObserver]:
     config = EngineConfig(
         runner=RunnerConfig(runner="simulated"),
         cache=CacheConfig(num_kv_blocks=blocks),
@@ -147,7 +147,7 @@ def watched(depth: int, blocks: int) -> tuple[Told, Truth, Onlooker]:
         ),
     )
 
-    async def main() -> tuple[Told, Truth, Onlooker]:
+    async def main() -> tuple[Told, Truth, FeedObserver]:
         told, truths = Told(), []
 
         def watch(live: SchedulerInterface) -> Truth:
@@ -206,9 +206,9 @@ def test_whose_images_a_step_encodes_is_told_once() -> None:
 def test_one_that_fails_stops_telling_and_the_server_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Onlooker, "on_back", lambda *args: 1 / 0)
+    monkeypatch.setattr(FeedObserver, "on_back", lambda *args: 1 / 0)
     told, truth, onlooker = watched(1, blocks=200)
     assert isinstance(onlooker.error, ZeroDivisionError)
     assert len(truth.ended) >= 60
-    assert caplog.text.count("Onlooker failed and hears no more") == 1
+    assert caplog.text.count("FeedObserver failed and hears no more") == 1
     assert len(told.plans) < len(truth.plans)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aioserve.policies.fcfs import FCFSScheduler
 
-from aioserve import AsyncEngine, EngineConfig, Illustrated, PoolingParams, SamplingParams
+from aioserve import AsyncEngine, EngineConfig, MultimodalPrompt, PoolingParams, SamplingParams
 from aioserve.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from aioserve.decision_log.reader import DecisionLog
 from aioserve.decision_log.replay import replay
@@ -31,7 +31,7 @@ from aioserve.runner.multimodal.image_encoder import ImageEncoder
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.adapters import make_adapter, merge
 from tests.greedy import MARGIN
-from tests.images.pictures import bomb
+from tests.multimodal.pictures import bomb
 from tests.processes import PATIENCE
 from tests.seeing_models import PLACEHOLDERS, SEEING_KINDS, make_seeing_model, picture
 from tests.slow import mostly_slow
@@ -135,7 +135,7 @@ def make_config(
 async def collect(engine: AsyncEngine, text: Any, images: Sequence[Any], **params: Any) -> Any:
     wanted = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **params}
     samples: list[list[int]] = [[] for _ in range(wanted.get("n", 1))]
-    async for output in engine.generate(Illustrated(text, images), SamplingParams(**wanted)):
+    async for output in engine.generate(MultimodalPrompt(text, images), SamplingParams(**wanted)):
         samples[output.index] += output.token_ids
     return samples if "n" in wanted else samples[0]
 
@@ -224,7 +224,7 @@ async def test_a_cached_prefix_is_found_for_the_same_image_alone(
         for image in (images[0], images[0], images[1]):
             tokens, num_cached = [], 0
             params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-            async for output in engine.generate(Illustrated(text, [image]), params):
+            async for output in engine.generate(MultimodalPrompt(text, [image]), params):
                 tokens += output.token_ids
                 num_cached = output.num_cached_tokens
                 num_prompt = output.num_prompt_tokens
@@ -319,7 +319,7 @@ async def test_no_vector_is_told_of_an_image_that_cannot_be_encoded(
     seeing: Callable[[str], Seeing], tmp_path: Path
 ) -> None:
     model, path = seeing(ONE), tmp_path / "log"
-    prompt = Illustrated(f"{model.mark} What is this?", [picture(2, 30, 30)])
+    prompt = MultimodalPrompt(f"{model.mark} What is this?", [picture(2, 30, 30)])
     pooling = PoolingParams(pooling="mean")
     config = make_config(model, decision_log=str(path))
     async with AsyncEngine(config) as engine:
@@ -432,7 +432,9 @@ async def test_adapters_are_for_the_text_part(
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     async with AsyncEngine(config) as engine:
         plain, tokens = await collect(engine, words, images), []
-        async for output in engine.generate(Illustrated(words, images), params, adapter="text"):
+        async for output in engine.generate(
+            MultimodalPrompt(words, images), params, adapter="text"
+        ):
             tokens += output.token_ids
     assert plain == model.tokens(words, images)
     assert tokens == adapted.tokens(words, images) != plain
@@ -547,7 +549,7 @@ async def test_speculation_structure_and_prompt_logprobs_go_with_images(
         tokens = await collect(engine, text, images, max_tokens=60)
         params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True)
         told = []
-        async for output in engine.generate(Illustrated(text, images), params):
+        async for output in engine.generate(MultimodalPrompt(text, images), params):
             told += output.prompt_logprobs or []
     assert tokens == expected
     given = model.processor(text=[text], images=[images], return_tensors="pt")

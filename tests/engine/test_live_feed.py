@@ -65,11 +65,11 @@ def test_it_stands_before_the_scheduler_while_somebody_looks_and_not_before_or_a
         assert engine.metrics.latencies is None
         number, [snapshot] = await look(engine, 0)
         assert snapshot["kind"] == "snapshot"
-        assert watchers_of(engine)[-1] == "Onlooker"
+        assert watchers_of(engine)[-1] == "FeedObserver"
         await asyncio.sleep(AWAY_SECONDS / 2)
         await look(engine, number)
         await asyncio.sleep(AWAY_SECONDS * 0.8)  # asked again in time
-        assert watchers_of(engine)[-1] == "Onlooker"
+        assert watchers_of(engine)[-1] == "FeedObserver"
         await asyncio.sleep(AWAY_SECONDS)
         assert watchers_of(engine) == before
         assert engine.metrics.latencies is None
@@ -166,7 +166,7 @@ def test_a_switch_is_told_and_watched_on() -> None:
         engine.switch_policy("fcfs")
         _, [frame] = await look(engine, number)
         assert frame["events"]["switched"][0][1:] == ["fcfs", {}]
-        assert watchers_of(engine)[-1] == "Onlooker"
+        assert watchers_of(engine)[-1] == "FeedObserver"
         _, [snapshot] = await look(engine, 0)
         assert snapshot["about"]["policy"] == "fcfs"
 
