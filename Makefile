@@ -59,7 +59,8 @@ test-deploy: .venv/deploy  ## the Dockerfile, unit and manifests of deploy/, by 
 fuzz: .venv/test  ## input at random for all that reads what others wrote (SECONDS=600, ARGS="http gguf")
 	TQDM_DISABLE=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(ARGS)
 
-test-page: .venv/test  ## the page in a real browser (apt-get install chromium)
+test-page: .venv/test .venv/page/done  ## the page: types of its JavaScript, and a real browser (apt-get install npm chromium)
+	.venv/page/node_modules/.bin/tsc -p tests/page
 	$(BIN)/python -m pytest -q -m "browser and not slow" tests/page $(ARGS)
 
 # The flags are those of setup.py's baseline: keep in step.
@@ -159,6 +160,12 @@ KERNELS := setup.py $(wildcard aioserve/kernels/src/*)
 	@echo "requirements/clients.txt: 75 MB"
 	@$(BIN)/python -m venv .venv/clients
 	@.venv/clients/bin/python -m pip --disable-pip-version-check install -q -r requirements/clients.txt
+	@touch $@
+
+.venv/page/done: tests/page/package.json | .venv/bin/python
+	@command -v npm >/dev/null || { echo "needs: apt-get install npm"; exit 1; }
+	@mkdir -p .venv/page && cp tests/page/package.json .venv/page/
+	@npm install --prefix .venv/page --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
 	@touch $@
 
 .venv/audit/done: requirements/audit.txt | .venv/bin/python

@@ -1,17 +1,19 @@
 // Chat: talks to the model, and colours each token by the step that made it.
+// @ts-check
 
 import { dress } from "./markdown.js";
 import { Refusal, events, get } from "./server.js";
-import { duration, element, plural } from "./words.js";
+import { byId, duration, element, plural } from "./words.js";
 
 const COLOURS = 6;
 const ENDS = { stop: "The reply is complete.", tool_calls: "The model calls a tool, which this chat does not run." };
-const byId = (id) => document.getElementById(id);
 
 export class Chat {
+  /** @param {import("./story.js").Story} story */
   constructor(story) {
     this.story = story;
     this.messages = [];
+    /** @type {AbortController | null} */
     this.running = null;
     this.tokens = []; // nodes {request, from, until} that have no colour yet
     this.sampling = null; // what the model recommends, once it is known
@@ -106,12 +108,12 @@ export class Chat {
       ...(tokens && { max_tokens: tokens }), ...(temperature !== "" && { temperature: Number(temperature) }),
       ...(isText ? { prompt: this.messages.at(-1).content } : { messages: this.messages }),
     };
-    this.running = new AbortController();
+    const running = this.running = new AbortController();
     byId("send").textContent = "Stop";
     this.status("");
     const told = { content: "", thought: false, finish: null, numTokens: 0 };
     try {
-      await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, shown, told);
+      await this.read(isText ? "v1/completions" : "v1/chat/completions", value, reply, shown, told, running.signal);
       this.status(ENDS[told.finish] ?? `The reply has ended: ${told.finish}.`);
       if (told.finish === "length")
         this.status(`The reply was cut after ${plural(told.numTokens, "token")}: “Tokens” allows more.`);
@@ -138,9 +140,9 @@ export class Chat {
     if (!isText) dress([...reply.querySelectorAll(".token:not(.thought)")]);
   }
 
-  async read(path, value, reply, shown, told) {
+  async read(path, value, reply, shown, told, signal) {
     let index = 0;
-    for await (const chunk of events(path, { value, signal: this.running.signal })) {
+    for await (const chunk of events(path, { value, signal })) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices?.[0];
       const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";

@@ -1,5 +1,6 @@
 // Draws: requests as lanes through time, and below them steps and KV blocks on the same axis.
 // Knows the story and a canvas; knows nothing of the stream.
+// @ts-check
 
 import { nameLane, short } from "./words.js";
 
@@ -8,6 +9,8 @@ const LABEL = 13; // pixels of a name: of lower lanes some have none
 
 export class Palette {
   constructor() {
+    /** @type {Map<string, CanvasPattern | null>} */
+    this.stripes = new Map();
     this.read();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.read());
   }
@@ -20,11 +23,12 @@ export class Palette {
     this.stripes = new Map();
   }
   // What waits is striped, so that it is told from what runs without colours.
+  /** @returns {any} a style to fill with */
   striped(context, color) {
     if (!this.stripes.has(color)) {
       const tile = document.createElement("canvas");
       tile.width = tile.height = 6;
-      const pen = tile.getContext("2d");
+      const pen = penOf(tile);
       pen.strokeStyle = color;
       pen.lineWidth = 1.6;
       pen.beginPath();
@@ -36,11 +40,20 @@ export class Palette {
   }
 }
 
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @returns {CanvasRenderingContext2D}
+ */
+const penOf = (canvas) => /** @type {any} */ (canvas.getContext("2d"));
+
 class Plot {
   constructor(canvas, palette) {
     this.canvas = canvas;
     this.palette = palette;
-    this.pen = canvas.getContext("2d");
+    this.pen = penOf(canvas);
+    this.gutter = this.from = this.to = this.right = this.perMs = 0;
+    /** @type {{ time: number, label: string }[]} */
+    this.ticks = [];
     this.width = this.height = 0;
     new ResizeObserver(() => this.fit()).observe(canvas);
     this.fit();

@@ -1,5 +1,6 @@
 // The page: listens to the stream, and gives every part its turn to draw.
 // Knows the parts; what each shows is theirs.
+// @ts-check
 
 import { Chat } from "./chat.js";
 import { Now } from "./now.js";
@@ -8,6 +9,7 @@ import { Story } from "./story.js";
 import { Traffic } from "./traffic.js";
 import { WhatIf } from "./what_if.js";
 import { Why } from "./why.js";
+import { byId } from "./words.js";
 
 const WORDS_MS = 250; // how often what is read, not watched, changes
 const AGAIN_MS = 1500; // until a lost stream is asked for again
@@ -16,7 +18,6 @@ const HIDDEN_MS = 10000; // a tab that is hidden for so long stops listening
 const MAX_HELD = 3000; // frames that wait for "Resume", three minutes; after more it begins anew
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-const byId = (id) => document.getElementById(id);
 const story = new Story();
 const choose = (life) => { story.chosen = life; why.choose(life); };
 const now = new Now(story, choose);
@@ -24,11 +25,13 @@ const why = new Why(story, choose);
 const chat = new Chat(story);
 const whatIf = new WhatIf(story);
 new Traffic(story);
+/** @type {{ onSnapshot?(): void, onFrame?(frame: object): void, words?(): void }[]} */
 const parts = [now, why, chat, whatIf];
 
 // The stream.
 
 let listening = null; // what ends it
+/** @type {(value?: any) => void} */
 let keyGiven = () => {}; // whoever waits for a key
 
 function say(words, isLost = false) {
@@ -146,6 +149,6 @@ function draw(time) {
 
 // For tests, and whoever looks into the console.
 const page = { story, now, chat, numDraws: 0, get numHeld() { return held.length; }, listenAgain: () => listening?.abort() };
-window.aioserve = page;
+Object.assign(window, { aioserve: page });
 requestAnimationFrame(draw);
 keepListening();

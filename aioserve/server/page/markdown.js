@@ -1,5 +1,6 @@
 // The little of Markdown that replies use, over the spans of their tokens: code, bold and headings.
 // Gives a style to pieces of text and hides the marks; makes no element of what a model wrote.
+// @ts-check
 
 const RULES = [ // what is between the first and the last group, which are marks
   [/^(```[^\n]*\n)([^]*?)(\n```|(?![^]))/gm, "code"],

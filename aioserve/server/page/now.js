@@ -1,21 +1,26 @@
 // Now: numbers, lanes, the last step, and the same as a table.
+// @ts-check
 
 import { Axis, BlockStrip, Lanes, Palette, StepStrip } from "./lanes.js";
 import { fit, lastTraffic, ticks } from "./span.js";
-import { ENDS, REASONS, STATES, count, duration, element, nameOf, plural, short } from "./words.js";
+import { ENDS, REASONS, STATES, byId, count, duration, element, nameOf, plural, short } from "./words.js";
 
 const TABLE_ROWS = 200;
 const TABLE_MS = 1000;
 const BEHIND_MS = 120; // frames come in pieces: what is drawn is so much older
-const byId = (id) => document.getElementById(id);
 
 export class Now {
+  /**
+   * @param {import("./story.js").Story} story
+   * @param {(life: import("./life.js").Life | null) => void} choose
+   */
   constructor(story, choose) {
     this.story = story;
     this.choose = choose;
     this.hovered = null;
     this.heldAt = null;
     this.onResume = () => {};
+    /** @type {{ frame: number, last: ReturnType<typeof lastTraffic> } | null} */
     this.traffic = null; // the last, as of a frame
     this.lastTable = 0;
     this.numDrawn = 0;
@@ -58,7 +63,7 @@ export class Now {
     const seconds = byId("window").value;
     if (this.traffic?.frame !== this.story.numFrames)
       this.traffic = { frame: this.story.numFrames, last: lastTraffic(this.story.lives.values(), now) };
-    const span = seconds === "fit" ? fit(this.traffic.last, now)
+    const span = seconds === "fit" ? fit(this.traffic?.last ?? null, now)
       : { to: now, window: 1e3 * Number(seconds), isMoving: true };
     if (this.isHeld) span.isMoving = false;
     const gutter = width > 700 ? 132 : 92;
@@ -182,7 +187,7 @@ export class Now {
 
   table() {
     const lives = [...this.story.lives.values()].filter((life) => life.end === null);
-    lives.sort((a, b) => a.waits - b.waits || a.number - b.number);
+    lives.sort((a, b) => Number(a.waits) - Number(b.waits) || a.number - b.number);
     const rows = lives.slice(0, TABLE_ROWS).map((life) => element("tr", { "aria-selected": life === this.story.chosen ? "true" : null },
       element("th", { scope: "row" }, element("button", {
         type: "button", class: "link", title: life.id, onclick: () => this.choose(life),
@@ -193,7 +198,9 @@ export class Now {
       element("td", {}, count(life.preemptions)),
     ));
     // The focus stays on the request that has it.
-    const focused = document.activeElement?.closest?.("#rows") ? document.activeElement.title : null;
+    /** @type {any} */
+    const active = document.activeElement;
+    const focused = active?.closest("#rows") ? active.title : null;
     byId("rows").replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { colspan: 7 }, "No request is here."))]));
     if (focused) [...byId("rows").querySelectorAll("button")].find((button) => button.title === focused)?.focus();
     byId("more").textContent = lives.length > TABLE_ROWS ? `and ${plural(lives.length - TABLE_ROWS, "request")} more` : "";

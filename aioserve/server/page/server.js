@@ -1,5 +1,6 @@
 // What is asked of the server: JSON, and streams of events; with a key where it wants one.
 // The key stays in this tab's session. Knows nothing about what is asked.
+// @ts-check
 
 const KEY = "aioserve-key";
 const WANTS_KEY = ["invalid_api_key", "not_allowed"];
@@ -12,6 +13,7 @@ export class Refusal extends Error {
   }
 }
 
+/** @type {(words: string) => Promise<string | null>} */
 let askForKey = async () => null;
 export function onKeyWanted(ask) { askForKey = ask; }
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
@@ -55,17 +57,23 @@ export async function post(path, value, signal) {
   return (await send(path, { ...body(value), signal })).json();
 }
 
-// The data of each event, parsed; what is no JSON ends it.
+/**
+ * The data of each event, parsed; what is no JSON ends it.
+ * @param {string} path
+ * @param {{ value?: object, signal?: AbortSignal }} options
+ * @returns {AsyncGenerator<any, void, void>}
+ */
 export async function* events(path, { value, signal } = {}) {
   const options = value === undefined ? {} : body(value);
   const response = await send(path, { ...options, signal, cache: "no-store" });
+  if (!response.body) return;
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value: text, done } = await reader.read();
     if (done) return;
     const whole = (rest + text).split("\n\n");
-    rest = whole.pop();
+    rest = whole.pop() ?? "";
     for (const event of whole) {
       const data = event.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
       if (data === undefined) continue;

@@ -1,7 +1,9 @@
 // The stretch of time that the picture shows: so many seconds, or what fits the traffic.
 // Knows lives of requests and times in milliseconds; knows nothing that is drawn.
+// @ts-check
 
 const NICE = [1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3]; // a moving picture is one of these wide
+const LONGEST_MS = 60e3; // the last of them
 const QUIET_MS = 1500; // without a request: the traffic before it is over, and the picture rests
 const SHORTEST_MS = 10; // of a picture at rest
 const LIVES = 12; // a picture is at most so many lives wide, or requests are too thin to see
@@ -34,9 +36,9 @@ export function fit(last, now) {
   const most = Math.max(LIVES * last.typical, 1e3);
   if (last.isRunning || now - last.to < QUIET_MS) {
     const wanted = Math.min(now - last.from, most);
-    return { to: now, window: NICE.find((ms) => ms >= wanted) ?? NICE.at(-1), isMoving: true };
+    return { to: now, window: NICE.find((ms) => ms >= wanted) ?? LONGEST_MS, isMoving: true };
   }
-  const length = Math.max(Math.min(last.to - last.from, most, NICE.at(-1)), SHORTEST_MS);
+  const length = Math.max(Math.min(last.to - last.from, most, LONGEST_MS), SHORTEST_MS);
   return { to: last.to + 0.03 * length, window: 1.06 * length, isMoving: false };
 }
 
@@ -45,7 +47,7 @@ export function fit(last, now) {
 export function ticks({ to, window, isMoving }, perMs, pixels = 76) {
   const least = pixels / perMs;
   const power = 10 ** Math.floor(Math.log10(least));
-  const every = [1, 2, 5, 10].map((one) => one * power).find((ms) => ms >= least * 0.999);
+  const every = [1, 2, 5, 10].map((one) => one * power).find((ms) => ms >= least * 0.999) ?? 10 * power;
   const found = [];
   for (let i = 0; i * every <= window * 1.0001; i++)
     found.push(isMoving ? { time: to - i * every, label: i ? `−${inWords(i * every)}` : "now" }

@@ -1,5 +1,8 @@
 // What is known of requests and steps: built up from the frames of the stream.
 // Knows times in milliseconds since the watching began; knows no network and nothing that is drawn.
+// @ts-check
+
+import { Life, asCame } from "./life.js";
 
 const MAX_STEPS = 20000;
 const MAX_ROWS = 4e6; // references in all steps that are kept: 32 MB
@@ -8,85 +11,70 @@ const RECENT_MS = 10000; // what percentiles are of
 const REUSED_MS = 20000; // after which another user may have a lane
 const MAX_OWN_LANES = 100; // of more, another user has one at once
 
-// The rows of frames, by their fields: aioserve/engine/observe/frames.py.
-const asCame = ([number, id, user, priority, prompt, max, arrival]) =>
-  ({ number, id, user, priority, prompt, max, arrival });
+/** @typedef {import("./frames.js").Frame} Frame */
+/** @typedef {import("./frames.js").Snapshot} Snapshot */
+/** @typedef {import("./life.js").Step} Step */
+
+/** @param {import("./frames.js").Planned} row */
 const asPlanned = ([id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded]) =>
   ({ id, time, joined, left, tokens, admitted, preempted, total, running, waiting, used, encoded });
 
-class Life {
-  constructor(came, known) {
-    Object.assign(this, came);
-    this.lane = this.runLane = null; // among all, and among those who ran
-    this.state = "queued"; // queued, prefill, decode, preempted, done
-    this.reasons = []; // {step, reason}: from that step on
-    this.spans = [{ kind: "queued", from: came.arrival, to: null }];
-    this.chunks = []; // of its prompt: {step, from, to, tokens}
-    this.computed = this.cached = this.output = this.preemptions = 0;
-    this.firstToken = this.end = null;
-    this.finish = "";
-    this.tokenSteps = null; // of an own one: the step of each token
-    this.known = known; // since when we look
-  }
-  get reason() {
-    return this.reasons.length ? this.reasons[this.reasons.length - 1].reason : "";
-  }
-  get waits() { return this.state === "queued" || this.state === "preempted"; }
-  reasonAt(step) {
-    let found = "";
-    for (const change of this.reasons) {
-      if (change.step > step) break;
-      found = change.reason;
-    }
-    return found;
-  }
-  enter(state, time) {
-    this.state = state;
-    const last = this.spans[this.spans.length - 1];
-    if (last.kind === state) return;
-    last.to = time;
-    if (state !== "done") this.spans.push({ kind: state, from: time, to: null });
-  }
-  seconds(kind, now) { // spent so far, in milliseconds
-    let sum = 0;
-    for (const span of this.spans)
-      if (span.kind === kind) sum += (span.to ?? this.end ?? now) - span.from;
-    return sum;
-  }
+// What a snapshot tells anew.
+class Watched {
+  /** @type {import("./frames.js").About} */
+  about = /** @type {any} */ (null); // until the first snapshot
+  /** @type {import("./frames.js").Gauges} */
+  gauges = /** @type {any} */ (null); // so, too
+  /** @type {import("./frames.js").Shadow | null} */
+  shadow = null;
+  /** @type {Map<number, Life>} */
+  lives = new Map(); // by number, in order of arrival
+  /** @type {Life[]} */
+  lanes = []; // which has each, last: a lane is used again
+  /** @type {Life[]} */
+  runLanes = [];
+  /** @type {Map<string, Life>} */
+  byId = new Map();
+  /** @type {Step[]} */
+  steps = []; // with those who were in them
+  /** @type {Map<number, Step>} */
+  unanswered = new Map(); // steps that are not back, by id
+  /** @type {Life[]} */
+  rows = []; // of the last step
+  numRows = 0;
+  /** @type {Set<Life>} */
+  prefilling = new Set();
+  /** @type {{ time: number, policy: string }[]} */
+  switches = [];
+  /** @type {{ time: number, used: number, cached: number }[]} */
+  kv = []; // from then on
+  /** @type {{ time: number, tokens: number, lag: number, gaps: [number, number][], firstTokens: number[] }[]} */
+  recent = [];
+  began = 0;
+  lastEvent = 0; // when something came, ran or ended
+  now = 0;
 }
 
-export class Story {
+export class Story extends Watched {
   constructor() {
+    super();
+    /** @type {Set<string>} */
     this.own = new Set(); // requests of this page, by the ids that frames show
+    /** @type {Life | null} */
     this.chosen = null;
     this.numFrames = this.numSnapshots = 0;
     this.numCame = 0; // requests, while this page looked
     this.offset = Infinity;
-    this.clear();
   }
-  clear() {
-    this.about = this.gauges = this.shadow = null;
-    this.lives = new Map(); // by number, in order of arrival
-    this.lanes = []; // who has each, last: a lane is used again
-    this.runLanes = [];
-    this.byId = new Map();
-    this.steps = []; // with those who were in them
-    this.unanswered = new Map(); // steps that are not back, by id
-    this.rows = []; // of the last step: lives
-    this.numRows = 0;
-    this.prefilling = new Set();
-    this.switches = [];
-    this.kv = []; // {time, used, cached}: from then on
-    this.recent = []; // {time, tokens, lag, gaps, firstTokens}
-    this.began = 0;
-    this.lastEvent = 0; // when something came, ran or ended
-    this.now = 0;
-  }
+  clear() { Object.assign(this, new Watched()); }
 
   // Milliseconds since the watching began, by this browser's clock.
   time() { return Math.max(performance.now() - this.offset, this.now); }
 
-  // `at`: when it came, by this browser's clock.
+  /**
+   * @param {Frame | Snapshot} frame
+   * @param {number} at when it came, by this browser's clock
+   */
   take(frame, at = performance.now()) {
     this.numFrames++;
     if (frame.kind === "snapshot") this.takeSnapshot(frame, at);
@@ -98,6 +86,10 @@ export class Story {
     if (this.numFrames % 30 === 0) this.forget();
   }
 
+  /**
+   * @param {Snapshot} frame
+   * @param {number} at
+   */
   takeSnapshot(frame, at) {
     this.numSnapshots++;
     const chosen = this.chosen?.id;
@@ -118,10 +110,27 @@ export class Story {
         if (!decodes) this.prefilling.add(life);
       }
     }
-    this.rows = frame.rows.map((number) => this.lives.get(number)).filter(Boolean);
+    this.rows = this.known(frame.rows);
     this.chosen = chosen ? this.byId.get(chosen) ?? null : null;
   }
 
+  /**
+   * Those of these numbers that are not forgotten.
+   * @param {number[]} numbers
+   */
+  known(numbers) {
+    const found = [];
+    for (const number of numbers) {
+      const life = this.lives.get(number);
+      if (life) found.push(life);
+    }
+    return found;
+  }
+
+  /**
+   * @param {ReturnType<typeof asCame>} came
+   * @param {number} known
+   */
   add(came, known) {
     const life = new Life(came, known);
     life.lane = place(this.lanes, life);
@@ -131,6 +140,7 @@ export class Story {
     return life;
   }
 
+  /** @param {Frame} frame */
   takeFrame(frame) {
     const { came, planned, back, waits, ended, switched } = frame.events;
     if (came.length || planned.length || ended.length) this.lastEvent = frame.now;
@@ -158,10 +168,11 @@ export class Story {
     if (frame.shadow) this.shadow = frame.shadow;
   }
 
+  /** @param {ReturnType<typeof asPlanned>} plan */
   takePlan(plan) {
     if (plan.joined.length || plan.left.length) {
       const left = new Set(plan.left);
-      const joined = plan.joined.map((number) => this.lives.get(number)).filter(Boolean);
+      const joined = this.known(plan.joined);
       this.rows = this.rows.filter((life) => !left.has(life.number)).concat(joined);
       this.numRows += this.rows.length;
     }
@@ -184,6 +195,7 @@ export class Story {
     const tokens = new Map();
     for (const [number, count] of plan.tokens) tokens.set(this.lives.get(number), count);
     let prefill = 0;
+    /** @type {[Life, number][]} */
     const chunks = [];
     if (this.prefilling.size)
       for (const life of this.rows) {
@@ -194,6 +206,7 @@ export class Story {
         prefill += chunk.tokens;
         chunks.push([life, chunk.tokens]);
       }
+    /** @type {Step} */
     const step = {
       id: plan.id, time: plan.time, back: null, total: plan.total, prefill, chunks,
       decode: plan.total - prefill, lives: this.rows, running: plan.running,
@@ -205,6 +218,7 @@ export class Story {
     this.unanswered.set(step.id, step);
   }
 
+  /** @param {import("./frames.js").Back} row */
   takeResult([id, time, counts]) {
     const step = this.unanswered.get(id);
     if (!step) return; // planned before we looked
@@ -228,6 +242,7 @@ export class Story {
     }
   }
 
+  /** @param {Frame | Snapshot} frame */
   takeGauges({ now, gauges }) {
     const [used, cached] = [gauges.num_used_blocks, gauges.num_cached_blocks];
     const last = this.kv.at(-1);
@@ -260,7 +275,8 @@ export class Story {
   measures() {
     const since = this.now - RECENT_MS;
     const recent = this.recent.filter(({ time }) => time >= since);
-    const gaps = [], firstTokens = [];
+    /** @type {[number, number][]} */
+    const gaps = [], /** @type {[number, number][]} */ firstTokens = [];
     let lag = 0;
     for (const one of recent) {
       gaps.push(...one.gaps);
@@ -279,6 +295,10 @@ export class Story {
   }
 
   // Those who can be seen between two times, in order of arrival.
+  /**
+   * @param {number} from
+   * @param {number} to
+   */
   between(from, to) {
     const found = [];
     for (const life of this.lives.values())
@@ -288,6 +308,10 @@ export class Story {
 }
 
 // The first free lane of the same user; else one that has been free for long, or a new one.
+/**
+ * @param {Life[]} lanes
+ * @param {Life} life
+ */
 function place(lanes, life) {
   let free = lanes.findIndex((last) => last.end !== null && last.user === life.user);
   const since = lanes.length < MAX_OWN_LANES ? life.arrival - REUSED_MS : Infinity;
@@ -297,12 +321,20 @@ function place(lanes, life) {
   return lane;
 }
 
+/**
+ * @param {{ time: number }[]} list
+ * @param {number} when
+ */
 function dropBefore(list, when) {
   const first = list.findIndex(({ time }) => time >= when);
   list.splice(0, first < 0 ? list.length : first);
 }
 
 // The smallest value that at least that share of [value, count] does not exceed.
+/**
+ * @param {[number, number][]} pairs
+ * @param {number} share
+ */
 function percentile(pairs, share) {
   if (!pairs.length) return null;
   pairs.sort((a, b) => a[0] - b[0]);
@@ -314,6 +346,11 @@ function percentile(pairs, share) {
 }
 
 // The percentile of a histogram: the upper bound of its bucket, in seconds; null of nothing.
+/**
+ * @param {number[]} bounds
+ * @param {number[]} counts
+ * @param {number} share
+ */
 export function bucketPercentile(bounds, counts, share) {
   let left = counts.reduce((sum, count) => sum + count, 0) * share;
   if (!left) return null;

@@ -1,15 +1,16 @@
 // What if: another policy on the live requests, and the one that runs in their shadow.
+// @ts-check
 
 import { Refusal, post } from "./server.js";
 import { bucketPercentile } from "./story.js";
-import { count, duration, element, plural } from "./words.js";
+import { byId, count, duration, element, plural } from "./words.js";
 
 const ENOUGH = 50; // requests: of fewer a percentile is a matter of luck
-const byId = (id) => document.getElementById(id);
 // Of upper bounds of buckets: what lies in one bucket cannot be told apart.
 const verdict = (live, shadow) => (live === null || shadow === null ? "–" : shadow < live ? "shorter" : shadow > live ? "longer" : "as long");
 
 export class WhatIf {
+  /** @param {import("./story.js").Story} story */
   constructor(story) {
     this.story = story;
     this.first = null; // the shadow's counts when we came
@@ -157,8 +158,10 @@ export class WhatIf {
     const sum = (counts) => counts.reduce((a, b) => a + b, 0);
     const numRequests = (side) => sum(since(side, "first_token"));
     const isEnough = Math.min(numRequests("live"), numRequests("shadow")) >= ENOUGH;
+    /** @type {[string, number][]} */
+    const shares = [["p50", 0.5], ["p99", 0.99]];
     const rows = [["first token", "first_token"], ["gap", "gap"], ["whole request", "whole"]].flatMap(([label, name]) =>
-      [["p50", 0.5], ["p99", 0.99]].map(([percent, share]) => {
+      shares.map(([percent, share]) => {
         const values = ["live", "shadow"].map((side) => bucketPercentile(shadow.bounds, since(side, name), share));
         return element("tr", {}, element("th", { scope: "row" }, `${label} ${percent}`),
           ...["live", "shadow"].map((side, i) => element("td", {}, values[i] === null ? "–" : `≤ ${duration(1e3 * values[i])}`,

@@ -1,14 +1,18 @@
 // Why: the life of one request, step by step, and what was served in its stead.
+// @ts-check
 
 import { describe } from "./now.js";
-import { REASONS, count, duration, element, nameOf, plural, short } from "./words.js";
+import { REASONS, byId, count, duration, element, nameOf, plural, short } from "./words.js";
 
 const NAMED = 3; // of those who were served in its stead
 const LISTED = 300; // steps of a stretch that are shown one by one
 const DRAWN_MS = 700;
-const byId = (id) => document.getElementById(id);
 
 export class Why {
+  /**
+   * @param {import("./story.js").Story} story
+   * @param {(life: import("./life.js").Life | null) => void} choose
+   */
   constructor(story, choose) {
     this.story = story;
     this.lastDrawn = 0;
@@ -26,7 +30,7 @@ export class Why {
     const { lives, chosen } = this.story;
     const some = [...lives.values()].slice(-300).reverse();
     if (chosen && !some.includes(chosen)) some.unshift(chosen);
-    const options = some.map((life) => new Option(`${count(life.number)}: ${short(life.id, 44)}${life.user ? ` of ${short(life.user)}` : ""}`, life.number, false, life === chosen));
+    const options = some.map((life) => new Option(`${count(life.number)}: ${short(life.id, 44)}${life.user ? ` of ${short(life.user)}` : ""}`, String(life.number), false, life === chosen));
     this.select.replaceChildren(new Option("choose one, here or among the lanes", ""), ...options);
   }
 
@@ -50,7 +54,9 @@ export class Why {
     this.finished = life.end !== null && !this.story.unanswered.size ? life : null;
     const stretches = this.stretches(life);
     const time = this.story.now;
-    const spent = ["queued", "prefill", "decode", "preempted"].map((kind) => [kind, life.seconds(kind, time)]);
+    /** @type {("queued" | "prefill" | "decode" | "preempted")[]} */
+    const kinds = ["queued", "prefill", "decode", "preempted"];
+    const spent = kinds.map((kind) => /** @type {const} */ ([kind, life.seconds(kind, time)]));
     byId("life").replaceChildren(
       element("p", { class: "small" }, element("b", {}, life.id), " ", describe(life, time)),
       element("dl", { class: "facts" }, ...spent.map(([kind, ms]) => element("div", {},
@@ -86,8 +92,8 @@ export class Why {
       const reason = isIn || held ? "" : life.reasonAt(step.id);
       const last = found[found.length - 1];
       if (last && last.kind === kind && last.reason === reason && (kind !== "prefill" || last.step + last.steps.length === step.id)) last.steps.push(step);
-      else found.push({ kind, reason, steps: [step], step: step.id });
-      found[found.length - 1].tokens = (found[found.length - 1].tokens ?? 0) + (chunk ?? 0);
+      else found.push({ kind, reason, steps: [step], step: step.id, tokens: 0 });
+      found[found.length - 1].tokens += chunk ?? 0;
     }
     return found;
   }

@@ -1,4 +1,5 @@
 // Numbers and reasons in words. Knows nothing about what is asked for.
+// @ts-check
 
 export const REASONS = {
   budget: "no tokens left in the step",
@@ -55,6 +56,14 @@ export function nameLane(lives, own, room) {
 export const ENDS = { stop: "done", length: "done: it had all its tokens", tool_calls: "done: it called a tool",
   abort: "aborted: its client left, or an operator ended it", timeout: "timed out", error: "failed" };
 
+/**
+ * An element of page.html, of the kind that it has there.
+ * @param {string} id
+ * @returns {any}
+ */
+export const byId = (id) => document.getElementById(id);
+
+/** @returns {any} an element of the kind that its name says */
 export function element(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes))

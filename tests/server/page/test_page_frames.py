@@ -20,6 +20,7 @@ from aioserve.engine.observe.frames import (
 from aioserve.outputs import FinishReason
 from aioserve.request import WaitReason
 from aioserve.server.page.files import FOLDER
+from tests.server.page import frame_types
 
 #: What the page calls a field that has another name in `engine.observe.frames`.
 SHORTER = {
@@ -33,7 +34,7 @@ SHORTER = {
     "output": {"num_output_tokens"},
 }
 
-#: By the struct, the text before and behind the list of names that story.js gives to its places.
+#: By the struct, the text before and behind the list of names that the page gives to its places.
 DECODED = {
     Came: ("const asCame = ([", "])"),
     Planned: ("const asPlanned = ([", "])"),
@@ -72,7 +73,7 @@ def test_every_end_of_a_request_has_words() -> None:
 @pytest.mark.parametrize("struct", DECODED, ids=lambda struct: struct.__name__)
 def test_each_place_of_a_row_is_read_as_its_field(struct: type) -> None:
     before, behind = map(re.escape, DECODED[struct])
-    (names,) = re.findall(rf"{before}([\w, ]+){behind}", source("story.js"))
+    (names,) = re.findall(rf"{before}([\w, ]+){behind}", source("life.js") + source("story.js"))
     read, fields = names.split(", "), list(struct.__struct_fields__)  # type: ignore[attr-defined]
     assert len(read) == len(fields), (read, fields)
     assert [pair for pair in zip(read, fields, strict=True) if not is_same(*pair)] == []
@@ -96,3 +97,8 @@ def test_a_gauge_that_is_read_is_sent() -> None:
     for path in sorted(FOLDER.glob("*.js")):
         for owner, field in re.findall(r"\b(gauges|about|shadow)\.(\w+)", source(path.name)):
             assert field in known[owner], f"{path.name} reads {owner}.{field}"
+
+
+def test_the_types_of_frames_are_those_of_the_structs() -> None:
+    """Else: python -m tests.server.page.frame_types."""
+    assert frame_types.PATH.read_text(encoding="utf-8") == frame_types.declarations()
