@@ -49,7 +49,7 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        """Cheap; `start` does the work. Raises `ConfigError` for keys and certificates: nobody but
+        """Cheap; `start` does the work. Raises `ConfigError` for keys and certificates: only
         this program reaches the engine.
         """
         self.config = config or EngineConfig()

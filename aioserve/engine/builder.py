@@ -66,7 +66,7 @@ class EngineParts(NamedTuple):
 
     @property
     def claims(self) -> Claims:
-        """By those who read here, or elsewhere."""
+        """Claims on request ids, by readers in this process or in workers."""
         return self.output_processor.claims
 
     async def close(self) -> None:

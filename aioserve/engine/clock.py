@@ -33,7 +33,7 @@ def is_real(clock: Clock) -> bool:
 class LoopLag:
     """By how much the event loop was late, by a timer that is set anew whenever it is asked.
 
-    No timer runs while nobody asks: an idle engine costs nothing.
+    No timer runs without a reader: an idle engine costs nothing.
     """
 
     def __init__(self) -> None:

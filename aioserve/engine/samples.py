@@ -16,7 +16,7 @@ from aioserve.sampling_params import SamplingParams
 
 
 class Origin(msgspec.Struct, array_like=True, frozen=True):
-    """Where a request comes from, for whoever tells of it: no policy knows."""
+    """Where a request comes from, for logs and traces; policies do not see it."""
 
     client: str = ""  # address
     model: str = ""  # or adapter, as it was asked for
@@ -25,8 +25,8 @@ class Origin(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Samples:
-    """The samples of one request: they share a reader, and nobody else gets their ids or its own
-    while one of them lives.
+    """The samples of one request: they share a reader, and no other request gets
+    their ids or its own while one of them lives.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Claims:
 
 
 def wants_only_end(params: SamplingParams) -> bool:
-    """Whether nothing need be done for a token before the end: nobody looks at it before.
+    """Whether nothing need be done for a token before the end: it is read only then.
 
     A stop string is looked for in every delta, and log probabilities are kept nowhere else: there
     the deltas are made, and merged.

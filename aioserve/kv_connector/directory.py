@@ -233,8 +233,8 @@ class BlockDirectory(BlockStore):
         self.num_bytes_written += num_bytes
 
     def _clean_up(self) -> None:
-        """Have no more bytes in the directory than may be: what was not wanted longest goes first,
-        whoever wrote it. Other files are left alone, and not counted.
+        """Have no more bytes in the directory than may be: the least recently used go first,
+        whichever engine wrote them. Other files are left alone, and not counted.
         """
         entries: list[_Entry] = []
         for folder in self._root.glob(f"{PREFIX}*/??"):

@@ -26,7 +26,7 @@ class HostMemoryWorker(KVConnectorWorker, ABC):
 
     @abstractmethod
     def memory(self, slot: int) -> memoryview:
-        """The bytes of a slot, of which nobody else may want anything now."""
+        """The bytes of a slot that no transfer uses now."""
 
 
 class BlockStore(ABC):
@@ -47,8 +47,8 @@ class BlockStore(ABC):
     def read(
         self, block_hashes: Sequence[bytes], slots: Sequence[int], on_read: Callable[[int], None]
     ) -> None:
-        """Read each into its slot; how many could be, from the first on. Nobody else touches the
-        slots until then.
+        """Read each into its slot; how many could be, from the first on. Until then no other
+        transfer touches the slots.
         """
 
     @abstractmethod

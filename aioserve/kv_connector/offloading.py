@@ -34,7 +34,7 @@ NUM_PASSED = 32
 
 
 class _Transfers:
-    """What one step copies."""
+    """The blocks that one step copies to and from host memory."""
 
     def __init__(self) -> None:
         self.saves: dict[bytes, tuple[int, int]] = {}  # by content: block id, slot
@@ -266,7 +266,7 @@ class OffloadingConnector(KVConnectorBase):
     # Reads.
 
     def _found(self, request: Request, num_found: int) -> None:
-        """The store has so many blocks of it, behind those in host memory."""
+        """Note how many blocks of a request the store has, behind those in host memory."""
         if request not in self._waiting:
             self._late.discard(request)
             return

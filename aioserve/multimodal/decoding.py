@@ -99,7 +99,7 @@ class EncodedImage:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As its header tells."""
+        """Shape of the image, from its header."""
         return self.header.height, self.header.width, 3
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":

@@ -49,7 +49,7 @@ class ImageFetcher:
             raise RequestError(f"the image did not come within {seconds:g} s") from error
 
     async def close(self) -> None:
-        """Fetch nothing any more."""
+        """Close the HTTP client; no image is fetched any more."""
         if self._session is not None:
             await self._session.close()
 

@@ -77,7 +77,7 @@ class ImageProcessor:
         return expanded
 
     def check_count(self, text: str, images: Sequence[Any]) -> None:
-        """Raises `RequestError` unless `text` mentions so many images."""
+        """Raises `RequestError` unless `text` mentions that many images."""
         mentioned = text.count(self.placeholder)
         if mentioned != len(images):
             raise RequestError(
@@ -180,7 +180,7 @@ def _size(image: Any, i: int) -> tuple[int, int]:
 
 
 def _as_rgb(image: Any, i: int) -> Any:
-    """One of PIL."""
+    """The image as one of PIL, in RGB."""
     from PIL import Image
 
     _size(image, i)

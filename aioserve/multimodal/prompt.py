@@ -16,8 +16,8 @@ class MultimodalPrompt(msgspec.Struct, frozen=True):
     know them, `{"type": "text", "text": ...}` and `{"type": "image"}`. In a text, the model's own
     placeholder stands for an image, as its processor knows it ("<image>").
 
-    Images are those of PIL, or numpy arrays or torch tensors [height, width, 3] of uint8. Whoever
-    finds fault with one raises `RequestError` whose `param` is `images[i]`.
+    Images are those of PIL, or numpy arrays or torch tensors [height, width, 3] of uint8. An
+    invalid one raises `RequestError` whose `param` is `images[i]`.
     """
 
     prompt: "str | Sequence[Mapping[str, Any]] | Conversation"

@@ -72,7 +72,7 @@ class TorchProduct(LowRankProduct):
 
 
 class TorchTable(LowRankTable):
-    """By plain torch."""
+    """LoRA products in plain torch."""
 
     def __init__(self, piece: Piece) -> None:
         self.tensors = self._table, self._b = piece.a.T.contiguous(), piece.b

@@ -33,7 +33,7 @@ def _keep_nothing(slots: Tensor, states: Tensor) -> None:
 
 @dataclass(slots=True)
 class Taps:
-    """What whoever builds on a model's inner states is given of it."""
+    """Inner states of a model, for an EAGLE head that builds on them."""
 
     layers: tuple[int, ...]
     embedding: Callable[[Tensor], Tensor]  # token ids [T] -> [T, hidden]

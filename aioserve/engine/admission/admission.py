@@ -24,7 +24,7 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 class Admission:
-    """Of one engine."""
+    """Admits the requests of one engine: counts arriving ones and prepares their inputs."""
 
     def __init__(
         self,

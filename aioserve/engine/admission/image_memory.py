@@ -11,10 +11,10 @@ from aioserve.request import RequestSpec
 
 
 class ImageMemory:
-    """Of one engine."""
+    """Memory limit for the prepared images of one engine."""
 
     def __init__(self, limit: float) -> None:
-        """`limit` is in GiB."""
+        """`limit`: most memory for prepared images, in GiB."""
         self._limit = limit
         self.num_bytes = 0
 

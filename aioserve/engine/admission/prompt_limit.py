@@ -29,11 +29,11 @@ class PromptLimit(NamedTuple):
         return cls(max_model_len - 1, f"{max_model_len} for prompt and output together", keep)
 
     def kept(self, num_tokens: int) -> int:
-        """How many are left of so many."""
+        """How many tokens are kept of a prompt of this length."""
         return num_tokens if self.keep is None else min(num_tokens, self.keep)
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """Those that are kept."""
+        """The tokens that are kept of a prompt."""
         return token_ids if self.keep is None else token_ids[-self.keep :]
 
     def check(self, num_tokens: int, qualifier: str = "") -> None:

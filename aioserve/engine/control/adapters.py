@@ -46,8 +46,8 @@ class _Adapter:
 class Adapters:
     """Used from one event loop; reads and lays out on other threads while steps go on.
 
-    A place is taken before files are read. Who waits for one keeps nobody from what is in memory,
-    but for the one adapter that is to leave.
+    A slot is taken before files are read. A request that waits for a slot keeps no other from the
+    adapters in memory, except the one that is to be evicted.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Adapters:
         its id. Waits for a place, and for the files, if need be, unless the samples are aborted.
         Nothing to do for the model's own.
 
-        Raises `UnknownModelError`, `RequestTimeoutError` after so many seconds, `EngineDeadError`,
+        Raises `UnknownModelError`, `RequestTimeoutError` after `seconds`, `EngineDeadError`,
         and `RequestFailedError` if its files cannot be read any more.
         """
         if name == self._config.model.served_name:
@@ -244,7 +244,7 @@ class Adapters:
             self._let_go(adapter)
 
     def _make_room(self, num_more: int = 1) -> bool:
-        """Whether there is room for so many more; evicts those that nobody uses for it."""
+        """Whether there is room for `num_more` adapters; evicts unused ones for it."""
         while len(self._resident) + num_more > self._config.adapters.max_cpu_loras:
             victim = self._least_recent()
             if victim is None or victim.num_users:
@@ -254,7 +254,7 @@ class Adapters:
         return True
 
     def _least_recent(self) -> _Adapter | None:
-        """Of those in memory; before all others, those that nobody uses."""
+        """The adapter in memory to evict next: an unused one before all others."""
         return min(self._resident, key=lambda a: (a.num_users > 0, a.last_used), default=None)
 
     def _let_go(self, adapter: _Adapter) -> None:

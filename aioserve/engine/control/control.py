@@ -52,7 +52,7 @@ class Control:
             raise EnginePausedError(f"the engine is {self.state}: try again later", RETRY_SECONDS)
 
     async def pause(self, running: Running, arrivals: Arrivals) -> None:
-        """Return when no step is computed, and none will be. Who sleeps sleeps on."""
+        """Return when no step is computed, and none will be. An engine that sleeps sleeps on."""
         async with self._turn():
             await self._pause(running, arrivals)
 
@@ -101,9 +101,9 @@ class Control:
         """The weights of the model in directory `path`, which is the same but for them. Raises
         `ConfigError`, before anything has changed, for another model and where that is not served;
         and if they cannot be read or there is no room for both: the old ones go on then, and
-        whoever was kept is computed again.
+        kept requests are computed again.
 
-        A pause stays one; who sleeps is woken.
+        A pause stays a pause; an engine that sleeps is woken.
         """
         async with self._turn():
             self._check("reload", running, replaces_weights=True)

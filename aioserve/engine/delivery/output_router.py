@@ -38,7 +38,7 @@ class OutputRouter:
         return stopped
 
     def expire(self, request_ids: list[str]) -> None:
-        """Their deadline has passed."""
+        """End the outputs of requests whose deadline has passed."""
         self._output_processor.end_requests(request_ids, FinishReason.TIMEOUT, self._clock())
 
     def fail(self, request_ids: list[str] | None, cause: BaseException) -> None:

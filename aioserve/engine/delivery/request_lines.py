@@ -63,7 +63,7 @@ def log_request(
 
 
 def log_prompt(request_id: str, prompt: Any, params: SamplingParams) -> None:
-    """What somebody asked, word for word: only for who wants that in his log."""
+    """Log a prompt word for word: only with --log-prompts."""
     text = msgspec.json.encode(prompt, enc_hook=repr).decode()
     if len(text) > MAX_PROMPT_CHARACTERS:
         text = f"{text[:MAX_PROMPT_CHARACTERS]}... ({len(text)} characters)"

@@ -12,7 +12,7 @@ from aioserve.step_loop import FAULTS, StepObserver
 
 
 class KVEventRelay(StepObserver):
-    """An observer that raises misses what it raised over; nobody else notices."""
+    """An observer that raises misses that event; the others get it."""
 
     def __init__(
         self,

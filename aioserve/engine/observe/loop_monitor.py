@@ -46,7 +46,7 @@ class LoopMonitor:
             self._set()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -25,7 +25,7 @@ from aioserve.request import RequestSpec, WaitReason
 
 
 class Latencies:
-    """Every first token and every gap since somebody looked last."""
+    """Times to first token and gaps between tokens since the last reading."""
 
     def __init__(self) -> None:
         self.first_tokens: list[float] = []  # seconds
@@ -160,7 +160,7 @@ class EngineMetrics(Collector):
                 self.decode_time.observe(now - first)
 
     def render(self) -> bytes:
-        """Prometheus text format."""
+        """All metrics in Prometheus text format."""
         if not self._has_process:  # nobody has asked before
             self._has_process = True
             ProcessCollector(registry=self._registry)

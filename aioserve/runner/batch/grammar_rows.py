@@ -163,7 +163,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
         return not matcher.is_stopped()
 
     def come_back(self) -> None:
-        """Take back all guesses."""
+        """Roll all matchers back to before the draft tokens."""
         for row, num_tokens in self._ahead.items():
             self.rows[row].rollback(num_tokens)
         self._ahead.clear()

@@ -45,7 +45,7 @@ class AdapterRows(BatchPart[Adapter]):
 
 
 class LoadedAdapters:
-    """What may be asked of whoever has a model and a batch."""
+    """Loads and drops LoRA adapters of a runner with a model and a batch."""
 
     def __init__(self, sites: AdapterSites, rows: AdapterRows) -> None:
         self._sites, self._rows = sites, rows

@@ -38,7 +38,7 @@ class StateSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one state slot."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

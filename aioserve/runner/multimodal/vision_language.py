@@ -28,7 +28,7 @@ class TextPart(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """All but the head."""
+        """The text model without its head."""
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:

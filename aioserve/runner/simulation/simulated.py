@@ -105,7 +105,7 @@ class _StepFuture(asyncio.Future[ModelRunnerOutput]):
         return super().__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
-        """From here on somebody relies on the loop."""
+        """Add a callback; the future then completes through the event loop."""
         if not self._has_timer and not self.done():
             self._has_timer = True
             self.get_loop().call_at(self._when, self._finish)
@@ -194,7 +194,7 @@ class SimulatedRunner(RunnerInterface):
     def run_step(
         self, scheduler_output: SchedulerOutput, now: float
     ) -> tuple[ModelRunnerOutput, float]:
-        """What comes of a step that is handed over at `now`, and when it does: for whoever keeps
+        """What comes of a step that is handed over at `now`, and when it does: for code that keeps
         the time of many runners without a loop.
         """
         # Steps run in order: this one starts when the last one ends.

@@ -72,7 +72,7 @@ class _StepCost:
         self._sums = [STEP_MEMORY * old + new / seconds**2 for old, new in pairs]
 
     def seconds(self, num_tokens: int) -> float:
-        """What a step of so many tokens takes; 0 if none was seen."""
+        """Seconds that a step of this many tokens takes; 0 if none was seen."""
         weight, _, _, seconds, _ = self._sums
         if not weight:
             return 0.0
@@ -123,7 +123,7 @@ class DraftLength:
         self.price = self._cost.share(num_rows)
 
     def verified(self, request: Hashable, num_drafts: int, num_right: int) -> None:
-        """So many were sent, and so many were right before the first that was not."""
+        """Record how many draft tokens were sent and accepted."""
         self._record(request).note(num_drafts, num_right)
 
     def forget_times(self) -> None:
@@ -138,7 +138,7 @@ class DraftLength:
         return 0 if self._num_withheld % TRIAL_INTERVAL else 1
 
     def forget(self, request: Hashable) -> None:
-        """It is gone, or somebody else bears its name from now on."""
+        """Drop the record of a request that has left, or whose id is reused."""
         self._records.pop(request, None)
 
     def _record(self, request: Hashable) -> _Record:
@@ -177,7 +177,7 @@ class ModelDraftLength(DraftLength):
         self._draft_cost, self._seconds_since_trial = _StepCost(), 0.0
 
     def drafted(self, num_tokens: int, seconds: float) -> None:
-        """The model that makes drafts has computed so many tokens in one pass."""
+        """Record a pass of the draft model over this many tokens."""
         self._draft_cost.add(num_tokens, max(seconds, 1e-6))
 
     def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:

@@ -30,7 +30,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def set(self, row: int, request: NewRequestData) -> None:
-        """A request enters."""
+        """Add a request to the batch."""
 
     def take_blocks(self, block_ids: Sequence[int]) -> None:
         """A row has got these blocks, and overwrites what they held."""

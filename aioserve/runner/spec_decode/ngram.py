@@ -42,7 +42,7 @@ class NgramText:
         return len(self.token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Add what comes next."""
+        """Append tokens to the text."""
         self.token_ids.extend(token_ids)
 
     def find(self, end: Sequence[int]) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class _Store:
         self.recent, self.older = NgramText(size), NgramText(size)
 
     def add(self, token_ids: "array[int]") -> None:
-        """One output is complete."""
+        """Add a complete output to the store."""
         if not self._half:
             return
         self.recent.extend(token_ids[-self._half :])
