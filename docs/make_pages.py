@@ -57,7 +57,10 @@ SECTIONS: list[tuple[str, type[Any], list[str] | None]] = [
     (
         "What you may say of it: `BaseScheduler`",
         BaseScheduler,
-        ["admits_in_order", "keeps_decoding", "runs_whole_prompts", "uses_step_time"],
+        [
+            *("admits_in_order", "keeps_decoding", "policy_api", "runs_whole_prompts"),
+            "uses_step_time",
+        ],
     ),
     (
         "What you have: `self`",

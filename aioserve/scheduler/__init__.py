@@ -8,7 +8,7 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.base import BaseScheduler, PolicyOptions
 from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
-from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
@@ -23,6 +23,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 __all__ = [
     "FAILURES_UNTIL_FALLBACK",
     "FALLBACK_POLICY",
+    "POLICY_API",
     "BaseScheduler",
     "CachedRequestData",
     "EngineCoreOutputs",

@@ -6,6 +6,7 @@ Knows nothing about text, tensors, tasks or threads.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.admission import check_queue, check_size
 from aioserve.scheduler.blame import place
 from aioserve.scheduler.inquiry import stats, wait_reasons
+from aioserve.scheduler.interface import POLICY_API
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.request_table import RequestTable
@@ -26,11 +28,24 @@ from aioserve.scheduler.results import take_results
 from aioserve.scheduler.step import Step
 from aioserve.scheduler.step_time import OnlineStepTime
 from aioserve.scheduler.succession import Switchable
-from aioserve.scheduler.victims import VICTIM_KEYS, order_key
 
 
 class PolicyOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Base of a policy's nested `Options`: typed, validated, unknown names refused."""
+
+
+order_key = attrgetter("order_key")
+
+#: By a value of the setting `victim`, the key whose largest value gives way when KV blocks run out,
+#: ties broken by the policy's order. Under each but the last one some request is never the victim,
+#: and finishes; under `least_lost` the request that takes the blocks gets a token.
+VICTIM_KEYS: dict[str, Callable[[Request, KVCacheManager], Any]] = {
+    "newest": lambda r, _: (r.arrival_time, r.order_key),
+    "lowest_priority": lambda r, _: (r.priority, r.order_key),
+    "least_computed": lambda r, _: (-r.num_computed_tokens, r.order_key),
+    "most_remaining": lambda r, _: (r.max_total_tokens - r.num_tokens, r.order_key),
+    "least_lost": lambda r, kv_cache: (-kv_cache.estimate_lost_tokens(r), r.order_key),
+}
 
 
 class BaseScheduler(Switchable):
@@ -41,6 +56,9 @@ class BaseScheduler(Switchable):
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+    #: The version of the policy API (`POLICY_API`) that the policy is written for: another one is
+    #: refused at the start, in a line that says what to do.
+    policy_api: ClassVar[int] = POLICY_API
     #: True if the policy never splits a prompt: a step must then hold the longest one.
     runs_whole_prompts: ClassVar[bool] = False
     #: A promise about `order` that the contract checks: no request is admitted while another with

@@ -14,6 +14,10 @@ from aioserve.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerStat
 from aioserve.request import Request, RequestStatus, WaitReason
 from aioserve.scheduler.output import SchedulerOutput
 
+#: Version of the policy API, which docs/policy-api.md lists. It rises when a policy that keeps to
+#: that page may have to change.
+POLICY_API = 1
+
 CANNOT_BE_SWITCHED = "only policies that derive from BaseScheduler can be switched"
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from aioserve.errors import ConfigError, UnknownPolicyError
 from aioserve.nearest import did_you_mean
-from aioserve.scheduler.interface import SchedulerInterface
+from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.option_fields import OptionField, read_options
 
 ENTRY_POINT_GROUP = "aioserve.policies"
@@ -83,7 +83,17 @@ def load_policy(spec: str) -> type[SchedulerInterface]:
         missing = ", ".join(sorted(policy.__abstractmethods__))
         written = did_you_mean(missing, vars(policy)).replace("did you mean", "is it")
         raise ConfigError(f"policy {spec!r} does not implement {missing}{written}")
+    _check_api(spec, getattr(policy, "policy_api", POLICY_API))
     return policy
+
+
+def _check_api(spec: str, version: int) -> None:
+    if version != POLICY_API:
+        remedy = "upgrade aioserve" if version > POLICY_API else "CHANGELOG.md says what changed"
+        raise ConfigError(
+            f"policy {spec!r} is written for version {version} of the policy API, and this "
+            f"aioserve has version {POLICY_API}: {remedy}"
+        )
 
 
 def _parse(spec: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ Knows requests, blocks, steps and endings. Does not know who should run, nor wha
 means; of the policy it knows the name, for messages.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -11,7 +12,6 @@ from typing import Any, TypeAlias
 from aioserve.errors import InvariantError, PolicyError
 from aioserve.kv_cache import KVCacheManager
 from aioserve.request import Request, RequestStatus
-from aioserve.scheduler.in_flight import StepsInFlight
 from aioserve.scheduler.output import SchedulerOutput
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.timers import Timers
@@ -37,6 +37,32 @@ class OpenStep:
     step_id: int
     tokens: dict[Request, int]  # who was served, with how many tokens, in order
     preempted_req_ids: list[str]  # those that the runner has heard of
+
+
+class StepsInFlight(deque[tuple[SchedulerOutput, list[Request]]]):
+    """Steps with their rows, in the order in which they were planned and will come back."""
+
+    def withdraw(self, output: SchedulerOutput) -> list[Request]:
+        """The newest step does not go to the runner after all: its rows; none if it had none."""
+        if self and self[-1][0] is output:
+            return self.pop()[1]
+        return []
+
+    def carries(self, request: Request) -> bool:
+        """Whether a step in flight has the request among its rows."""
+        return any(request in requests for _, requests in self)
+
+    def num_tokens(self, request: Request) -> int:
+        """Tokens of the request that steps in flight compute, drafts included."""
+        return sum(
+            output.num_scheduled_tokens[request.request_id]
+            for output, requests in self
+            if request in requests
+        )
+
+    def requests(self) -> set[Request]:
+        """All requests that are rows of a step in flight."""
+        return {request for _, requests in self for request in requests}
 
 
 class RequestTable:

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aioserve import scheduler
 from aioserve.errors import ConfigError, UnknownPolicyError
-from aioserve.scheduler import BaseScheduler, available_policies, load_policy
+from aioserve.scheduler import POLICY_API, BaseScheduler, available_policies, load_policy
 from aioserve.scheduler.option_fields import OptionField
 from aioserve.scheduler.registry import describe_options
 from tests.processes import PATIENCE
@@ -27,6 +28,30 @@ def test_the_built_in_policies_are_installed_and_loadable() -> None:
     assert {"chunked_prefill", "fcfs", "priority"} <= available_policies().keys()
     for name in available_policies():
         assert load_policy(name).schedule
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"), [(POLICY_API + 1, "upgrade aioserve"), (POLICY_API - 1, "CHANGELOG.md")]
+)
+def test_a_policy_for_another_version_of_the_policy_api_is_refused(
+    tmp_path: Path, version: int, remedy: str
+) -> None:
+    path = tmp_path / "mine.py"
+    mine = f"    policy_api = {version}\n    def schedule"
+    path.write_text(POLICY_FILE.replace("    def schedule", mine, 1))
+    with pytest.raises(ConfigError, match=rf"version {version} of the policy API.*{remedy}"):
+        load_policy(f"{path}:Mine")
+
+
+def test_the_names_that_policies_import_are_those_that_are_promised() -> None:
+    """A name may come; one that goes raises POLICY_API, after a version in which it warned."""
+    assert set(scheduler.__all__) >= {
+        *("BaseScheduler", "CachedRequestData", "EngineCoreOutputs", "FAILURES_UNTIL_FALLBACK"),
+        *("FALLBACK_POLICY", "ModelRunnerOutput", "NewRequestData", "NonNegativeFloat"),
+        *("OnlineStepTime", "POLICY_API", "PolicyOptions", "PositiveFloat", "PositiveInt"),
+        *("Request", "RequestQueue", "RequestStatus", "SchedulerInterface", "SchedulerOutput"),
+        *("Step", "WaitReason", "available_policies", "load_policy", "make_successor"),
+    }
 
 
 def test_a_policy_can_be_a_module_and_class() -> None:
