@@ -25,6 +25,7 @@ from aioserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from aioserve.server.responses import routes as response
 from aioserve.server.unserved import FOREIGN, HINTS, UNSERVED, Unserved
 from aioserve.server.validation import BodyDecoder
+from aioserve.version import __version__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -185,3 +186,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_file_that_the_map_names_exists() -> None:
     for path in re.findall(r"`(\w[\w./-]*/[\w./-]*)`", ARCHITECTURE):
         assert (ROOT / path).exists(), path
+
+
+def test_the_newest_version_in_the_changelog_is_the_packages() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
+    assert versions[0] in (__version__, "Unreleased")
+    assert __version__ in versions
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+    newest = changes[: changes.index("\n## ", changes.index("\n## ") + 1)]
+    assert re.findall(r"^### (.*)", newest, re.MULTILINE)[0] == "Breaks"  # what breaks comes first
