@@ -127,7 +127,7 @@ def wants_only_end(params: SamplingParams) -> bool:
 
 
 class SampleState(ABC):
-    """What delivery needs to know of one sample between two of its outputs, whoever reads them."""
+    """What delivery needs to know of one sample between two of its outputs, wherever read."""
 
     is_read_here = True  # else in another process, which knows where it comes from
     __slots__ = (

@@ -13,7 +13,7 @@ from aioserve.lab.slo import Slo
 def add_settings(
     parser: argparse.ArgumentParser, help: str = "set any setting of serve; repeatable"
 ) -> None:
-    """`--set`, as a list of (dotted name, value)."""
+    """Add the argument `--set`, a list of (dotted name, value)."""
     parser.add_argument(
         "--set",
         metavar="SECTION.NAME=VALUE",
@@ -25,7 +25,7 @@ def add_settings(
 
 
 def add_slo(parser: argparse.ArgumentParser) -> None:
-    """`--slo`, as an `Slo`."""
+    """Add the argument `--slo`, an `Slo`."""
     parser.add_argument(
         "--slo",
         type=Slo.parse,
@@ -35,7 +35,7 @@ def add_slo(parser: argparse.ArgumentParser) -> None:
 
 
 def add_time_scale(group: TakesArguments) -> None:
-    """`--time-scale`, above 0."""
+    """Add the argument `--time-scale`, a number above 0."""
     group.add_argument(
         "--time-scale",
         type=positive,
@@ -46,7 +46,7 @@ def add_time_scale(group: TakesArguments) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`, for `wants_json`."""
+    """Add the argument `--json`, which `wants_json` reads."""
     parser.add_argument(
         "--json",
         action="store_true",
@@ -62,5 +62,5 @@ def wants_json(arguments: argparse.Namespace) -> bool:
 def add_output(
     parser: argparse.ArgumentParser, *flags: str, help: str, metavar: str = "FILE"
 ) -> None:
-    """A file that the command writes when its work is done."""
+    """Add an argument that names a file, written when the work is done."""
     parser.add_argument(*flags, metavar=metavar, type=output_file, help=help)

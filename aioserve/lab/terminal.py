@@ -25,7 +25,7 @@ STYLES = [
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks, through something that can show more than text."""
+    """Whether output goes to a terminal that can do more than plain text."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

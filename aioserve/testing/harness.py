@@ -190,7 +190,7 @@ class SchedulerHarness:
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """Tokens received, by request."""
+        """Tokens received so far, by request id."""
         return {name: life.tokens for name, life in self.ledger.lives.items()}
 
     @property
@@ -500,7 +500,7 @@ class SchedulerHarness:
     @kept
     def check_keeps_decoding(self) -> None:
         """What the policy promises with `keeps_decoding`, on requests of the kit's own, with the
-        limits of this harness. Without a promise, or where nobody relies on it, there is nothing.
+        limits of this harness. Does nothing without the promise, or where nothing relies on it.
         """
         if not MultiStepDecode.is_promised_by(self.policy):
             return
@@ -550,7 +550,7 @@ class SchedulerHarness:
     # What must be true after every call.
 
     def check(self) -> None:
-        """Counts agree, everybody has one place, and blocks are conserved with exact references."""
+        """Check that counts agree, each request has one place and block references are exact."""
         self._check_counts()
         self._take_events()
         if isinstance(self.scheduler, BaseScheduler):
@@ -586,7 +586,7 @@ class SchedulerHarness:
             )
 
     def _check_places(self, scheduler: BaseScheduler) -> None:
-        """Whoever lives runs or waits: one of both, and its status says which."""
+        """Check that each unfinished request runs or waits, as its status says."""
         running, loading = set(scheduler.running), scheduler.book.aside
         for life in self.ledger.alive.values():
             request = life.request
@@ -625,7 +625,7 @@ class SchedulerHarness:
             )
 
     def _check_line(self, output: SchedulerOutput) -> None:
-        """Nobody was admitted in the place of one who stands before him, if that is promised."""
+        """Check the promise `admits_in_order`: no request was admitted before its predecessor."""
         scheduler = self.scheduler
         if not isinstance(scheduler, BaseScheduler) or scheduler.admits_in_order is None:
             return
@@ -643,7 +643,7 @@ class SchedulerHarness:
                     )
 
     def _standing(self) -> list[Any]:
-        """What a failed switch must leave as it is: keys, the line, who runs."""
+        """State that a failed switch must not change: keys, the queue, running requests."""
         if not isinstance(self.scheduler, BaseScheduler):
             return []
         scheduler = self.scheduler
@@ -684,7 +684,7 @@ class SchedulerHarness:
 
     @property
     def _loading(self) -> set[Request]:
-        """Who waits for blocks, and so is in nobody's way."""
+        """Requests that wait for KV blocks to load; they delay no other request."""
         scheduler = self.scheduler
         return scheduler.book.aside if isinstance(scheduler, BaseScheduler) else set()
 

@@ -143,8 +143,8 @@ class Adapters:
         logger.info("unloaded %r; %d requests go on with it", adapter, num_users)
 
     async def close(self) -> None:
-        """Nobody waits any more, nor is anything read: who does gets `EngineDeadError`. Returns
-        when what is being read was.
+        """End all waits with `EngineDeadError` and read nothing more. Returns
+        when the files being read are done.
         """
         self._is_closed = True
         self._freed.set()

@@ -36,7 +36,7 @@ class Stands(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Planned(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step was planned. Who runs in it is told by what is other than in the step before."""
+    """A step was planned. Its rows are told as differences from the step before."""
 
     step_id: int
     time: float
@@ -53,7 +53,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Back(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step is back: a token for everybody in it, but for those that are named."""
+    """A step is back: one token for each request in it, except those that are named."""
 
     step_id: int
     time: float

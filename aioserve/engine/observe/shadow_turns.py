@@ -32,7 +32,7 @@ class ShadowTurns(ShadowFeed):
             self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._on_timer)
 
     def close(self) -> None:
-        """No more turns."""
+        """Stop the turns of the shadow policy."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
 
 
 class Timeline:
-    """Of one request."""
+    """What happened to one request, step by step, for its trace."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -121,7 +121,7 @@ class Measurements(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One point of the design: so many requests at once, with prompts cut to so many tokens."""
+    """One point of the design: a number of requests at once, with prompts of a given length."""
 
     chunk_size: int
     num_requests: int

@@ -81,7 +81,7 @@ def student(num_values: int) -> float:
 
 
 def draw_weights(blocks_per_seed: Sequence[int], num_draws: int = NUM_DRAWS) -> Weights:
-    """How often each block counts in each draw; always the same, whoever asks."""
+    """How often each block counts in each draw; always the same in all calls."""
     rng = np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(blocks_per_seed)])
     weights = np.zeros((num_draws, int(starts[-1])))

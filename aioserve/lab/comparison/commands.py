@@ -291,7 +291,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def _workloads(arguments: argparse.Namespace, default_seeds: int = DEFAULT_SEEDS) -> list[Workload]:
-    """One per seed."""
+    """The workloads of a run, one per seed."""
     source = _source(arguments)
     seeds = _num_seeds(arguments, default_seeds, is_trace=source.is_trace)
     return [source.load(arguments.seed + i) for i in range(seeds)]

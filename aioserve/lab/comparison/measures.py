@@ -37,7 +37,7 @@ class RunMeasures:
         slo: Slo | None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`weights` say what clients are due beside each other; None: nobody has stated any, and
+        """`weights` say what clients are due beside each other; None: none are stated, and
         there is no fairness by weight.
         """
         requests = outcome.requests

@@ -100,7 +100,7 @@ def _cells(cells: list[Cell]) -> list[dict[str, object]]:
 
 
 def _scaled(difference: dict[str, Any] | None, row: Row) -> dict[str, float | None] | None:
-    """In the row's unit."""
+    """The value in the unit of its row."""
     if difference is None:
         return None
     return {

@@ -29,7 +29,7 @@ MAX_WEIGHTS = 6  # that are named
 
 
 def headline(document: Document) -> str:
-    """What was compared."""
+    """One line that says what was compared."""
     workload, seeds = document["workload"], document["workload"]["seeds"]
     times = "" if len(seeds) == 1 else f" with {len(seeds)} seeds"
     how = "in real time" if document["mode"] == "live" else "in virtual time"

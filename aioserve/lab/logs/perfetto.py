@@ -86,7 +86,7 @@ def trace_events(
 
 
 class _Reasons:
-    """Why who waits, from a replay; for as long as it does what was recorded."""
+    """Why each request waits, from a replay; for as long as it does what was recorded."""
 
     def __init__(self, log: DecisionLog) -> None:
         self.changes: dict[int, list[tuple[float, WaitReason]]] = {}  # by `id` of a life
@@ -239,5 +239,5 @@ def _instant(name: str, time: float, pid: int, tid: int) -> Event:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
+    """Seconds as microseconds, rounded to the nanosecond."""
     return round(1e6 * seconds, 3)

@@ -276,7 +276,7 @@ def _make_request(number: int, life: Life, began: float) -> Request:
 
 def measure(chronicle: Chronicle, reference: list[Life]) -> Measures:
     """Milliseconds and counts. End-to-end times are of those that ended by themselves in
-    `reference`: of others nobody knows the length.
+    `reference`: the lengths of others are unknown.
     """
     lives = chronicle.lives
     first = [1e3 * (life.token_times[0] - life.arrival) for life in lives if life.token_times]

@@ -13,7 +13,7 @@ Progress = Callable[[int], None]  # told how many more requests have ended
 
 
 class Clients(ABC):
-    """Everybody who asks. Times are those of `clock`, in seconds; `start` is the run's second 0."""
+    """The clients of a run. Times are those of `clock`, in seconds; `start` is its second 0."""
 
     def __init__(self, workload: Workload, clock: Callable[[], float], progress: Progress) -> None:
         self.workload = workload

@@ -158,7 +158,7 @@ class _Run:
     # Clients.
 
     def _arrive(self, i: int) -> None:
-        """Request number `i` comes."""
+        """Send request number `i` to a replica."""
         self._outcome.requests[i].arrival = self._clock.now
         self._send(i)
 
@@ -237,7 +237,7 @@ class _Run:
         self._at(when, TURN, partial(self._turn, seat, seat.num_turns))
 
     def _catch_up(self, seat: _Seat, engine: SteppedEngine) -> None:
-        """Steps that nobody looked at are done: somebody does now."""
+        """Account for steps that were booked in one go, before their results are read."""
         seat.load = None
         next_turn = engine.catch_up()
         if next_turn is not None:

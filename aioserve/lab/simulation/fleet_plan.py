@@ -21,7 +21,7 @@ Price = Annotated[float, Meta(ge=0)]
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fleet file."""
+    """The contents of a fleet file."""
 
     replicas: Count
     routers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("least_work",)

@@ -31,7 +31,7 @@ class VirtualClockEventLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """Move the clock forward."""
+        """Move the virtual clock forward."""
         self._now += seconds
 
     def jump_to(self, when: float) -> bool:

@@ -55,7 +55,7 @@ class RequestOutcome:
 
 
 class Steps:
-    """One entry per step."""
+    """Columns of step measurements, one entry per step."""
 
     def __init__(self) -> None:
         self.planned = array("d")  # handed over; with two in flight, before the start

@@ -129,7 +129,7 @@ async def _run_live(config: EngineConfig, workload: Workload, progress: Progress
 
 
 async def _warm_up(engine: AsyncEngine) -> None:
-    """A first request pays for what is set up on first use; nobody measures it."""
+    """A first request pays for what is set up on first use; it is not measured."""
     prompt = text_tokens(0, min(64, engine.max_model_len // 2), engine.model_info.vocab_size)
     async for _ in engine.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True)):
         pass

@@ -60,7 +60,7 @@ class Blueprint:
 
 
 class _Stretch(NamedTuple):
-    """Steps of decodes that nobody has asked the policy for one by one."""
+    """Decode steps that are planned in one go, without a call of the policy for each."""
 
     decodes: MultiStepDecode
     ends: list[float]  # of the step in flight, and of each after it; the last is planned as usual
@@ -74,7 +74,7 @@ class _Result(NamedTuple):
 
 
 class SteppedEngine:
-    """Moved on by `turn`, at the time that the last one returned, or as soon as somebody came to an
+    """Moved on by `turn`, at the time that the last one returned, or when a request came to an
     engine that had nothing to do. Times are those of `clock`, in seconds.
     """
 
@@ -183,7 +183,7 @@ class SteppedEngine:
         return self._kv_cache.take_events()
 
     def next_expiry(self) -> float | None:
-        """When to call `expire`."""
+        """When the next deadline passes: the time to call `expire`."""
         return self._scheduler.next_expiry()
 
     def expire(self) -> list[str]:

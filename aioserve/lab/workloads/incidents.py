@@ -33,7 +33,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Incidents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of them."""
+    """All incidents of a workload."""
 
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()

@@ -81,12 +81,12 @@ Arrivals = Poisson | Gamma | OnOff
 
 
 class Constant(Spec, frozen=True, kw_only=True, tag_field="kind", tag="constant"):
-    """Always `value`."""
+    """A distribution that is always `value`."""
 
     value: NonNegative
 
     def draw(self, rng: random.Random) -> float:
-        """One value."""
+        """Draw one value of the distribution."""
         return self.value
 
 
@@ -97,7 +97,7 @@ class Uniform(Spec, frozen=True, kw_only=True, tag_field="kind", tag="uniform"):
     max: NonNegative
 
     def draw(self, rng: random.Random) -> float:
-        """One value."""
+        """Draw one value of the distribution."""
         return rng.uniform(self.min, self.max)
 
 
@@ -110,7 +110,7 @@ class LogNormal(Spec, frozen=True, kw_only=True, tag_field="kind", tag="lognorma
     max: Positive = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """One value."""
+        """Draw one value of the distribution."""
         value = self.median * math.exp(rng.gauss(0, self.sigma))
         return min(max(value, self.min), self.max)
 
@@ -119,7 +119,7 @@ Distribution = Constant | Uniform | LogNormal
 
 
 class ClosedLoop(Spec, frozen=True, kw_only=True, tag_field="kind", tag="closed"):
-    """So many clients who wait for a reply, think, and send their next request.
+    """A fixed number of clients that wait for a reply, think, and send the next request.
 
     All begin at once. Requests (or conversations) are dealt out in turn, so each configuration
     gets the same ones from the same clients.
@@ -153,7 +153,7 @@ class Session(Spec, frozen=True, kw_only=True):
 
 
 class ClientClass(Spec, frozen=True, kw_only=True):
-    """One kind of client."""
+    """A class of clients with the same kind of requests."""
 
     name: Annotated[str, Meta(min_length=1)]
     prompt: Distribution  # tokens, without prefix and earlier turns
@@ -171,12 +171,12 @@ class ClientClass(Spec, frozen=True, kw_only=True):
 
     @property
     def user_names(self) -> list[str]:
-        """Those of its users."""
+        """Names of the users of this class."""
         return [self.name] if self.users == 1 else [f"{self.name}-{k}" for k in range(self.users)]
 
 
 class WorkloadSpec(Spec, frozen=True, kw_only=True):
-    """A workload file."""
+    """The contents of a workload file."""
 
     classes: Annotated[list[ClientClass], Meta(min_length=1)]
     arrivals: Arrivals | ClosedLoop | None = None

@@ -58,12 +58,12 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return sum(piece.length for piece in self.pieces)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and reply."""
+        """Length of prompt and reply together, in tokens."""
         return self.num_prompt_tokens + self.max_tokens
 
 
@@ -145,7 +145,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(kept), incidents=incidents)
 
     def conversations(self, min_turns: int) -> "Workload":
-        """Only those of at least so many turns. Raises `ConfigError` if there are none."""
+        """Only conversations of `min_turns` turns or more. Raises `ConfigError` if none is left."""
         turns = Counter(r.session for r in self.requests if r.session >= 0)
         kept: list[WorkloadRequest] = []
         places: dict[int, int] = {}
