@@ -12,12 +12,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Lines of the core. Lower it with every change that takes lines away.
-CORE_LIMIT = 31_632
+CORE_LIMIT = 31_605
 
 #: Folders and files that a feature owns, below `aioserve`.
 PARTS = (
     *("child", "console", "decision_log", "kv_connector", "lab", "multimodal", "ray", "routing"),
-    *("testing", "workers", "client.py", "pooling_params.py", "grammars/structural_tag.py"),
+    *("config/adapters.py", "config/images.py", "config/shadow.py", "config/simulation.py"),
+    *(
+        "config/speculation.py",
+        "testing",
+        "workers",
+        "client.py",
+    ),
+    *("pooling_params.py", "grammars/structural_tag.py"),
     *("model_source/adapter.py", "model_source/checkpoint*.py", "model_source/gguf_*.py"),
     *("model_source/quant*.py", "kv_cache/connector.py", "kv_cache/encoder_cache.py"),
     *("kv_cache/events.py", "kv_cache/resources/adapters.py", "kv_cache/resources/encoder.py"),

@@ -127,7 +127,7 @@ def _identity(
 
 
 class HeldBack:
-    """OutputRouter for an engine that hands its blocks to others: the end of a request is told when
+    """Delivery for an engine that hands its blocks to others: the end of a request is told when
     they can be found, so that whoever hears of it can send the request on; or after `HOLD_SECONDS`.
     """
 

@@ -11,7 +11,8 @@ import pytest
 from aioserve import AsyncEngine, EngineConfig, SamplingParams
 from aioserve.config import RunnerConfig, SchedulerConfig, ShadowConfig
 from aioserve.engine import kv_connector
-from aioserve.engine.delivery.output_router import OutputRouter, output_processor
+from aioserve.engine.delivery import output_processor
+from aioserve.engine.delivery.output_router import OutputRouter
 from aioserve.engine.kv_connector import HeldBack
 from aioserve.engine.observe.feed_observer import FeedObserver
 from aioserve.engine.observe.metrics import EngineMetrics
