@@ -60,7 +60,7 @@ def options_as_labels(
 
 
 # A policy whose last step failed may work again for the next request, but only a request can show
-# it. So long it counts as failing, in seconds: enough for whoever asks now and then. A guess.
+# it. So long it counts as failing, in seconds: enough for a client that asks now and then. A guess.
 POLICY_FAILURE_SECONDS = 10.0
 
 
@@ -105,11 +105,11 @@ class AsyncEngine(EngineClientBase[EngineParts]):
         self._on_kv_event = on_kv_event
         self._adapters: Adapters | None = None
         self._builder: EngineBuilder | None = None
-        self._control: Control | None = None  # once somebody wants any
+        self._control: Control | None = None  # from its first use on
         self._doings: set[asyncio.Task[None]] = set()  # of an operator, that are not done
         self._parts: EngineParts | None = None  # between start and shutdown
-        self._gallery: LiveFeed | None = None  # once somebody has looked
-        self._trials: PolicyTrials | None = None  # once somebody has asked for one
+        self._gallery: LiveFeed | None = None  # once a page has asked for it
+        self._trials: PolicyTrials | None = None  # once one was requested
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._watchdog: Watchdog | None = None  # between start and shutdown, in real time
@@ -385,7 +385,7 @@ class AsyncEngine(EngineClientBase[EngineParts]):
     def _forget_doing(self, task: asyncio.Task[None]) -> None:
         self._doings.remove(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may have left
+            task.exception()  # the caller may have left
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; True if the KV cache is now empty."""

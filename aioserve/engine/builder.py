@@ -1,7 +1,7 @@
-"""Builds an engine from its settings: runner, KV cache, scheduler and who watches it, processors.
+"""Builds an engine from its settings: runner, KV cache, scheduler, observers, processors.
 
 Knows every constructor, and in which order the parts need each other. Knows no request and no task;
-who asked for the parts owns them.
+the caller owns the parts.
 """
 
 import asyncio
@@ -349,7 +349,7 @@ def _check_policy(
 
 
 def _check_chat_template(model_info: ModelInfo) -> None:
-    """Raises `ConfigError` if the settings name a chat template that is none."""
+    """Raises `ConfigError` if the chat template of the settings does not compile."""
     if (source := model_info.chat_template) is None:
         return
     if model_info.config.skip_tokenizer_init:

@@ -66,7 +66,7 @@ class KnownAdapters:
 class RequestFields(TypedDict, total=False):
     """Options of a request besides its prompt and its sampling parameters."""
 
-    request_id: str | None  # names it in logs and for `abort` (default: one that nobody has)
+    request_id: str | None  # names it in logs and for `abort` (default: one that is unused)
     priority: int  # for the policy: smaller is more urgent
     user: str  # for the policy
     timeout: float | None  # seconds until an unfinished one ends with finish reason `timeout`
@@ -74,7 +74,7 @@ class RequestFields(TypedDict, total=False):
     adapter: str  # one of `EngineClient.adapters`, or the model itself
     client: str  # where it comes from, for the log
     trace_headers: Mapping[str, str]  # `traceparent`, `tracestate`: the trace that it belongs to
-    key_name: str  # whose tokens are counted: of a server's key
+    key_name: str  # the server's key whose tokens are counted
 
 
 class EngineClient(ABC):
@@ -154,7 +154,7 @@ class EngineClient(ABC):
         check_one_sample(sampling_params)
         self._alive()
         params = sampling_params or self.sampling_defaults.fill({})
-        # Nobody looks at a delta, so that none need be made.
+        # No delta is looked at, so that none need be made.
         params = msgspec.structs.replace(params, output_kind="final_only")
         async with await self.add_request(prompt, params, **fields) as stream:
             return await whole_output(stream)

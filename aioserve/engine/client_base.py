@@ -61,7 +61,7 @@ class EngineClientBase(EngineClient, Generic[Parts]):
         client: str = "",
         trace_headers: Mapping[str, str] = NO_HEADERS,
     ) -> RequestStream:
-        """See `EngineClient.add_request`."""
+        """Admit a request and return its stream, as `EngineClient.add_request` says."""
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout}", param="timeout")
         parts = self._alive()

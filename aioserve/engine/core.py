@@ -87,7 +87,7 @@ class EngineCore:
         await self._is_quiet.wait()
 
     def resume(self) -> None:
-        """Plan steps again. Idempotent."""
+        """Plan steps again after a pause. Idempotent."""
         self.loop.resume()
 
     async def vacate(self) -> None:

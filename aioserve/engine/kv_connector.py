@@ -128,7 +128,7 @@ def _identity(
 
 class HeldBack:
     """Delivery for an engine that hands its blocks to others: the end of a request is told when
-    they can be found, so that whoever hears of it can send the request on; or after `HOLD_SECONDS`.
+    they can be found, so that the client can then send the request on; or after `HOLD_SECONDS`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class HeldBack:
     def deliver(self, client_index: int, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand a step's outputs on, but for the ends of requests."""
         ends = [output for output in outputs if output.finish_reason is not None]
-        if ends:  # their readers may have left by then: nobody is told
+        if ends:  # their readers may have left by then: no reader is told
             self._hold(client_index, ends)
             outputs = [output for output in outputs if output.finish_reason is None]
         return self._sink.deliver(client_index, outputs)

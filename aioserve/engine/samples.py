@@ -1,6 +1,6 @@
 """The samples of one request, their ids, and what delivery must know of each sample.
 
-A request keeps its ids to itself while one of its samples lives. Knows nothing about text, nor who
+A request keeps its ids to itself while one of its samples lives. Knows nothing about text, nor what
 reads it.
 """
 
@@ -21,7 +21,7 @@ class Origin(msgspec.Struct, array_like=True, frozen=True):
     client: str = ""  # address
     model: str = ""  # or adapter, as it was asked for
     operation: str = "text_completion"  # what OpenTelemetry calls it
-    trace_headers: dict[str, str] = {}  # whose trace it belongs to, as W3C has it
+    trace_headers: dict[str, str] = {}  # the trace it belongs to, as W3C has it
 
 
 class Samples:
@@ -74,7 +74,7 @@ class Samples:
 
 
 class Claims:
-    """Which ids are taken, and by whom."""
+    """Which ids are taken, and by which requests."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Samples] = {}  # by every id that is taken

@@ -23,7 +23,7 @@ class RequestStream:
 
     def __init__(self, request_id: str, n: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.num_prompt_tokens = 0  # known before anybody reads
+        self.num_prompt_tokens = 0  # known before the first read
         self.prompt_token_ids: Sequence[int] = ()  # those that are computed, as they are
         self._abort = abort
         self._num_unfinished = n

@@ -1,7 +1,7 @@
-"""A fixed pool of KV blocks: who holds them, which are free, which can be found by hash.
+"""A fixed pool of KV blocks: how many hold each, which are free, which can be found by hash.
 
-Knows block ids, reference counts and hashes. Knows nothing about requests or tokens, and calls
-nobody: what an observer wants to hear is noted, for somebody to take.
+Knows block ids, reference counts and hashes. Knows nothing about requests or tokens, and
+calls no observer: what one wants to hear is noted, until it is taken.
 """
 
 from collections import deque

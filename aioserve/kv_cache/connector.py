@@ -80,7 +80,7 @@ class KVConnectorBase(ABC):
     """The scheduler's side. Called from one event loop; none but `shutdown` waits."""
 
     notes: BlockNotes
-    #: Told that a request has its blocks: somebody may be asleep.
+    #: Called when a request has its blocks: the step loop may be asleep.
     wake: Callable[[], None] = staticmethod(lambda: None)
     #: Of the policy that decides; None: the price of computing is not known.
     step_time: StepTime | None = None

@@ -1,7 +1,7 @@
 """Where outputs of encoders (images, audio) wait until the decoder has read them.
 
-Knows content hashes, sizes in tokens, and who still needs what. No tensors: the runner keeps those
-and is told what to drop.
+Knows content hashes, sizes in tokens, and which requests need them. No tensors: the runner keeps
+those and is told what to drop.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """Gives requests the KV blocks that their tokens need and finds prefixes computed before.
 
-Knows requests' tokens and blocks. Does not know steps, queues or who deserves what.
+Knows requests' tokens and blocks. Does not know steps, queues or which request deserves what.
 """
 
 from bisect import bisect_left

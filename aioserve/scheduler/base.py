@@ -1,6 +1,6 @@
 """The class that policies derive from: what an author writes, reads and calls.
 
-Knows options, limits, and whom to ask for the rest: state is in the book, a decision in a step.
+Knows options, limits, and what to ask for the rest: state is in the book, a decision in a step.
 Knows nothing about text, tensors, tasks or threads.
 """
 
@@ -329,7 +329,7 @@ class BaseScheduler(Switchable):
     def _note_planned(self, output: SchedulerOutput) -> None:
         self.step_time.planned(output, self.clock())
 
-    # Whose fault it is.
+    # Which side is at fault: the policy or aioserve.
 
     def _ask_order(self, request: Request) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What others ask about a book: statistics, who waits why.
+"""What others ask about a book: statistics, and why each request waits.
 
 Reads the book and changes nothing.
 """
@@ -9,7 +9,7 @@ from aioserve.scheduler.request_table import RequestTable
 
 
 def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
-    """Implements `SchedulerInterface.get_wait_reasons`."""
+    """Why each waiting request waits, as `SchedulerInterface.get_wait_reasons` says."""
     in_flight = book.in_flight.requests()
     reasons = {
         request.request_id: (
@@ -26,7 +26,7 @@ def wait_reasons(book: RequestTable) -> dict[str, WaitReason]:
 
 
 def stats(book: RequestTable) -> SchedulerStats:
-    """Implements `SchedulerInterface.make_stats`."""
+    """Statistics of the scheduler, as `SchedulerInterface.make_stats` says."""
     kv_cache = book.kv_cache
     of_resources = [resource.stats() for resource in kv_cache.resources]
     return SchedulerStats(

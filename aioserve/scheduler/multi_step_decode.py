@@ -72,7 +72,7 @@ class MultiStepDecode:
         its place, as the same output. `token_ids` are what they brought, by row, one a step.
         """
         count, size = len(token_ids[0]), self._kv_cache.block_size
-        growing: list[tuple[int, Request, int]] = []  # step, who, and its computed tokens before
+        growing: list[tuple[int, Request, int]] = []  # step, request, its computed tokens before
         for request, tokens in zip(self.requests, token_ids, strict=True):
             computed = request.num_computed_tokens
             first = request.num_slots - computed + 1  # the first step for which there is no slot

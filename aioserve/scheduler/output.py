@@ -29,7 +29,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     num_computed_tokens: int  # found in the prefix cache; the step computes what follows
     encoder_inputs: tuple[EncoderInput, ...] = ()
     pooling_params: PoolingParams | None = None  # given: a vector of the prompt, and no token
-    cache_salt: str = ""  # what it says is nothing to who has another
+    cache_salt: str = ""  # nothing of it is used for requests with another salt
     adapter_id: str = ""  # what it is computed with besides the model
 
     @classmethod

@@ -1,6 +1,6 @@
 """The waiting line: requests in the order that the policy gave them.
 
-Knows order keys. Does not know why a request waits or who will be served.
+Knows order keys. Does not know why a request waits or which one will be served.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,6 +1,6 @@
-"""Who is here, where everybody stands, and what is in flight or not yet told: a policy's ledger.
+"""A policy's ledger: unfinished requests, where each stands, what is in flight or not yet told.
 
-Knows requests, blocks, steps and endings. Does not know who should run, nor what a sampled token
+Knows requests, blocks, steps and endings. Does not know which should run, nor what a sampled token
 means; of the policy it knows the name, for messages.
 """
 
@@ -35,7 +35,7 @@ class OpenStep:
     __slots__ = ("preempted_req_ids", "step_id", "tokens")
 
     step_id: int
-    tokens: dict[Request, int]  # who was served, with how many tokens, in order
+    tokens: dict[Request, int]  # requests served, with how many tokens, in order
     preempted_req_ids: list[str]  # those that the runner has heard of
 
 
@@ -106,7 +106,7 @@ class RequestTable:
         """Requests that are in no line until what they need has come."""
         return {request for resource in self.kv_cache.holding for request in resource.aside}
 
-    # Who comes, and in which order.
+    # Arrival of requests, and their order.
 
     def add(self, request: Request, order: Order) -> None:
         """A new request, in line. If this raises, nothing remains of it."""
@@ -160,7 +160,7 @@ class RequestTable:
                 f"which cannot be compared: {error!r}"
             ) from error
 
-    # Who runs, and who gives way.
+    # Running requests, and preemption.
 
     def start(self, request: Request) -> None:
         """A waiting request runs from now on."""
@@ -303,12 +303,12 @@ class RequestTable:
                 self.kv_cache.free(request)
         self.stale = {request for request in self.stale if self.in_flight.carries(request)}
 
-    # Who ends.
+    # Ends of requests.
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[str]:
-        """See `SchedulerInterface.finish_requests`."""
+        """End requests and return their ids, as `SchedulerInterface.finish_requests` says."""
         if not finished_status.is_finished:
             raise InvariantError(f"requests cannot end with status {finished_status.name}")
         if request_ids is None:

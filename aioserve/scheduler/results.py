@@ -42,7 +42,7 @@ def take_results(
     logprobs, of_prompts = model_runner_output.logprobs, model_runner_output.prompt_logprobs
     drafted = scheduler_output.scheduled_spec_decode_tokens
     running = RequestStatus.RUNNING
-    ends: dict[str, int] = {}  # how far each came, if anybody is pooled
+    ends: dict[str, int] = {}  # how far each came, if any request is pooled
     for request, token_ids in sampled:
         if request.status is not running and request.status.is_finished:
             continue

@@ -1,4 +1,4 @@
-"""One step under construction: the verbs with which a policy says who runs.
+"""One step under construction: the verbs with which a policy says which requests run.
 
 Does all bookkeeping of a decision: budget, seats, blocks, status, refunds. Decides nothing.
 """
@@ -72,7 +72,7 @@ class Step(OpenStep):
         self._new_block_ids: dict[str, list[int]] = {}  # of requests that ran already
         self._preempted: set[Request] = set()
         self._fresh_blocks: dict[int, Request] = {}  # findable, but computed only by this step
-        self._dependents: dict[Request, list[Request]] = {}  # who relies on whose work in this step
+        self._dependents: dict[Request, list[Request]] = {}  # that rely on its work in this step
 
     @property
     def requests(self) -> list[Request]:
@@ -145,7 +145,7 @@ class Step(OpenStep):
                 return 0
         end = num_computed + num_tokens
         if end + self._num_lookahead_tokens > request.num_slots:
-            if request.draft_token_ids:  # nobody loses its place for a guess
+            if request.draft_token_ids:  # no request is preempted for a guess
                 free = self._kv_cache.pool.num_free_blocks * self._kv_cache.block_size
                 room = request.num_slots + free - self._num_lookahead_tokens
                 end = max(min(end, room), min(end, request.num_tokens))
@@ -168,7 +168,7 @@ class Step(OpenStep):
     def admit(self, request: Request, max_tokens: int | None = None, whole: bool = False) -> int:
         """Move a waiting request to `running` and give it tokens after its cached prefix.
 
-        Takes a seat and blocks for all its known tokens; never preempts anybody. `whole` refuses
+        Takes a seat and blocks for all its known tokens; never preempts a request. `whole` refuses
         a first chunk that is not all it lacks. Returns the tokens granted; 0: it has to wait.
         """
         book, kv_cache = self._book, self._kv_cache
@@ -233,7 +233,7 @@ class Step(OpenStep):
             return
         victims = {request: self._admitted.get(request)}
         line = [request]
-        for victim in line:  # who relies on what it would have computed in this step goes, too
+        for victim in line:  # requests that rely on what it would have computed go, too
             for dependent in self._dependents.get(victim, ()):
                 if dependent not in victims and dependent.status is RequestStatus.RUNNING:
                     victims[dependent] = self._admitted.get(dependent)

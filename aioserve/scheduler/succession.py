@@ -1,7 +1,7 @@
 """Another policy from the next step on: one scheduler takes the place of another.
 
-Knows who can follow whom, and whose fault it is if it fails. How the book is passed on, and what
-stays behind, is said by `BaseScheduler.take_over`.
+Knows which policy can follow which, and which one is at fault if it fails. How the book is passed
+on, and what stays behind, is said by `BaseScheduler.take_over`.
 """
 
 from abc import abstractmethod

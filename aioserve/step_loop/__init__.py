@@ -1,4 +1,4 @@
-"""The engine's step cycle without IO, and what it tells those who observe it."""
+"""The engine's step cycle without IO, and what it tells its observers."""
 
 from aioserve.step_loop.failure_log import FAULTS, FailureLog
 from aioserve.step_loop.loop import IDLE_POLL_SECONDS, StepInFlight, StepLoop

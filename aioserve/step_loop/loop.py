@@ -149,7 +149,7 @@ class StepLoop(Generic[T]):
         self.wake()
 
     def resume(self) -> None:
-        """Plan again. Idempotent."""
+        """Plan steps again after a pause. Idempotent."""
         self.is_paused = False
         self.wake()
 
@@ -201,7 +201,7 @@ class StepLoop(Generic[T]):
                 yield step
             self.observers.tell(self.observers.planned, step.output)
             if not step.output.total_num_scheduled_tokens:
-                return  # the runner hears who left; asking again now would change nothing
+                return  # the runner hears which requests left; asking again would change nothing
 
     def plan(self) -> StepInFlight[T] | None:
         """Plan one step, which is in flight from then on if the runner has to hear anything of it.
@@ -356,7 +356,7 @@ class StepLoop(Generic[T]):
                 raise error
             self._blame(self._finish(None, RequestStatus.FINISHED_ERROR), error)
 
-    # Whose fault it is.
+    # Which side is at fault: the policy or aioserve.
 
     @property
     def _policy(self) -> str:

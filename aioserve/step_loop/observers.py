@@ -1,4 +1,4 @@
-"""What the engine's step loop tells those who follow it: five events and the end of a turn.
+"""What the engine's step loop tells its observers: five events and the end of a turn.
 
 Whatever follows the engine (page, traces, shadow, metrics, KV events) derives from `StepObserver`
 and overrides what it wants to hear. An event that no observer overrides costs one look at an empty

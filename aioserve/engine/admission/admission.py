@@ -46,7 +46,7 @@ class Admission:
 
     @contextmanager
     def counted(self, num_tokens: int) -> Iterator[None]:
-        """Inside the block one more is arriving, of at least so many tokens. Raises
+        """Count one more arriving request, of at least `num_tokens`, inside the block. Raises
         `EngineOverloadedError`, before the work is done, if that is too much for the queue.
         """
         try:
@@ -66,7 +66,7 @@ class Admission:
         self, spec: RequestSpec, samples: Samples, adapter: str, seconds: float | None
     ) -> RequestSpec:
         """Counts its images, compiles what the text must look like, has the adapter brought, if
-        there is a name, within so many seconds: what is asked for then, in full. Raises what
+        there is a name, before the timeout: what is asked for then, in full. Raises what
         these do, `EngineOverloadedError` for images that are too many.
         """
         self._image_memory.hold(spec)
@@ -94,7 +94,7 @@ class Admission:
         self._metrics.on_accepted(spec)
 
     def _estimate_wait(self) -> float:
-        """Seconds until today's queue is served, if prompts go on being served as of late."""
+        """Seconds until today's queue is served, at the recent rate of prompt tokens."""
         stats = self._core.loop.scheduler.make_stats()
         rate = self._metrics.prompt_token_rate.per_second(self._clock())
         if stats is None or rate <= 0:

@@ -213,7 +213,7 @@ class _CallForm(NamedTuple):
     """How a template wants a message with calls.
 
     Most make JSON of the arguments, or go through them; others join them to their text as they are.
-    Some refuse a content that is none, others leave the calls out unless it is.
+    Some refuse a content of None, others leave the calls out unless it is None.
     """
 
     has_text: bool  # arguments as JSON text, not as a mapping

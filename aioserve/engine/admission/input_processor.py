@@ -99,7 +99,7 @@ class InputProcessor:
         tell.
 
         Raises `RequestError` for what is no prompt, and for one that is too long in any case: even
-        in a thread, megabytes of text cost everybody time.
+        in a thread, megabytes of text delay all requests.
         """
         num_image_tokens = 0
         if isinstance(prompt, Encoded):
@@ -268,10 +268,10 @@ class InputProcessor:
             if self._backend is None:
                 ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             else:
-                # The batch call releases the GIL; "fast" skips offsets that nobody reads.
+                # The batch call releases the GIL; "fast" skips offsets, which are not read.
                 encode = self._backend.encode_batch_fast
                 ids = encode([text], add_special_tokens=add_special_tokens)[0].ids
-        except (UnicodeEncodeError, TypeError) as error:  # who says what, tokenizers do not agree
+        except (UnicodeEncodeError, TypeError) as error:  # which one, depends on the tokenizer
             what = "the prompt" if field == "prompt" else field
             raise RequestError(f"{what} is not valid Unicode: {error}", field) from error
         if self._has_strangers and (stranger := max(ids, default=0)) >= self._vocab_size:

@@ -15,7 +15,7 @@ class PromptLimit(NamedTuple):
 
     limit: int  # the most tokens that it may have
     in_words: str
-    keep: int | None = None  # so many of the end are kept; None: all
+    keep: int | None = None  # tokens of the end that are kept; None: all
 
     @classmethod
     def of(cls, params: SamplingParams | PoolingParams, max_model_len: int) -> "PromptLimit":

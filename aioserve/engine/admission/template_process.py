@@ -81,13 +81,13 @@ def _answer(kind: bytes, data: bytes, max_text: int) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=8)
 def _compile(source: str) -> "Template":
-    """Raises what Jinja does for a template that is none."""
+    """The compiled template. Raises what Jinja does if `source` is not a template."""
     template: Template = _make_environment().from_string(source)
     return template
 
 
 def _names_read(source: str) -> list[str]:
-    """What a template may be given; nothing if it is none."""
+    """Names of the variables that a template reads; none if it does not compile."""
     from jinja2 import TemplateError, meta
 
     try:

@@ -55,7 +55,7 @@ class TemplateRenderer:
         return self._ask(RENDER, source, names)
 
     def names_read(self, source: str) -> frozenset[str]:
-        """What a template may be given; nothing if it is none. Raises as `render` does."""
+        """Names of variables a template reads; none if it is invalid. Raises as `render` does."""
         return frozenset(json.loads(self._ask(NAMES, source, {})))
 
     def _ask(self, kind: bytes, source: str, names: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The adapters that can be asked for by name: which are in memory, and who uses them.
+"""The adapters that can be asked for by name: which are in memory, and how many requests use them.
 
 The least recently used goes when another needs its place, but none that a request has. Knows names,
 paths and counts; knows nothing about weights, tokens or HTTP.
@@ -37,7 +37,7 @@ class _Adapter:
         self.adapter_id = ""  # its name and its weights' digest; known while it is in memory
         self.num_users = 0  # those that have it or wait for its reading, and that itself
         self.last_used = 0  # a number that rises with every use of any
-        self.reading: asyncio.Task[None] | None = None  # goes on when who asked for it has left
+        self.reading: asyncio.Task[None] | None = None  # goes on when the request has left
 
     def __repr__(self) -> str:
         return f"adapter {self.name!r} ({self.path})"
@@ -61,7 +61,7 @@ class Adapters:
         self._resident: set[_Adapter] = set()  # those that have a place
         self._arriving: set[str] = set()  # names that are being loaded for the first time
         self._queue = asyncio.Lock()  # of requests that wait for a place
-        self._leaving: _Adapter | None = None  # gets no new users: somebody waits for its place
+        self._leaving: _Adapter | None = None  # gets no new users: a request waits for its place
         self._freed = asyncio.Event()
         self._disk = asyncio.Lock()  # one is read after another
         self._uses = itertools.count(1)
@@ -139,7 +139,7 @@ class Adapters:
         num_users = adapter.num_users
         if not num_users:
             self._evict(adapter)
-        self._freed.set()  # who waits for a place for it need not
+        self._freed.set()  # requests that wait for a place for it need not
         logger.info("unloaded %r; %d requests go on with it", adapter, num_users)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """What an operator does to an engine that serves: pause it, put it to sleep, give it other weights.
 
 Knows in which order scheduler and runner have to hear of it. Between two of these nothing is lost:
-who was kept goes on where it was, computed again if its blocks or weights are gone.
+a request that was kept goes on where it was, computed again if its blocks or weights are gone.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from aioserve.scheduler import BaseScheduler
 
 logger = logging.getLogger(__name__)
 
-# A client that is refused hears when to come again: nobody knows. A guess.
+# Seconds after which a refused client is told to come again. The true time is unknown: a guess.
 RETRY_SECONDS = 5.0
 
 
@@ -184,7 +184,7 @@ class Control:
             )
         if replaces_weights:
             adapters = self._adapters
-            # Who is to be aborted has not left yet; looked at again when they have.
+            # Requests to abort have not left yet; looked at again when they have.
             _check_adapters(what, adapters.needed if running == "keep" else adapters.served)
         if running == "keep":
             self._check_trial(what)

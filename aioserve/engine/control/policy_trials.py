@@ -1,6 +1,6 @@
 """Another policy on a stretch of the live traffic: records it, and has `compare` simulate both.
 
-What is recorded lies in a file that nobody else can read, until the comparison is made; that runs
+What is recorded lies in a file that no other user can read, until the comparison is made; that runs
 in a process of its own, of low priority. Knows no HTTP, and of the lab the command alone.
 """
 
@@ -69,7 +69,7 @@ class PolicyTrials:
         self, settings: SchedulerConfig, seconds: float | None, num_requests: int | None
     ) -> Report:
         """Record, and compare what there is with `settings` on the requests that came meanwhile:
-        for so many seconds, or until so many requests came if that is sooner; where neither is
+        for the given seconds, or until the given number of them came if sooner; where neither is
         given, until there are enough for intervals, for at most `MAX_SECONDS`.
 
         Raises `ConfigError` or `PolicyError` for settings that cannot work, `EngineOverloadedError`
@@ -118,7 +118,7 @@ class PolicyTrials:
         for path, scheduler in zip(paths, (before, settings), strict=True):
             _write(path, scheduler)
         words = await self._compare(paths, folder)
-        report_id = secrets.token_urlsafe(24)  # whoever knows it may read it
+        report_id = secrets.token_urlsafe(24)  # knowing it suffices to read the report
         self._reports[report_id] = await asyncio.to_thread((folder / "report.html").read_bytes)
         if len(self._reports) > NUM_KEPT:
             self._reports.popitem(last=False)

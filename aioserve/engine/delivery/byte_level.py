@@ -105,7 +105,7 @@ class ByteLevelDetokenizer:
         self._decoder = _Utf8("replace")
         self._is_split = False  # the decoder holds the beginning of a character
         self._decode(pieces.join(prompt_token_ids[-PROMPT_TOKENS:]))
-        # Where the prompt ends in a broken character, so many U+FFFD are the last of its own text.
+        # Where the prompt ends in a broken character, its own text ends in this many U+FFFD.
         self._num_shown = self._decoder.getstate()[0].decode(errors="replace").count(REPLACEMENT)
 
     def append(self, token_ids: Sequence[int]) -> str:

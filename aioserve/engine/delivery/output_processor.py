@@ -165,7 +165,7 @@ class OutputProcessor(StepObserver):
         self._states: dict[str, SampleState] = {}
         self.claims = Claims()
         self._tokenizer = tokenizer
-        # By which special tokens are shown; the usual ones are made before anybody asks.
+        # By which special tokens are shown; the usual ones are made before the first request.
         self._make_detokenizer: dict[tuple[bool, tuple[int, ...]], MakeDetokenizer] = {
             (skip, ()): choose_detokenizer(tokenizer, skip_special_tokens=skip)
             for skip in (False, True)
@@ -215,7 +215,7 @@ class OutputProcessor(StepObserver):
         ]
 
     def set_num_cached_tokens(self, request_id: str, num_tokens: int) -> None:
-        """So many tokens of its prompt were found in the prefix cache, another process says."""
+        """Note how many tokens of a prompt another process found in the prefix cache."""
         if (state := self._states.get(request_id)) is not None:
             state.request.num_cached_tokens = num_tokens
 
@@ -230,7 +230,7 @@ class OutputProcessor(StepObserver):
         """Deliver one step's outputs; return the ids that a stop string has ended."""
         stopped = []
         states, num_tokens = self._states, 0
-        last, count = 0.0, 0  # so many in a row had their last token at the same time
+        last, count = 0.0, 0  # of requests in a row that had their last token at the same time
         for core_output in outputs:
             state = states.get(core_output.request_id)
             if state is None:
@@ -274,7 +274,7 @@ class OutputProcessor(StepObserver):
                 self._finish(state, told, now)
 
     def end_stopped(self, num_tokens: Mapping[str, int], now: float) -> list[str]:
-        """Readers elsewhere have found a stop string in the last of so many tokens of these
+        """Readers elsewhere have found a stop string in the last of `num_tokens` tokens of these
         requests; returns the ids of those that lived.
         """
         ended = [request_id for request_id in num_tokens if request_id in self._states]

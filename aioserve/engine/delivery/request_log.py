@@ -1,7 +1,7 @@
 """One JSON line per request that has ended: when it came, how long it was, whose it was.
 
-What `compare --workload FILE.jsonl` reads. No text and no tokens; who wants those, and every
-decision, wants the decision log.
+What `compare --workload FILE.jsonl` reads. No text and no tokens; those, and every
+decision, are in the decision log.
 """
 
 import os

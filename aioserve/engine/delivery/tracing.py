@@ -81,7 +81,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create({SERVICE_VERSION: __version__})
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # nobody said
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # not set
             resource = resource.merge(Resource({SERVICE_NAME: "aioserve"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))

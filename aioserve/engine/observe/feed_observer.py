@@ -1,6 +1,6 @@
-"""Notes what a scheduler does for those who look on: a few list entries per step.
+"""Notes what a scheduler does, for the page that shows it live: a few list entries per step.
 
-Observes the step loop only while somebody looks, and changes nothing there. Knows no event loop and
+Observes the step loop only while a page looks, and changes nothing there. Knows no event loop and
 no socket: `engine.observe.live_feed` makes frames of its notes.
 """
 
@@ -90,7 +90,7 @@ class FeedObserver(StepObserver):
         return events
 
     def picture(self) -> tuple[list[Stands], list[int]]:
-        """Where everybody stands, and the rows of the last step. What the next events tell comes
+        """Where each request stands, and the rows of the last step. What the next events tell comes
         after it only if the last were taken just before.
         """
         reasons = self._reasons
@@ -199,7 +199,7 @@ class FeedObserver(StepObserver):
         return found
 
     def _note_reasons(self, step_id: int) -> None:
-        """Right after a step: of whoever waits then, it says something."""
+        """Note, right after a step, why each waiting request waits, where that has changed."""
         self._is_to_ask = False
         numbers, told = self._numbers, self._reasons
         reasons = {

@@ -1,7 +1,7 @@
-"""What somebody who watches the scheduler at work is told: plain data, a few times a second.
+"""What a page that watches the scheduler at work is told: plain data, a few times a second.
 
 Requests go by number, in the order in which they were first told of; times are milliseconds since
-the watching began. Knows nothing about who tells it, nor who looks.
+the watching began. Knows nothing about what sends the frames, nor what reads them.
 """
 
 from typing import Any
@@ -43,13 +43,13 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, gc=False):
     joined: list[int]  # in this step, and not in the one before
     left: list[int]  # in the one before, and not in this
     tokens: list[tuple[int, int]]  # how many, of those that have more than one
-    admitted: list[tuple[int, int]]  # who enters the batch, and how much of it is computed already
+    admitted: list[tuple[int, int]]  # request that enters the batch, its computed tokens
     preempted: list[int]
     num_tokens: int  # in all
     num_running: int  # afterwards
     num_waiting: int
     num_used_blocks: int
-    encoded: list[tuple[int, int]]  # whose images it encodes, and the tokens that these stand for
+    encoded: list[tuple[int, int]]  # request whose images it encodes, their tokens
 
 
 class Back(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,7 +69,7 @@ class Waits(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request has ended."""
+    """The end of a request: when, and for which reason."""
 
     number: int
     time: float
@@ -103,7 +103,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_used_blocks: int
-    num_cached_blocks: int  # that nobody holds, with content that can be found again
+    num_cached_blocks: int  # held by no request, with content that can be found again
     num_free_blocks: int  # without
     num_output_tokens: int
     step_limit: int  # most tokens in a step, as the policy began the last one
@@ -161,7 +161,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="fr
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="snapshot"):
-    """How everything stands: the first that is told, and again to who has missed a frame."""
+    """How everything stands: the first frame, and the next one for a page that missed a frame."""
 
     number: int
     now: float

@@ -1,4 +1,4 @@
-"""Counts over fixed bounds, and rates of late: plain numbers until somebody scrapes.
+"""Counts over fixed bounds, and recent rates: plain numbers until a scrape.
 
 Knows how Prometheus wants them; knows nothing about what is counted.
 """
@@ -90,14 +90,14 @@ class RecentWorst:
 
 
 class RecentRate:
-    """What comes per second, of late: an average that forgets with `RATE_SECONDS`."""
+    """A recent rate per second: an average that forgets with `RATE_SECONDS`."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._since = self._last = math.nan
 
     def add(self, amount: float, now: float) -> None:
-        """So much came now, in seconds of any clock."""
+        """Add an amount that came at `now`, in seconds of any clock."""
         if math.isnan(self._since):
             self._since = self._last = now
         self._sum = self._faded(now) + amount

@@ -28,9 +28,9 @@ from aioserve.version import __version__
 
 FRAME_SECONDS = 1 / 15  # as often as an eye can follow
 QUIET_SECONDS = 1.0  # between two frames while nothing happens
-AWAY_SECONDS = 3.0  # who has not asked for so long has gone
+AWAY_SECONDS = 3.0  # a page that has not asked for this long has gone
 SHADOW_SECONDS = 1.0  # between two tellings of the shadow
-NUM_KEPT = 30  # frames, two seconds: for who was held up
+NUM_KEPT = 30  # frames, two seconds: for a page that was held up
 
 _encoder = msgspec.json.Encoder()
 
@@ -62,13 +62,13 @@ class LiveFeed:
         self._gauges: Gauges
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._num_looking = 0  # who wait for the next frame
+        self._num_looking = 0  # pages that wait for the next frame
         self._last_look = self._last_frame = self._last_shadow = 0.0
         self._is_closed = False
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody is taken to look."""
+        """Whether a page is taken to look."""
         return self._onlooker is not None
 
     async def look(self, after: int) -> Seen:

@@ -1,6 +1,6 @@
 """A timer that beats while there are requests: how late the loop is, and the state for the log.
 
-None runs while nobody asks anything: an idle engine costs nothing. Knows what to call; not why.
+None runs while there are no requests: an idle engine costs nothing. Knows what to call; not why.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class LoopMonitor:
             self._set()
 
     def stop(self) -> None:
-        """Stop the timer. Idempotent."""
+        """Stop the timer if it runs. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -79,7 +79,7 @@ class StateLog:
         self._last = (0, 0)  # tokens of prompts and outputs that were told
 
     def write(self, seconds: float) -> None:
-        """Of so many seconds, where tokens are counted."""
+        """Log the state of the engine, and tokens per second over the last `seconds`."""
         stats = self._get_stats()
         if stats is None:
             return

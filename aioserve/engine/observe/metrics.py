@@ -1,6 +1,6 @@
 """Counts and durations of one engine, as Prometheus text.
 
-Counted in plain integers on the event loop and read when somebody scrapes: a token costs two list
+Counted in plain integers on the event loop and read on a scrape: a token costs two list
 increments. Knows nothing about HTTP.
 """
 
@@ -52,12 +52,12 @@ class RequestCounts(Protocol):
         """
 
     def on_next_tokens(self, seconds: float, num_requests: int) -> None:
-        """So many requests have new tokens, `seconds` after their last ones."""
+        """Count requests that have new tokens, `seconds` after their last ones."""
 
     def on_finished(
         self, state: SampleState, num_output_tokens: int, reason: FinishReason, now: float
     ) -> None:
-        """A request has ended."""
+        """Count the end of a request, and its latencies."""
 
 
 class EngineMetrics(Collector):
@@ -73,7 +73,7 @@ class EngineMetrics(Collector):
         get_info: Callable[[], Mapping[str, Mapping[str, str]]],
         get_state: Callable[[], State],
     ) -> None:
-        """All are asked for the state of scheduler and runner when somebody scrapes; `get_info` for
+        """All are asked for the state of scheduler and runner on a scrape; `get_info` for
         what is set, as labels by name.
         """
         self._get_stats = get_stats
@@ -88,7 +88,7 @@ class EngineMetrics(Collector):
         self.shadow = ShadowMetrics(self._registry)
         self.adapters = AdapterMetrics(self._registry)
         self.kv_connector = KVConnectorMetrics(self._registry)
-        #: By process, in seconds: how late its event loop was of late. Set before a scrape.
+        #: By process, in seconds: how late its event loop was recently. Set before a scrape.
         self.loop_lags: dict[str, float] = {}
         #: What the server has to tell besides; set by it.
         self.of_server: Collector | None = None
@@ -96,7 +96,7 @@ class EngineMetrics(Collector):
         self.on_tokens: Callable[[str, int], None] | None = None
         #: By process: how late it was while the process was busy.
         self.loop_delays: dict[str, Histogram] = {"engine": Histogram()}
-        #: By process: what whoever serves there has counted. Set before a scrape.
+        #: By process: what its server has counted. Set before a scrape.
         self.counted: dict[str, list[Counted]] = {}
         self._has_process = False
         self.num_prompt_tokens = 0
@@ -112,7 +112,7 @@ class EngineMetrics(Collector):
         self.prompt_lengths = Histogram(LENGTH_BUCKETS)
         self.output_lengths = Histogram(LENGTH_BUCKETS)
         self.prompt_token_rate = RecentRate()  # as requests get their first tokens
-        self.latencies: Latencies | None = None  # while somebody looks
+        self.latencies: Latencies | None = None  # while a page looks
 
     def on_accepted(self, spec: RequestSpec) -> None:
         """A request is in the queue, with all its samples."""
@@ -161,7 +161,7 @@ class EngineMetrics(Collector):
 
     def render(self) -> bytes:
         """All metrics in Prometheus text format."""
-        if not self._has_process:  # nobody has asked before
+        if not self._has_process:  # the first scrape
             self._has_process = True
             ProcessCollector(registry=self._registry)
         return bytes(generate_latest(self._registry))

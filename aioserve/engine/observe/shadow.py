@@ -38,7 +38,7 @@ WHOLE_REPLIES = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ShadowObserver(Protocol):
-    """Who counts what happens in the shadow; times in seconds."""
+    """An observer that counts what happens in the shadow; times in seconds."""
 
     def on_first_token(self, seconds: float) -> None: ...
     def on_gap(self, seconds: float) -> None: ...
@@ -165,7 +165,7 @@ class Shadow:
             if step.output.total_num_scheduled_tokens:
                 self.stats.num_steps += 1
                 step.handle = self.now + self.step_time.seconds_of(step.output)
-            else:  # it tells a runner who left, and here is none
+            else:  # it tells a runner which requests left; here is no runner
                 step.handle = self.now
 
     def _finish_step(self) -> None:

@@ -1,6 +1,6 @@
 """What an onlooker is told in place of the id of a request.
 
-Who has the id may end the request, or open what it has answered.
+A client that has the id may end the request, or open what it has answered.
 """
 
 import re

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-#: By our name of a family, without the prefix; theirs likewise.
+#: vLLM's names of a metric family by our name of it, all without their prefix.
 VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),

@@ -155,7 +155,7 @@ class StatePool(Resource):
                 self._busy.discard(slot)
 
     def clear(self) -> None:
-        """Forget all state snapshots."""
+        """Forget all state snapshots and free their slots."""
         self._unused.extend(self._snapshots.values())
         self._snapshots.clear()
         self._busy.clear()
@@ -163,7 +163,7 @@ class StatePool(Resource):
     def _positions(self, request: Request, held: _Held, begin: int) -> list[int]:
         """Where behind `begin`, up to what is computed, a snapshot is wanted, ascending."""
         end = request.num_computed_tokens
-        if end > request.num_tokens:  # the last token is not known yet: nobody could find it
+        if end > request.num_tokens:  # the last token is not known yet: no request could find it
             return []
         if end == begin + 1 and end % self._block_size:
             return []  # most rows of most steps

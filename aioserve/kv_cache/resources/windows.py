@@ -1,7 +1,7 @@
 """Blocks for layers with a sliding window: what has fallen out of it is given back.
 
 Those layers have a pool and block tables of their own, beside those of layers that see everything.
-Knows positions, blocks and hashes; does not know what is in a block, nor who deserves one.
+Knows positions, blocks and hashes; does not know what is in a block, nor which requests need one.
 """
 
 from collections.abc import Sequence
