@@ -46,8 +46,8 @@ CONTROL |= {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
 
 
 def run_chat(argv: Sequence[str]) -> int:
-    """`python -m aioserve chat [URL]`; returns 0. Raises `AioserveError` if nobody is there, and
-    of a pipe also for a message that is not answered.
+    """`python -m aioserve chat [URL]`; returns 0. Raises `AioserveError` if no server is there,
+    and of a pipe also for a message that is not answered.
     """
     arguments = _parser().parse_args(argv)
     if "://" not in arguments.url and not arguments.url.startswith("unix:"):

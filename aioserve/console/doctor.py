@@ -31,7 +31,7 @@ VARIABLES = (
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What `doctor --json` prints."""
+    """The JSON that `doctor --json` prints."""
 
     version: str  # of aioserve
     is_well: bool  # nothing is missing

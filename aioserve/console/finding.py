@@ -19,5 +19,5 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def ok(name: str, text: str) -> Finding:
-    """As it should be."""
+    """A finding of something that is as it should be."""
     return Finding(name=name, state="ok", text=text)

@@ -53,7 +53,7 @@ class History:
             return None
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Made before readline writes, which would let everyone read it.
+            # Made before readline writes, which would let all users read it.
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
             if hasattr(readline, "append_history_file"):  # another session may have written
                 readline.append_history_file(num_new, path)

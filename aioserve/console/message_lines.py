@@ -43,7 +43,7 @@ def _quoted(line: str, read_line: ReadLine) -> str:
 
 
 def read_from_pipe(prompt: str) -> str:
-    """A line of stdin, which nobody is asked for."""
+    """A line of stdin, read without showing a prompt."""
     line = sys.stdin.readline()
     if not line:
         raise EOFError

@@ -1,6 +1,6 @@
 """What is installed, beside what this package and those that it needs ask for.
 
-Reads metadata of distributions and imports none of them: one that is broken is somebody else's
+Reads metadata of distributions and imports none of them: a broken one is another check's
 finding. Knows which extras there are, and what each is for.
 """
 

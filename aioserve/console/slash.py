@@ -14,7 +14,7 @@ from aioserve.nearest import did_you_mean
 
 
 class Quit(Exception):
-    """The conversation is over."""
+    """The user has ended the conversation."""
 
 
 class Command(NamedTuple):

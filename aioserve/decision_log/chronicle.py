@@ -37,7 +37,7 @@ class Life:
 
     def __init__(self, added: Added, began: float, *, keep_prompt: bool) -> None:
         token_ids = added.spec.prompt_token_ids
-        # Thousands are kept: as an array, and only if anybody wants it.
+        # Thousands are kept: as an array, and only if `keep_prompt` asks for it.
         self.spec = msgspec.structs.replace(added.spec, prompt_token_ids=())
         self.prompt = array("q", token_ids) if keep_prompt else None
         self.num_prompt_tokens = len(token_ids)
@@ -157,11 +157,11 @@ class Chronicle:
         return self.lives[name].request_id
 
     def names(self, names: list[Name]) -> list[str]:
-        """Their ids."""
+        """The ids of the named requests. Raises `ConfigError` as `feed` does."""
         return [self.name(name) for name in names]
 
     def req_ids(self, planned: Planned) -> list[str]:
-        """Who is in a step, in batch order; to be asked before it is fed."""
+        """Ids of the requests in a step, in batch order; to be asked before it is fed."""
         return self._req_ids if planned.requests is None else self.names(planned.requests)
 
     def _add(self, added: Added) -> None:

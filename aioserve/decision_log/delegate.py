@@ -110,7 +110,7 @@ class DelegatingScheduler(SchedulerInterface):
 
 
 def chain(scheduler: SchedulerInterface) -> Iterator[SchedulerInterface]:
-    """Those who watch, and at the end who decides."""
+    """The schedulers that watch, then the policy that decides."""
     while isinstance(scheduler, DelegatingScheduler):
         yield scheduler
         scheduler = scheduler.live
@@ -118,13 +118,13 @@ def chain(scheduler: SchedulerInterface) -> Iterator[SchedulerInterface]:
 
 
 def innermost(scheduler: SchedulerInterface) -> SchedulerInterface:
-    """Who decides, at the end of a chain of those who watch."""
+    """The policy that decides, at the end of a chain of schedulers that watch."""
     *_, decides = chain(scheduler)
     return decides
 
 
 def without(scheduler: SchedulerInterface, leaver: DelegatingScheduler) -> SchedulerInterface:
-    """The chain, after one of those who watch has left it."""
+    """The chain of schedulers without `leaver`, one of those that watch."""
     if scheduler is leaver:
         return leaver.live
     if isinstance(scheduler, DelegatingScheduler):

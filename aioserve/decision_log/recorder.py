@@ -48,7 +48,7 @@ class RecordSink(ABC):
         """Keep one record; never waits."""
 
     def flush(self) -> None:  # noqa: B027 - nothing to do is the rule
-        """A good moment to write down what was kept: nobody is being served."""
+        """Write down what was kept: this is a good moment, since no request runs."""
 
     def fail(self, error: Exception) -> None:
         """A record could not be made; what follows would not fit what went before."""
@@ -74,7 +74,7 @@ class FrozenClock:
         return self._frozen
 
     def thaw(self) -> None:
-        """Go on."""
+        """Let the clock run again."""
         self._frozen = None
 
 
@@ -123,7 +123,7 @@ class RecordingScheduler(DelegatingScheduler):
             self._short.add(request.request_id)
             spec = msgspec.structs.replace(request.spec, prompt_token_ids=request.token_ids)
             self._sink.write(Added(now, spec.without_arrays(), None))
-        # Who runs enters with a step without rows: the last that was planned.
+        # Running requests enter with a step without rows: the last that was planned.
         stats = self.live.make_stats()
         self._first_step_id = step_id = max(1, 0 if stats is None else stats.num_steps)
         entered = [
@@ -178,7 +178,7 @@ class RecordingScheduler(DelegatingScheduler):
             lambda: self.live.update_from_output(scheduler_output, model_runner_output)
         )
         took = self.clock() - now
-        # In most steps nobody ends, and then nobody has to be looked for.
+        # In most steps no request ends, and then none has to be looked for.
         num_ended = num_before - self.live.get_num_unfinished_requests()
         ended = _ended(outputs) if outputs and num_ended else []
         if scheduler_output.step_id <= self._first_step_id:  # planned before the log began

@@ -40,8 +40,8 @@ class Header(Record, frozen=True, array_like=True, tag="H"):
     block_size: int
     enable_prefix_caching: bool
     num_watermark_blocks: int
-    num_state_slots: int | None = None  # of a model whose layers have states
-    windows: WindowSpec | None = None  # of one whose layers see only what is near
+    num_state_slots: int | None = None  # if the model's layers have states
+    windows: WindowSpec | None = None  # if the model's layers have sliding windows
     num_there: int = 0  # requests that were there when the log began: the first that it tells of
 
     @property
@@ -81,7 +81,7 @@ class Added(Record, frozen=True, array_like=True, tag="A"):
 
 
 class Planned(Record, frozen=True, array_like=True, tag="S"):
-    """`schedule`. Who runs, and with how many tokens, is left out where it can be."""
+    """A call of `schedule`. Which requests run, with how many tokens, is left out if it can be."""
 
     MEASURED = ("took", "lag")
 
@@ -89,8 +89,8 @@ class Planned(Record, frozen=True, array_like=True, tag="S"):
     step_id: int
     requests: list[Name] | None  # in batch order; None: the same as in the last step
     num_tokens: list[int] | None  # of each; None: one each
-    new: list[tuple[Name, int, list[int]]]  # who enters: tokens found in the cache, block ids
-    new_block_ids: list[tuple[Name, list[int]]]  # of those who ran already
+    new: list[tuple[Name, int, list[int]]]  # requests that enter: tokens found in the cache, blocks
+    new_block_ids: list[tuple[Name, list[int]]]  # of requests that ran already
     preempted: list[Name]
     finished: list[Name]
     drafts: list[tuple[Name, list[int]]]
@@ -112,12 +112,12 @@ class Updated(Record, frozen=True, array_like=True, tag="U"):
     step_id: int
     sampled_token_ids: list[list[int]]
     drafts: list[tuple[Name, list[int]]]  # proposed for the next step
-    ended: list[tuple[Name, str]]  # who ended by it, with the finish reason
+    ended: list[tuple[Name, str]]  # requests that ended by it, with the finish reason
     took: float
 
 
 class Finished(Record, frozen=True, array_like=True, tag="F"):
-    """`finish_requests`."""
+    """A call of `finish_requests`, and which requests it ended."""
 
     asked: list[Name] | None  # None: all
     status: int  # RequestStatus
@@ -126,14 +126,14 @@ class Finished(Record, frozen=True, array_like=True, tag="F"):
 
 
 class Expired(Record, frozen=True, array_like=True, tag="E"):
-    """`expire_requests`."""
+    """A call of `expire_requests`, and which requests it ended."""
 
     ended: list[Name]
     error: str | None
 
 
 class Discarded(Record, frozen=True, array_like=True, tag="D"):
-    """`discard_step`."""
+    """A call of `discard_step`, and which requests it ended."""
 
     last_step_id: int
     ended: list[Name]
@@ -141,7 +141,7 @@ class Discarded(Record, frozen=True, array_like=True, tag="D"):
 
 
 class Reset(Record, frozen=True, array_like=True, tag="R"):
-    """`reset_prefix_cache`."""
+    """A call of `reset_prefix_cache`, and whether the cache is empty now."""
 
     is_empty: bool | None
     error: str | None
@@ -191,12 +191,12 @@ class Shorthand:
         return self._numbers.get(request_id, request_id)
 
     def names(self, request_ids: Iterable[str]) -> list[Name]:
-        """Theirs."""
+        """Numbers of these requests; the id of one that has none."""
         numbers = self._numbers
         return [numbers.get(request_id, request_id) for request_id in request_ids]
 
     def named(self, values: dict[str, list[int]]) -> list[tuple[Name, list[int]]]:
-        """With numbers for keys."""
+        """The values with requests' numbers instead of their ids."""
         return [(self.name(request_id), value) for request_id, value in values.items()]
 
     def planned(

@@ -49,7 +49,7 @@ class Divergence(NamedTuple):
 
 
 class ReplayResult(NamedTuple):
-    """`divergence` is None if all agrees."""
+    """The result of a replay; `divergence` is None if all agrees."""
 
     num_steps: int
     num_requests: int
@@ -194,7 +194,7 @@ def differences(recorded: Record, replayed: Record, chronicle: Chronicle) -> Ite
             if old != new:
                 yield f"{what}: recorded {_short(old)}, now {_short(new)}"
             continue
-        # Who is in one of the two steps only differs in everything: once is enough.
+        # A request in only one of the two steps differs in everything: once is enough.
         keys = old | new if what == "tokens" else {key: 0 for key in old if key in new}
         changed = [key for key in keys if old.get(key) != new.get(key)]
         for key in changed[:MAX_SHOWN]:
@@ -237,7 +237,7 @@ def _short(value: Any) -> str:
 
 
 def describe_state(scheduler: SchedulerInterface) -> Iterator[str]:
-    """Who runs, who is first in line, and how full the KV cache is."""
+    """Lines on which requests run, which wait first, and how full the KV cache is."""
     num_running, num_waiting = scheduler.get_request_counts()
     if not isinstance(scheduler, BaseScheduler):
         yield f"{num_running} running, {num_waiting} waiting"

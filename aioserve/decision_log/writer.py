@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FRAME_HEAD = struct.Struct("<II")
 RECORD_HEAD = struct.Struct("<I")
 
-# A crash loses what is not written yet: at most so much, in bytes and in seconds of serving.
+# A crash loses what is not written yet: at most these bytes and seconds of serving.
 FRAME_BYTES = 64 * 1024
 FRAME_SECONDS = 1.0
 # Frames that wait for the disk. A disk that is so far behind will not catch up: 64 MiB, a guess.
@@ -44,7 +44,7 @@ class LogWriter(RecordSink):
         try:
             if path.is_file():  # a device stays where it is
                 path.replace(path.with_name(f"{path.name}.previous"))
-            # It holds the prompts of all users: nobody else may read it.
+            # It holds the prompts of all users: no other user of the machine may read it.
             self._file: BinaryIO = os.fdopen(
                 os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
             )

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_app(args: dict[str, object]) -> Application:
-    """See `RaySettings`. Raises `ConfigError`."""
+    """The Serve application that `args`, a `RaySettings`, describes. Raises `ConfigError`."""
     settings = RaySettings.of(args)
     models: dict[str, tuple[EngineConfig, bool, Application]] = {}
     for model in settings.models:

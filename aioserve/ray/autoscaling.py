@@ -11,8 +11,8 @@ from ray.serve.config import AutoscalingContext
 
 
 class TokensQueued:
-    """Enough replicas that none has more than so many prompt tokens in its queue, nor more of its
-    KV cache in use, were both spread evenly.
+    """Autoscaling policy: enough replicas that none has more prompt tokens in its queue, nor more
+    of its KV cache in use, than its target, were both spread evenly.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class TokensQueued:
         tokens = sum(metrics.get("queued_prompt_tokens", {}).values())
         usage = sum(metrics.get("kv_cache_usage", {}).values())
         if not metrics and context.current_num_replicas:
-            return context.target_num_replicas, {}  # nobody has said anything yet
+            return context.target_num_replicas, {}  # no replica has reported yet
         wanted = max(tokens / self._tokens, usage / self._usage)
         busy = context.total_num_requests > 0
         return max(math.ceil(wanted), int(busy)), {}

@@ -96,7 +96,7 @@ class Call:
         self._cancel()
 
     def drop(self) -> None:
-        """Nobody reads it any more."""
+        """Cancel the call, which has no reader any more."""
         if self._reading is not None:
             self._reading.cancel()
         else:

@@ -36,7 +36,7 @@ class StatsGauges:
             gauge.set(values[name])
 
     async def keep_reporting(self) -> None:
-        """Until cancelled."""
+        """Report the stats at regular intervals until cancelled."""
         while True:
             self.report()
             await asyncio.sleep(REPORT_SECONDS)

@@ -28,7 +28,7 @@ from aioserve.server.responses.store import ResponseStore
 
 # Of one hop only (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"}
-# What whoever sends a request on knows by himself.
+# Headers that the HTTP client writes when it forwards a request.
 OUR_OWN = {"content-length"}
 
 
@@ -174,11 +174,11 @@ class Ingress:
         raise AssertionError("there is no model")
 
     def _find(self, body: bytes) -> list[_Model]:
-        """Who may know what to do."""
+        """The models that may serve a request with this body."""
         if len(self._models) > 1 and body:
             with contextlib.suppress(msgspec.MsgspecError):
                 if name := _decoder.decode(body).model:
-                    # The first will refuse what nobody has.
+                    # The first refuses names that no model has.
                     return [self._named.get(name, self._models[0])]
         return self._models
 

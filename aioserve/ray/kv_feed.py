@@ -2,7 +2,7 @@
 
 A router that comes late, or has missed something, gets all of it again. Hashes tell which prompts
 were asked, so they are encrypted (CurveZMQ) and told only to those who show the ticket that Ray
-hands to its routers. Knows hashes of blocks; does not know Ray, tokens, nor who routes what.
+hands to its routers. Knows hashes of blocks; does not know Ray, tokens, nor routing.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from aioserve.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two messages about what changed. Guesses: a router that knows a block so much
-# later sends a request to the wrong replica now and then, and nothing worse.
+# Seconds between two messages about what changed. Guesses: a router that hears of a block that
+# late sends a request to the wrong replica now and then, and nothing worse.
 FLUSH_SECONDS = 0.02
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # after which a router asks for all of it again
@@ -45,7 +45,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, text: str) -> "Ticket":
-        """Raises `msgspec.MsgspecError` for what is none."""
+        """Read a ticket. Raises `msgspec.MsgspecError` for a text that `encode` did not write."""
         return msgspec.json.decode(text, type=cls)
 
 
@@ -105,7 +105,7 @@ class KVFeed:
         self._context.destroy(linger=0)
 
     def note(self, event: KVEvent) -> None:
-        """For `AsyncEngine(on_kv_event=...)`."""
+        """Note a KV event for the next message; pass it to `AsyncEngine(on_kv_event=...)`."""
         if isinstance(event, BlockStored):
             self._held[event.block_hash] = None
             self._changed[event.block_hash] = True

@@ -111,7 +111,7 @@ class EngineReplica:
         self._engine.switch_policy(wanted.policy, wanted.options)
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose check raises."""
+        """Raise `EngineDeadError` if the engine has died: then Ray replaces this replica."""
         if self._engine.errored is not None:
             raise EngineDeadError(f"the engine has died: {self._engine.errored}")
 
@@ -120,7 +120,7 @@ class EngineReplica:
         return {"kv_feed": self._feed.ticket.encode()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `autoscaling.TokensQueued` looks at."""
+        """The queue and KV cache usage that `autoscaling.TokensQueued` scales by."""
         stats = self._engine.get_stats()
         if stats is None:
             return {}

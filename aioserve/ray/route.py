@@ -13,7 +13,7 @@ ROUTE = "route"
 
 
 class Route:
-    """Of one call, to one replica."""
+    """The way of one call to one replica."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class Route:
         self._is_over = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled it is None."""
+        """Pickle as None, since a replica needs nothing of it."""
         return type(None), ()
 
     @property
     def replica(self) -> Replica | None:
-        """Who has it, if somebody has."""
+        """The replica that has the call; None before one is assigned."""
         return None if self._assignment is None else self._assignment.replica
 
     def assign(self, replica: Replica) -> None:
@@ -56,7 +56,7 @@ class Route:
             self._loop.call_soon_threadsafe(self._assignment.has_started)
 
     def has_ended(self) -> None:
-        """However it did; nobody waits for it any more. From any thread."""
+        """The call has ended or failed, or its caller has left. From any thread."""
         self._is_over = True
         if self._assignment is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._assignment.has_ended)

@@ -62,9 +62,9 @@ class AioserveRouter(RequestRouter):
             return []
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         places = tuple(self._known[replica_id] for replica_id in by_id if replica_id in self._known)
-        if len(places) < len(by_id):  # Ray has one that nobody told us of: as new as can be
+        if len(places) < len(by_id):  # Ray has a replica that is too new to be known here
             return [candidate_replicas]
-        if places != self._places:  # the same tuple, while nobody comes or goes
+        if places != self._places:  # the same tuple, while no replica comes or goes
             self._places = places
         choice = self._choice.choose(UNKNOWN if route is None else route.request, self._places)
         if route is not None:

@@ -84,7 +84,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
 
 
 class RaySettings(Section, frozen=True, kw_only=True):
-    """All of an application."""
+    """All settings of a Ray Serve application."""
 
     models: Annotated[tuple[ModelSettings, ...], Meta(min_length=1)]
     num_ingress_replicas: PositiveInt = 1  # processes that do HTTP

@@ -1,6 +1,6 @@
 """Which replica gets a request: routers, and what they are told of it.
 
-Knows no transport and no clock: for those who send, live or simulated.
+Knows no transport and no clock: it serves live and simulated senders.
 """
 
 from aioserve.routing.interface import Assignment, Choice, Replica, RoutedRequest, Router

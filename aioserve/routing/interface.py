@@ -1,6 +1,6 @@
 """What a router is asked, what it sees of the replicas, and what it answers.
 
-The seam between those who send requests, live or simulated, and the choice. A router holds no
+The seam between senders of requests, live or simulated, and the choice. A router holds no
 connection, waits for nothing and reads no clock.
 """
 
@@ -17,7 +17,7 @@ HELD_SHARE = 0.5
 
 
 class RoutedRequest(NamedTuple):
-    """What is known of a request before anybody has it."""
+    """What is known of a request before a replica has it."""
 
     num_tokens: int  # of the prompt
     block_hashes: Sequence[bytes] = ()  # of its full blocks, as the KV caches have them
@@ -26,7 +26,7 @@ class RoutedRequest(NamedTuple):
 
 
 class Replica:
-    """One that takes requests. `work` is in tokens, kept by who sends, through `Assignment`s."""
+    """A replica that takes requests. `work` is in tokens, kept by the sender's `Assignment`s."""
 
     __slots__ = ("name", "work")
 
@@ -36,7 +36,7 @@ class Replica:
 
 
 class Choice(NamedTuple):
-    """Where a request goes."""
+    """The replica that a router chose for a request."""
 
     place: int  # among the replicas that there were to choose from
     num_cached_tokens: int = 0  # of its prompt that are there, as far as the router knows
@@ -48,7 +48,7 @@ class Assignment:
     __slots__ = ("_held", "_queued", "replica")
 
     def __init__(self, replica: Replica, request: RoutedRequest, num_cached_tokens: int) -> None:
-        """It is sent to the replica, which finds so many tokens of its prompt cached."""
+        """Send the request to the replica, which finds `num_cached_tokens` of its prompt cached."""
         self.replica = replica
         self._queued = float(request.num_tokens - num_cached_tokens)
         self._held = HELD_SHARE * request.num_tokens
@@ -60,7 +60,7 @@ class Assignment:
         self._queued = 0.0
 
     def has_ended(self) -> None:
-        """However it did."""
+        """The request has ended, in whatever way: the replica's work is less."""
         self.replica.work -= self._queued + self._held
         self._queued = self._held = 0.0
 
@@ -77,8 +77,8 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, request: RoutedRequest, replicas: tuple[Replica, ...]) -> Choice:
-        """One of `replicas`, which are at least one. It is the same tuple for as long as nobody
-        comes or goes: what follows from who is there may be kept for it.
+        """One of `replicas`, which are at least one. The tuple stays the same while no replica
+        comes or goes: what follows from it may be kept.
         """
 
     def on_kv_event(self, name: str, event: KVEvent) -> None:  # noqa: B027 - most do not care

@@ -1,6 +1,6 @@
 """Which replica can find which blocks, from what the engines' KV caches say of themselves.
 
-Knows hashes of blocks and names of replicas. Does not know tokens, nor who is busy.
+Knows hashes of blocks and names of replicas. Does not know tokens, nor which replica is busy.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class PrefixIndex:
 
     def longest(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
         """How many of these blocks, from the first on, some replica can find without a gap; and
-        the names of those that can find as many. `(0, [])` if nobody has the first.
+        the names of those that can find as many. `(0, [])` if none has the first.
         """
         holders = self._holders
         count, mask = 0, -1

@@ -34,7 +34,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """The handler. Raises `UnknownRequestError` for an id that nobody has, or has any more."""
+    """Handle POST /v1/abort. Raises `UnknownRequestError` if no running request has the id."""
     body = await decode_body(request, decoder)
     reach = reach_of(request)
     is_here = request.app[RUNNING].abort(body.request_id, reach)

@@ -36,7 +36,7 @@ class Ready(msgspec.Struct, kw_only=True):
 
 
 class Version(msgspec.Struct):
-    """Of the package."""
+    """Response of GET /version: the version of the aioserve package."""
 
     version: str
 
@@ -64,14 +64,14 @@ async def ready(request: web.Request) -> web.Response:
 
 
 def tell_alive(health: Health) -> web.Response:
-    """The answer of /health."""
+    """The response of /health: 503 if the engine is dead or its loop hangs."""
     if health.status == "dead" or health.status == "silent":
         return _json(Alive(status=health.status, reason=health.reason), status=503)
     return _json(Alive(status="ok"))
 
 
 def tell_ready(health: Health) -> web.Response:
-    """The answer of /ready."""
+    """The response of /ready: 503 unless the engine takes requests."""
     if health.status == "ready":
         return _json(Ready(status="ready", reason=health.reason or UNSET))
     return _json(Ready(status=health.status, reason=health.reason), status=503)
@@ -84,7 +84,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def version(request: web.Request) -> web.Response:
-    """GET /version."""
+    """GET /version: the version of the aioserve package."""
     return _json(Version(__version__))
 
 

@@ -89,7 +89,7 @@ def build_app(
     is_for_operators: bool = False,
 ) -> web.Application:
     """The routes in front of a started engine, which stays its caller's. `responses` are those that
-    can be asked for again, `running` those that are being made, `access` who is let in, `counts`
+    can be asked for again, `running` those that are being made, `access` the keys, `counts`
     how requests were answered; by default, of this application. `is_for_operators`: it is the one
     on a port of theirs.
     """
@@ -145,8 +145,8 @@ def build_app(
 
 
 def open_access(engine: EngineClient) -> MainAccess:
-    """Who is let in, as the settings say, counted and told by an engine of this process. Raises
-    `ConfigError`.
+    """The keys and limits of the settings; an engine of this process counts their tokens and has
+    their metrics. Raises `ConfigError`.
     """
     access = MainAccess(engine.config)
     if isinstance(engine, AsyncEngine):
@@ -210,9 +210,9 @@ async def listening(
         yield url_of(doors.public[0], is_encrypted=access.tls is not None)
 
 
-#: Serves an engine inside its block, for whom access lets in, and yields the URL; stops what has
-#: answered so far as soon as it can listen; calls what it is given if that cannot go on, and raises
-#: why at the end of the block.
+#: Serves an engine inside its block, for clients that access lets in, and yields the URL; stops
+#: what has answered so far as soon as it can listen; calls what it is given if that cannot go on,
+#: and raises why at the end of the block.
 MakeSite = Callable[
     [AsyncEngine, ListenSockets, MainAccess, Callable[[], None], Loading],
     contextlib.AbstractAsyncContextManager[str],

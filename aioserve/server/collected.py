@@ -48,7 +48,7 @@ class Collected:
         self._last: RequestOutput | None = None
 
     def add(self, output: RequestOutput) -> None:
-        """The next delta."""
+        """Append the text, tokens and logprobs of the next delta."""
         self._texts.append(output.text)
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs or ()
@@ -56,7 +56,7 @@ class Collected:
         self._last = output
 
     def output(self) -> RequestOutput:
-        """All that there was."""
+        """All deltas joined, as one output."""
         assert self._last is not None, "a stream ends only after every sample has finished"
         return msgspec.structs.replace(
             self._last,

@@ -151,7 +151,7 @@ async def create_embedding(request: web.Request) -> web.Response:
 
 
 def _write(vector: Vector, encoding: str | None) -> msgspec.Raw:
-    """As JSON."""
+    """The vector as JSON: a list of numbers, or base64 of its float32 bytes."""
     if encoding == "base64":
         return msgspec.Raw(b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes()))
     return msgspec.Raw(_encoder.encode(vector.tolist()))

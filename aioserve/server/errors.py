@@ -61,7 +61,7 @@ class BodiesFullError(EngineOverloadedError):
 
 
 class UnknownFieldError(RequestError):
-    """The body has a field of a name that nobody here knows."""
+    """The body has a field of a name that this server does not know."""
 
 
 class _Kind(NamedTuple):
@@ -100,7 +100,7 @@ _INTERNAL = _Kind(AioserveError, 500, "server_error", "internal_error")
 
 
 def to_wire(error: BaseException) -> tuple[int, ErrorResponse]:
-    """Status and body for `error`; one that nobody raised on purpose is not described."""
+    """Status and body for `error`; an error not raised on purpose is not described."""
     kind = next((k for k in _KINDS if isinstance(error, k.error)), _INTERNAL)
     message = str(error) if isinstance(error, AioserveError) else "internal server error"
     param = error.param if isinstance(error, RequestError) else None

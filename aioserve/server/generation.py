@@ -103,7 +103,7 @@ class Answer(ABC):
     async def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the request is accepted and nothing of it was told yet."""
 
-    async def settle(self) -> None:  # noqa: B027 - likewise
+    async def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, when the end was made and is not told yet."""
 
     @abstractmethod
@@ -198,14 +198,14 @@ async def respond(
     best_of: int | None = None,
 ) -> web.StreamResponse:
     """Run `prompts` together, their images brought first, and answer as `body` asks. With
-    `best_of`, so many samples are drawn of each prompt, and the `n` best are told; not in a stream.
+    `best_of`, that number of samples is drawn per prompt; the `n` best are told, not in a stream.
 
     Leaving, by an error or because the client went away, aborts what is unfinished.
     """
     check_id(reply.id)
     request[RESPONSE_ID] = reply.id
     engine = request.app[ENGINE]
-    if not body.stream:  # nobody looks at a delta: none is made
+    if not body.stream:  # no client reads a delta: none is made
         params = msgspec.structs.replace(params, output_kind="final_only")
     ids = [reply.id] if len(prompts) == 1 else [f"{reply.id}-{i}" for i in range(len(prompts))]
     wanted = params
@@ -277,7 +277,7 @@ async def _stream(
         ending = reply.ending(tally.usage())
         await reply.settle()
     except ConnectionError:
-        raise  # the client has gone: nobody is left to be told
+        raise  # the client has gone: it cannot be told
     except Exception as error:
         if not events.started:
             raise

@@ -159,7 +159,7 @@ class ImageLoader:
         self._fetcher = ImageFetcher(config.image_domain)
         # One thread: what takes long is done where images are processed.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioserve-images")
-        self._num_bytes = 0  # of images as they were sent, until nobody has them any more
+        self._num_bytes = 0  # of images as they were sent, until no request has them
 
     async def show(self, conversation: Conversation, images: ImageParts) -> Prompt:
         """The conversation with its images, whose headers are known to be good and within limits.
@@ -195,13 +195,13 @@ class ImageLoader:
         return Shown(self, conversation, images) if images.sources else conversation
 
     async def close(self) -> None:
-        """Bring nothing any more."""
+        """Stop fetching images and end the thread."""
         await self._fetcher.close()
         self._executor.shutdown(wait=False)
 
     async def _bring(self, i: int, source: _Source, allowance: "_Allowance") -> EncodedImage:
         if source.url is not None:
-            async with allowance.fetches:  # waiting here is nobody's fault, and takes no time
+            async with allowance.fetches:  # waiting here costs a request none of its time
                 data = await self._fetcher.fetch(
                     source.url, allowance.take_bytes, self._config.image_timeout
                 )

@@ -25,7 +25,7 @@ CHAT_FORMAT = web.AppKey("CHAT_FORMAT", ChatFormat)
 ACCESS = web.AppKey("ACCESS", Access)
 HOSTS = web.AppKey("HOSTS", Hosts)
 NEEDS = web.AppKey("NEEDS", dict[str, str])  # by route: which key it needs, as `Route.needs` says
-KEY = web.RequestKey("KEY", Key)  # on a request: whose it is, where keys are asked for
+KEY = web.RequestKey("KEY", Key)  # on a request: its key, where keys are required
 HTTP_COUNTS = web.AppKey("HTTP_COUNTS", HttpCounts)
 RESPONSE_ID = web.RequestKey("RESPONSE_ID", str)  # on a request: the id of its answer
 

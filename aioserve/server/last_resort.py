@@ -52,7 +52,7 @@ class LastResort:
         threading.Thread(target=self._run, name="aioserve-last-resort", daemon=True).start()
 
     def end_within(self, seconds: float, exit_code: int, why: str) -> None:
-        """End the process after so many seconds at the latest, with this exit code, and with `why`
+        """End the process after `seconds` at the latest, with this exit code, and with `why`
         in the log. Of several deadlines the earliest holds. From any thread.
         """
         with self._lock:

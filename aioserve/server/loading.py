@@ -26,7 +26,7 @@ from aioserve.server.sockets import bind_beside, share
 
 LOADING = Health("loading", "the model is being loaded")
 
-HANDLER_SECONDS = 1.0  # for whoever is being answered at the end
+HANDLER_SECONDS = 1.0  # for requests that are being answered when loading ends
 
 POLL_SECONDS = 0.01  # between looks whether all have been
 

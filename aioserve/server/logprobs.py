@@ -145,7 +145,7 @@ def prompt_logprobs(
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> ChatLogprobs:
-    """The format of /v1/chat/completions."""
+    """Logprobs of sampled tokens in the format of /v1/chat/completions."""
     return ChatLogprobs(
         content=[
             ChatTokenLogprob(

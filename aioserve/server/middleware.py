@@ -87,7 +87,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported")
         return await handler(request)
     except ConnectionError:
-        raise  # the client has gone: nobody is left to be told
+        raise  # the client has gone: it cannot be told
     except Exception as error:
         if HAS_BEGUN in request:
             raise _cut_off(request, error) from error
@@ -179,7 +179,7 @@ def _json(
 ) -> web.Response:
     if not request.content.is_eof() and isinstance(request.protocol, Connection):
         request.protocol.refuse_body()
-    if (access := request.app.get(ACCESS)) is not None:  # there is none before the model is loaded
+    if (access := request.app.get(ACCESS)) is not None:  # it is missing before the model is loaded
         key = request.get(KEY)
         access.refusals[info.code or f"http_{status}", "" if key is None else key.name] += 1
     body: msgspec.Struct = ErrorResponse(error=info)

@@ -98,14 +98,14 @@ class OpenAPIDocument:
         self._encoded: tuple[list[str], bytes] | None = None  # of which names
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """The OpenAPI document as JSON, built again when the served models change."""
         models = list(self._models())
         if self._encoded is None or self._encoded[0] != models:
             self._encoded = models, msgspec.json.encode(self.build())
         return self._encoded[1]
 
     def build(self) -> Schema:
-        """As plain objects."""
+        """The OpenAPI document as dicts, lists and strings."""
         types = list(dict.fromkeys(_types(self._routes)))
         schemas, components = msgspec.json.schema_components(types, ref_template=_REFS + "{name}")
         schema_of = dict(zip(types, schemas, strict=True))

@@ -179,7 +179,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     prompt: Text | list[Text | Int | list[Int]]
     max_tokens: Int | None = DEFAULT_COMPLETION_TOKENS  # null: up to the model's limit
     logprobs: Int | None = None
-    best_of: Int | None = None  # so many are sampled, the n best of them are told
+    best_of: Int | None = None  # samples per prompt, of which the n best are told
     echo: bool | None = None  # the text begins with the prompt
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -249,23 +249,23 @@ class ChatMessage(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class FunctionDefinition(RequestPart, kw_only=True, omit_defaults=True):
-    """What may be called."""
+    """A function that the model may call, with the schema of its arguments."""
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; null: there are none
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function takes none
     strict: bool | None = None  # forced calls always are
 
 
 class Tool(RequestPart, kw_only=True):
-    """One of `tools`."""
+    """One tool of a request; every tool is a function."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(RequestPart, kw_only=True):
-    """Which function is meant."""
+    """The name of the function that a tool choice forces."""
 
     name: str
 
@@ -317,7 +317,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
-        """Usage with its sum."""
+        """Usage with the sum of prompt and completion tokens."""
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -396,13 +396,13 @@ class ChatTokenLogprob(TopLogprob, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per token."""
+    """Logprobs of a reply, one entry per token."""
 
     content: list[ChatTokenLogprob]
 
 
 class ChatReplyMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message."""
+    """The assistant's message: text, reasoning and tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None  # null: calls are all that it says
@@ -411,7 +411,7 @@ class ChatReplyMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(Choice, kw_only=True):
-    """A whole reply."""
+    """One whole reply of a chat completion."""
 
     message: ChatReplyMessage
     logprobs: ChatLogprobs | None = None

@@ -35,7 +35,7 @@ class Signals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._on_hangup: tuple[Callable[[], None], ...] = ()
-        self._has_hung_up = False  # before anybody wanted to hear of it
+        self._has_hung_up = False  # before `call_on_hangup`
         self._drain_timeout: float | None = None  # None: it loads
         loop = asyncio.get_running_loop()
         for number in ENDING_SIGNALS:
@@ -44,7 +44,7 @@ class Signals:
         self.last_resort = LastResort(self._count)
 
     def has_loaded(self, drain_timeout: float) -> None:
-        """From now on there are requests, which have so many seconds after the first signal."""
+        """From now on there are requests, with `drain_timeout` seconds after a first signal."""
         self._drain_timeout = drain_timeout
 
     def call_on_hangup(self, *reloads: Callable[[], None]) -> None:

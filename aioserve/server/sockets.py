@@ -23,11 +23,11 @@ class ListenSockets(NamedTuple):
 
     @property
     def all(self) -> list[socket.socket]:
-        """Both."""
+        """The public sockets and the admin ones."""
         return [*self.public, *self.admin]
 
     def close(self) -> None:
-        """Nobody can come any more."""
+        """Close the sockets and delete the Unix socket's file: no client can connect any more."""
         for sock in self.all:
             sock.close()
         if self.path is not None:
@@ -108,9 +108,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 def bind_beside(sock: socket.socket) -> socket.socket:
     """Another socket for the address of a bound one: connections are spread over those that listen.
-    Of a Unix socket it is the same once more, and whoever is free first takes a connection.
+    Of a Unix socket it is the same once more: the process that is free first takes a connection.
 
-    Nobody who did not ask for it can take the address. Raises `OSError`.
+    Other users' processes cannot take the address. Raises `OSError`.
     """
     if sock.family == socket.AF_UNIX:
         return share(sock)
@@ -130,8 +130,8 @@ def bind_beside(sock: socket.socket) -> socket.socket:
 
 def share(sock: socket.socket) -> socket.socket:
     """The same socket, and its queue of connections, once more. Raises `OSError`."""
-    # `sock.dup` would set the mode of `sock`, which both share: whoever listens on it already would
-    # stand still in its next accept.
+    # `sock.dup` would set the mode of `sock`, which both share: a process that listens on it
+    # already would stand still in its next accept.
     return socket.socket(fileno=os.dup(sock.fileno()))
 
 

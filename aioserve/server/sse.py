@@ -19,7 +19,7 @@ _HEADERS = {
 
 
 def event(struct: Any) -> bytes:
-    """One event."""
+    """A struct as one server-sent event, without a name."""
     return b"data: " + _encoder.encode(struct) + b"\n\n"
 
 
@@ -30,7 +30,7 @@ def typed_event(struct: Any) -> bytes:
 
 
 class EventStream:
-    """A response whose headers leave with its first event.
+    """A streamed response that sends its headers with its first event.
 
     Until then a failure can still be answered with a status code of its own.
     """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 class Unserved(NamedTuple):
     """A field that is refused unless it asks for nothing."""
 
-    no_ops: tuple[Any, ...] = ()  # besides null, and false where true is none
+    no_ops: tuple[Any, ...] = ()  # besides null, and false unless true is one
     instead: str = ""
 
     def is_no_op(self, value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The engine's side of its workers: takes what they ask, and sends them what steps bring.
 
-A worker that is slow gets fewer, longer messages, and nobody waits for it. Knows no HTTP and no
-text; which processes the workers are, `pool` knows.
+A worker that is slow gets fewer, longer messages; the engine never waits for it. Knows no HTTP and
+no text; which processes the workers are, `pool` knows.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ from aioserve.workers.messages import (
 
 logger = logging.getLogger(__name__)
 
-# A worker that does not answer in so many seconds is left out: it hangs, or has no core to run on.
+# Seconds after which a worker that does not answer is left out: it hangs, or has no core to run on.
 # A guess.
 ANSWER_SECONDS = 2.0
 
@@ -113,13 +113,13 @@ class Host:
         return worker.close()
 
     def shutdown(self) -> None:
-        """All workers have ended."""
+        """Close the lines to all workers, which have ended."""
         for worker in list(self.workers):
             self.close(worker)
         self._context.term()
 
     async def answer(self, command: Command[Any], asking: "WorkerClient") -> Any:
-        """What a worker asks. Raises what the engine does."""
+        """Run a command that a worker asks for. Raises what the engine raises."""
         match command:
             case ShowMetrics():
                 await self._hear_reports()
@@ -142,7 +142,7 @@ class Host:
         assert isinstance(command, EngineCommand)
         answer = await self.engine.ask(command)
         if isinstance(command, LoadAdapter | UnloadAdapter):
-            # Before the client hears of it, who may ask any worker next.
+            # Before the client, which may ask any worker next, hears of it.
             paths = AdapterPaths(dict(self.engine.adapters.paths))
             await _ask_all(self.workers, KnowAdapters(paths))
         if isinstance(command, SetLogLevel):
@@ -202,7 +202,7 @@ class _Outbox:
         self.outputs = list(merged.values())
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Nobody will read what these have; their ids may become another's."""
+        """Drop unsent output of requests that are over; other requests may get their ids."""
         gone = set(request_ids)
         if self.outputs:
             self.outputs = [output for output in self.outputs if output.request_id not in gone]
@@ -227,7 +227,7 @@ def _merge(before: EngineCoreOutput, newer: EngineCoreOutput) -> EngineCoreOutpu
 
 
 class _ForwardedState(SampleState):
-    """A sample whose reader is in a worker."""
+    """A sample that is read in a worker."""
 
     __slots__ = ("_worker",)
 
@@ -283,7 +283,7 @@ class WorkerClient:
         self._calls = Calls()
         self._samples: dict[str, Samples] = {}  # of requests that live, by their ids
         self._adding: dict[str, asyncio.Task[None]] = {}
-        self._claiming: set[str] = set()  # of these, ids that nobody else can have now
+        self._claiming: set[str] = set()  # request ids of these, reserved for this worker
         self._leases: dict[int, Callable[[], None]] = {}  # what ends each of them
         self._answering: set[asyncio.Task[Any]] = set()
         try:

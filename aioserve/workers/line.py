@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-#: Memory that goes along with a message, uncopied: nobody changes it any more.
+#: Memory that goes along with a message, uncopied: it is not changed any more.
 Attachments = Sequence[Any]
 
 # Messages that are on their way at most, on each side of the connection, before a sender is told
@@ -134,7 +134,7 @@ class Calls:
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
     def number(self) -> int:
-        """Of a question whose answer nobody waits for."""
+        """A number for a question that needs no answer."""
         self._last += 1
         return self._last
 
@@ -147,11 +147,11 @@ class Calls:
         return number, future
 
     def is_open(self, number: int) -> bool:
-        """Whether somebody still waits for the answer."""
+        """Whether a caller still waits for the answer."""
         return number in self._open and not self._open[number].done()
 
     def settle(self, number: int, answer: bytes, error: Exception | None) -> None:
-        """The answer has come; for a call that nobody waits for, nothing happens."""
+        """The answer has come; if its caller waits no more, nothing happens."""
         if self.is_open(number):
             if error is None:
                 self._open[number].set_result(answer)

@@ -60,20 +60,20 @@ class HostCommand(Command[Answer], frozen=True):
 
 
 class KeepResponse(HostCommand[None], frozen=True):
-    """As `ResponseStore.put`."""
+    """Keep a response for all workers, as `ResponseStore.put` does."""
 
     response_id: str
     kept: Kept
 
 
 class FindResponse(HostCommand[Kept | None], frozen=True):
-    """As `ResponseStore.get`."""
+    """Find a response of any worker, as `ResponseStore.get` does."""
 
     response_id: str
 
 
 class ForgetResponse(HostCommand[bool], frozen=True):
-    """As `ResponseStore.forget`."""
+    """Delete a response of any worker, as `ResponseStore.forget` does."""
 
     response_id: str
 
@@ -89,7 +89,7 @@ class EnterAccount(HostCommand[None], frozen=True):
 
 
 class EnterQueue(HostCommand[None], frozen=True):
-    """A request whose images are being brought counts as one that waits, until it is left, or the
+    """A request whose images are being brought counts as a waiting one, until it is left, or the
     worker has ended. Raises `EngineOverloadedError`.
     """
 
@@ -110,14 +110,14 @@ class WorkerCommand(Command[Answer], frozen=True):
 
 
 class AbortHere(WorkerCommand[bool], frozen=True):
-    """Another worker's `AbortElsewhere`."""
+    """Abort a request of this worker, as another worker's `AbortElsewhere` asks."""
 
     request_id: str
     reach: str
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """How a worker is."""
+    """A worker's delays, refusals and counts, for metrics."""
 
     loop_lag: float  # seconds, the worst of the last minute
     refusals: list[tuple[str, str, int]]  # by reason and key, since it lives
@@ -126,17 +126,17 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KnowKeys(WorkerCommand[None], frozen=True):
-    """They have changed."""
+    """Take these API keys instead of the ones known so far."""
 
     keys: list[Key]
 
 
 class MakeReport(WorkerCommand[Report], frozen=True):
-    """For the metrics of the whole."""
+    """Send a `Report`, for the metrics of the whole server."""
 
 
 class KnowAdapters(WorkerCommand[None], frozen=True):
-    """They have changed."""
+    """Take these LoRA adapters instead of the ones known so far."""
 
     adapters: AdapterPaths
 
@@ -166,7 +166,7 @@ class Add(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Nobody reads it any more."""
+    """Abort a request that has no reader any more: its output is not sent."""
 
     request_id: str
 
@@ -178,7 +178,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Stopped(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """By id of a sample: a stop string was found in the last of so many tokens."""
+    """A stop string was found in the last of `num_tokens` tokens of each sample, by its id."""
 
     num_tokens: dict[str, int]
 
@@ -211,7 +211,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Of one that nobody raised on purpose, its type alone: its text may quote anything."""
+        """The error to send; any not raised on purpose by type alone: its text may quote all."""
         if not isinstance(error, AioserveError):
             return cls("", f"internal error ({type(error).__name__})")
         return cls(
@@ -222,7 +222,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def to_error(self) -> Exception:
-        """As it was raised; one of an unknown class is nobody's fault but ours."""
+        """The error as it was raised; one of an unknown class becomes a `RuntimeError`."""
         cls = _ERRORS.get(self.kind)
         if cls is None:
             return RuntimeError(self.message)
@@ -241,7 +241,7 @@ _ERRORS: dict[str, type[AioserveError]] = {
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """What came of a call: an answer, or why there is none."""
+    """The result of a call: an answer, or the failure."""
 
     call_id: int
     answer: msgspec.Raw
@@ -296,7 +296,7 @@ TO_WORKER: Any = reduce(or_, (*commands_of(WorkerCommand), SetLogLevel))
 
 
 def _encode_other(value: Any) -> Any:
-    """Paths as text."""
+    """Encode a path as text; no other type is sent."""
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"no message has a {type(value).__name__}")

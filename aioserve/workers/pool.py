@@ -88,7 +88,7 @@ def _environment() -> dict[str, str]:
 
 
 class WorkerPool:
-    """So many workers as the settings say, each kept alive by a task."""
+    """The number of workers that the settings say, each kept alive by a task."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class WorkerPool:
         stop: Callable[[], None],
         loading: Loading | None = None,
     ) -> None:
-        """`folder` is private: whoever can write there can speak to the engine."""
+        """`folder` is private: a process that can write there can speak to the engine."""
         self.failure: Exception | None = None
         self._engine = engine
         self._doors = doors
@@ -228,7 +228,7 @@ class WorkerPool:
     async def _end_hung(self, worker: WorkerClient, process: asyncio.subprocess.Process) -> None:
         """Kill a worker that serves and does not answer any more: its clients would wait for ever.
 
-        Counts questions, not time: if this process was stopped as well, nobody hangs.
+        Counts questions, not time: if this process was stopped as well, no worker hangs.
         """
         pause, num_unanswered = self._engine.config.server.worker_timeout / ASKED_TIMES, 0
         while num_unanswered < ASKED_TIMES:

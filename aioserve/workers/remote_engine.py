@@ -76,7 +76,7 @@ from aioserve.workers.messages import (
 
 logger = logging.getLogger(__name__)
 
-# An engine whose loop has not come round in so many seconds is not well. A guess.
+# Seconds after which an engine that has not answered counts as not well. A guess.
 HEALTH_SECONDS = 5.0
 
 _greeting = decoder(Greeting)
@@ -127,7 +127,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         self.abort_here: Callable[[str, str], bool] = lambda given_id, reach: (
             not reach and self.abort(given_id)
         )
-        #: Who is let in; known after start.
+        #: Which keys are let in; known after start.
         self.access: Access
         #: Set when we have to end: our exit code.
         self.is_over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -136,7 +136,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         self._parts: RemoteParts | None = None
         self._error: EngineDeadError | None = None
         self._counts = _StopCounts()
-        #: What was counted by whoever serves in this process.
+        #: What the application of this process has counted.
         self.tell_counted: Callable[[], list[Counted]] = list
         self._loop_delay = Histogram()
         self._pulse = LoopMonitor(
@@ -167,7 +167,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         return self._adapters
 
     async def start(self) -> None:
-        """Say who we are, and learn what to serve. Raises `ConfigError` if we are refused, or the
+        """Greet the engine, and learn what to serve. Raises `ConfigError` if it refuses us, or the
         tokenizer cannot be read here.
         """
         self._line.send(encoder.encode(Hello(__version__)))
@@ -212,7 +212,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
         self._say(Listening())
 
     def die(self, why: str) -> None:
-        """There is no engine any more: everybody here hears it."""
+        """Fail all requests and calls of this worker: the engine has died."""
         self._error = EngineDeadError(why)
         self._calls.fail(self._error)
         if self._parts is not None:
@@ -313,7 +313,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
     ) -> None:
         self._alive()
         forms, arrays = arrays_of(spec)
-        spec = spec.without_arrays()  # here nobody looks at them
+        spec = spec.without_arrays()  # a worker never reads them
         requests = [Request(own) for own in samples.specs(spec)]
 
         def accept() -> None:
@@ -357,7 +357,7 @@ class RemoteEngine(EngineClientBase[RemoteParts]):
             return
         try:
             self._take(_to_worker.decode(message), parts)
-        except Exception as error:  # as in one process: who goes on without it may tell nonsense
+        except Exception as error:  # as in one process: to go on without it may tell nonsense
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -463,7 +463,7 @@ class RemoteAccounts:
         self._engine = engine
 
     def entered(self, name: str) -> AbstractAsyncContextManager[Leave]:
-        """See `Entrance`."""
+        """Count a request of the key as running at the engine, as `Entrance` says."""
         return self._engine.leased(lambda lease: EnterAccount(lease, name))
 
 
@@ -482,5 +482,5 @@ class RemoteResponses:
         await self._engine.ask(KeepResponse(response_id, kept))
 
     async def forget(self, response_id: str) -> bool:
-        """False if there is none of that id."""
+        """Delete the response of that id; False if it is not stored."""
         return await self._engine.ask(ForgetResponse(response_id))

@@ -106,7 +106,7 @@ def _watch(lifeline: int) -> "asyncio.Future[None]":
             has_died.set_result(None)
 
     def wait() -> None:
-        os.read(lifeline, 1)  # nobody writes: it returns when the other end is closed
+        os.read(lifeline, 1)  # nothing is written: it returns when the other end is closed
         try:
             loop.call_soon_threadsafe(settle)
         except RuntimeError:  # the loop has ended by itself

@@ -1,4 +1,4 @@
-"""Who may ask for what, and over which connections: keys, their limits, origins, slow clients.
+"""Which client may send what, over which connections: keys, their limits, origins, slow clients.
 
 Knows requests and sockets; knows nothing about what handlers do.
 """

@@ -58,7 +58,7 @@ class Access:
                 f"{self.settings.ssl_ca_certs} is not what it was at the start: whose certificates "
                 "are taken cannot change while the server runs: start it anew"
             )
-        make_context(self.settings)  # tries it out: a context that is half loaded serves nobody
+        make_context(self.settings)  # tries it out: a half loaded context serves no client
         load(self.tls, self.settings)
 
 
@@ -66,8 +66,8 @@ class MainAccess(Access):
     """Of the engine's process: reads the keys, and counts for all workers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises `ConfigError` for keys or certificates that cannot be read, or where nobody could
-        operate.
+        """Raises `ConfigError` for keys or certificates that cannot be read, or if no key could
+        reach the admin routes.
         """
         keys = _read(config)
         self.accounts = Accounts(self._rights_of)
@@ -114,7 +114,7 @@ class AccessMetrics(Collector):
         self.elsewhere: Refusals = Counter()
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
+        """Metrics of refused requests and of what each key used, for one scrape."""
         refused = CounterMetricFamily(
             "aioserve_requests_refused",
             "Requests answered with an error, by reason and key",

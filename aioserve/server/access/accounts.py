@@ -81,7 +81,7 @@ class Accounts:
 
     @asynccontextmanager
     async def entered(self, name: str) -> AsyncIterator[Leave]:
-        """See `Entrance`."""
+        """Count a request of the key as running inside the block, as `Entrance` says."""
         self.enter(name)
         has_left = False
 
@@ -97,9 +97,9 @@ class Accounts:
             await leave()
 
     def enter(self, name: str) -> None:
-        """One more request of that key begins. Raises `KeyLimitError` that says when to come
-        again: when one of its requests will have ended, if they go on ending as of late; or when
-        its bucket is in debt no more.
+        """Count one more running request of that key. Raises `KeyLimitError` that says when to come
+        again: when one of its requests will have ended, at the rate at which recent ones ended; or
+        when its bucket is in debt no more.
         """
         rights, now = self._rights_of(name), self._clock()
         account = self._accounts.get(name)
@@ -128,7 +128,7 @@ class Accounts:
         account.ends.add(1, self._clock())
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """A request of that key has so many tokens more."""
+        """Add `num_tokens` of a request to what its key has used."""
         self.num_tokens[name] += num_tokens
         if (account := self._accounts.get(name)) is not None:
             account.charge(num_tokens)

@@ -62,7 +62,7 @@ class Connections:
         return len(self._open)
 
     def close(self) -> None:
-        """Nobody is looked after any more."""
+        """Stop the sweep that ends slow connections."""
         self._sweeping.cancel()
 
     def add(self, connection: "Connection | Handshake") -> bool:
@@ -87,7 +87,7 @@ class Connections:
         self._open.pop(connection, None)
 
     def count(self, reason: str) -> None:
-        """Nobody knows whose it was."""
+        """Count a refusal before any key is known."""
         self.refusals[reason, ""] += 1
 
     def _make_room(self) -> bool:
@@ -108,8 +108,8 @@ class Connections:
 
 
 def allow_connections(most: int) -> None:
-    """Have the system allow this process, and those that it starts, so many; warn if it does not.
-    Elsewhere than on Unix nothing happens.
+    """Raise the limit of open files to `most` connections, for child processes too; warn if the
+    system does not allow it. Elsewhere than on Unix nothing happens.
     """
     try:
         import resource
@@ -213,7 +213,7 @@ class Connection(web.RequestHandler):
         return self._body is not None and not self._body.is_eof()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._link = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._link = cast(asyncio.Transport, transport)  # uvloop's do not subclass it
         if self._handshake is not None:
             self._connections.discard(self._handshake)
         if self._connections.add(self):
@@ -269,7 +269,7 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """As aiohttp's, which logs a traceback and answers in plain text, where it is our fault."""
         if isinstance(exc, ConnectionError):
-            raise exc  # the client has gone: there is none to be told
+            raise exc  # the client has gone: it cannot be told
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         refusal = self._refusal_of(exc, message or "")

@@ -1,4 +1,4 @@
-"""In front of every handler: whose key it is, and what its requests may say of themselves.
+"""The check before every handler: which key a request has, and which fields that key may set.
 
 Knows requests and keys; what is counted where, `access` knows.
 """
@@ -19,7 +19,7 @@ from aioserve.server.access.origins import check_page
 from aioserve.server.errors import TIMEOUT_HEADER, FarLookerError, is_for_anthropic
 from aioserve.server.keys import ACCESS, ENGINE, KEY, NEEDS
 
-TRACE_HEADERS = ("traceparent", "tracestate")  # whose trace it belongs to, as W3C has it
+TRACE_HEADERS = ("traceparent", "tracestate")  # the trace of a request, in W3C's format
 
 
 @web.middleware
@@ -96,14 +96,14 @@ def entered(request: web.Request) -> contextlib.AbstractAsyncContextManager[Leav
 
 
 def owner_of(request: web.Request) -> str:
-    """Whose what it makes is: the name of its key, or "" where nobody is asked for one."""
+    """The owner of what the request makes: the name of its key, or "" where none is needed."""
     key = request.get(KEY)
     return "" if key is None else key.name
 
 
 def reach_of(request: web.Request) -> str:
-    """Of which owner it may see and end things: the name of its key, or "" for everybody's, which
-    is an operator's or of a server without keys.
+    """The owner whose requests and responses this one may see and end: the name of its key, or ""
+    for all owners, with an admin key or on a server without keys.
     """
     key = request.get(KEY)
     return "" if key is None or key.admin else key.name

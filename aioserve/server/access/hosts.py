@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_near(request: web.Request) -> bool:
-    """Whether it comes from this machine, and not by a proxy that says for whom it asks."""
+    """Whether the request comes from this machine, not by a proxy that names another client."""
     if any(name in request.headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-IP")):
         return False
     return _is_by_unix_socket(request) or is_loopback(request.remote or "")

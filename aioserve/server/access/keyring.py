@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: The environment's keys, with commas between them.
 ENVIRONMENT = "AIOSERVE_API_KEYS"
 
-SHORT_KEY = 16  # characters: whoever reads a hash of fewer may find the key by trying
+SHORT_KEY = 16  # characters: the hash of a shorter key can be reversed by trying all
 
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,64}$")]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -42,7 +42,7 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_counted(self) -> bool:
-        """Whether somebody must look before a request of it runs."""
+        """Whether the key has limits to check before a request of it runs."""
         return self.max_requests is not None or self.tokens_per_minute is not None
 
 

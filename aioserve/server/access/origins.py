@@ -1,7 +1,7 @@
 """Which pages a browser lets ask this server: CORS, as the Fetch standard has it.
 
 Refuses what a browser sends for a page without asking first. Knows headers; knows nothing about
-keys, which such a page must show like everybody.
+keys, which such a page must send like any client.
 """
 
 from urllib.parse import urlsplit

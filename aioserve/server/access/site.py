@@ -1,4 +1,4 @@
-"""Where an application listens: a bound socket, plain or encrypted, with an eye on who comes.
+"""Where an application listens: a bound socket, plain or encrypted, with a limit on connections.
 
 Knows aiohttp's server; which sockets there are, `sockets` knows.
 """
@@ -39,7 +39,7 @@ class Site:
         self._listening: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Take connections. Raises `OSError`."""
+        """Take connections on the socket from now on. Raises `OSError`."""
         if self._tls is not None:  # asyncio's own server would not tell before a handshake
             self._acceptor = Acceptor(self._socket, self._shake_hands, BACKLOG)
             return

@@ -47,7 +47,7 @@ class Block(RequestPart, kw_only=True, omit_defaults=True):
     is_error: bool | None = None
     # Of thinking.
     thinking: str | None = None
-    signature: str | None = None  # by whom it was thought is not checked
+    signature: str | None = None  # never checked: any model's thinking is taken
     # Of image.
     source: Source | None = None
     # Of blocks that are not understood, or what these may hold besides; not served.
@@ -67,13 +67,13 @@ class InputMessage(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class Metadata(RequestPart, kw_only=True, omit_defaults=True):
-    """Who asks."""
+    """The user for whom the client sends the request."""
 
     user_id: str | None = None
 
 
 class ToolDefinition(RequestPart, kw_only=True, omit_defaults=True):
-    """What may be called."""
+    """A tool that the model may call, with the schema of its input."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -206,7 +206,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, usage: Usage) -> "MessageUsage":
-        """The same counts."""
+        """Convert an OpenAI usage to Anthropic's, which counts cached tokens apart."""
         details = usage.prompt_tokens_details
         cached = 0 if details is None else details.cached_tokens
         return cls(
@@ -238,14 +238,14 @@ class Message(Stop, kw_only=True):
 
 
 class MessageStart(msgspec.Struct, kw_only=True):
-    """The first event."""
+    """The first event of a stream, with an empty message."""
 
     type: Literal["message_start"] = "message_start"
     message: Message
 
 
 class BlockStart(msgspec.Struct, kw_only=True):
-    """A block begins."""
+    """The event with which a content block begins."""
 
     type: Literal["content_block_start"] = "content_block_start"
     index: int
@@ -253,19 +253,19 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class Ping(msgspec.Struct, kw_only=True):
-    """Nothing new."""
+    """An event without content, which keeps the connection open."""
 
     type: Literal["ping"] = "ping"
 
 
 class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
-    """More text."""
+    """More of the text of a text block."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
-    """More of the thoughts."""
+    """More of the text of a thinking block."""
 
     thinking: str
 
@@ -285,7 +285,7 @@ class BlockDelta(msgspec.Struct, kw_only=True):
 
 
 class BlockStop(msgspec.Struct, kw_only=True):
-    """A block is whole."""
+    """The event with which a content block ends."""
 
     type: Literal["content_block_stop"] = "content_block_stop"
     index: int
@@ -300,7 +300,7 @@ class MessageDelta(msgspec.Struct, kw_only=True):
 
 
 class MessageStop(msgspec.Struct, kw_only=True):
-    """The last event."""
+    """The last event of a stream."""
 
     type: Literal["message_stop"] = "message_stop"
 
@@ -309,7 +309,7 @@ class MessageStop(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong."""
+    """The type of an error and its message."""
 
     type: str
     message: str

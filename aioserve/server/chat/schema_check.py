@@ -1,7 +1,7 @@
 """Whether a JSON schema is one, as far as its shape tells, and where it is not.
 
 Knows the keywords that hold schemas or are of one type; others may hold what they like. What a
-schema means is the business of who compiles it.
+schema means is the business of its compiler.
 """
 
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ Choice = Literal["none", "auto", "required"]
 
 
 class Names(NamedTuple):
-    """What a protocol calls its parts, for whoever is told what is wrong."""
+    """What a protocol calls its parts, for error messages to its clients."""
 
     tool: str = "tools[{}]"
     parameters: str = "parameters"
@@ -44,7 +44,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     @property
     def may_call(self) -> tuple[str, ...]:
-        """The names."""
+        """Names of the functions that the reply may call."""
         return tuple(function.name for function in self.functions)
 
 

@@ -140,7 +140,7 @@ class CallObject:
 
 
 def _decode_text(raw: str) -> str | None:
-    """The text of a JSON string; None if it is none."""
+    """The text of a JSON string; None if `raw` is not a JSON string."""
     try:
         return msgspec.json.decode(raw, type=str, strict=True)
     except UNREADABLE:

@@ -23,7 +23,7 @@ class Function(msgspec.Struct, frozen=True):
 
     name: str
     parameters: Mapping[str, Any]
-    is_strict: bool = True  # its schema holds for calls that nobody forces, too
+    is_strict: bool = True  # its schema holds for unforced calls, too
 
 
 class Beginning(NamedTuple):
@@ -84,7 +84,7 @@ class CallParser(ABC):
         """What calls of `functions` begin with, where that is no text, whatever follows."""
 
     def append(self, text: str) -> list[Event]:
-        """What this text completes."""
+        """Read more of a reply; the events that this text completes."""
         self._text = self._text[self._at :] + text
         self._at = 0
         while self._state():
@@ -123,7 +123,7 @@ class CallParser(ABC):
         return True
 
     def _read_object(self, then: Callable[[], bool], otherwise: Callable[[], bool]) -> bool:
-        """The call of `_object`, after which `then` goes on; `otherwise` if it is none."""
+        """The call of `_object`, after which `then` goes on; `otherwise` if it is not a call."""
         events: list[Event] = []
         self._take(self._object.feed(self._text, self._at, events))
         self._tell(events)
@@ -147,7 +147,7 @@ class CallParser(ABC):
     # What states are made of
 
     def _take(self, end: int) -> str:
-        """Read up to `end`."""
+        """Read the text up to the position `end`, and return it."""
         taken, self._at = self._text[self._at : end], end
         if self._held is not None:
             self._held.append(taken)

@@ -168,7 +168,7 @@ class ChatFormat:
         )
         try:
             prompt = self._chat_template.render(ask)
-        except RequestError:  # it is said to whoever asks
+        except RequestError:  # the request itself will get this error
             prompt = ""
         return ReasoningParser(self.marks, prompt).is_open
 
@@ -198,7 +198,7 @@ def _called(beginnings: Sequence[Beginning], name: str) -> str:
 
 
 def _templates_of(tokenizer: Any) -> str:
-    """The chat templates of a model; empty if there is none."""
+    """The chat templates of a model; empty if it has no template."""
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 

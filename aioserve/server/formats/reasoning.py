@@ -34,7 +34,7 @@ def choose_reasoning(template: str) -> str | None:
         return "seed_oss"
     if "<think>" in template:
         return "qwen3"
-    # Of the past it only cuts off what stands before the end: who writes it begins with it.
+    # Of the past it only cuts off what stands before the end: such a model writes it first.
     return "deepseek_r1" if "</think>" in template else None
 
 
@@ -59,7 +59,7 @@ class ReasoningParser:
         return self._is_thinking
 
     def append(self, text: str) -> list[Event]:
-        """What this text completes."""
+        """Read more of a reply; the events that this text completes."""
         events: list[Event] = []
         text = self._rest + text
         self._rest = ""

@@ -16,7 +16,7 @@ class ReplyParser:
         self._calls = calls
 
     def append(self, text: str) -> list[Event]:
-        """What this text completes."""
+        """Read more of a reply; the events that this text completes."""
         if self._reasoning is None:
             return self._read_content(text)
         return self._read_each(self._reasoning.append(text))

@@ -41,7 +41,7 @@ class File(NamedTuple):
 
 @cache
 def read_files() -> dict[str, File]:
-    """All by name."""
+    """All files of the page, by name."""
     files = {}
     for path in sorted(FOLDER.iterdir()):
         if (content_type := CONTENT_TYPES.get(path.suffix)) is not None:
@@ -52,7 +52,7 @@ def read_files() -> dict[str, File]:
 
 
 async def show_page(request: web.Request) -> web.Response:
-    """GET /: the page."""
+    """GET /: the HTML of the page."""
     return _answer(request, read_files()["page.html"])
 
 

@@ -1,4 +1,4 @@
-"""The stream of steps: what the scheduler does, told to whoever looks.
+"""The stream of steps: what the scheduler does, told to clients that watch.
 
 Asks the engine for the next frames when the last are written, so a reader that sleeps costs a
 socket's buffer and no more. Knows nothing about what is in a frame.

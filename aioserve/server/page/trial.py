@@ -1,6 +1,6 @@
 """The report that comes of a trial of another policy, which is asked for by POST /admin/try_policy.
 
-A report is a page of its own: it may run the scripts that are in it, and ask nobody for anything.
+A report is a page of its own: it may run the scripts that are in it, and fetch nothing.
 """
 
 from aiohttp import web
@@ -24,7 +24,7 @@ HEADERS = {
 
 
 async def get_report(request: web.Request) -> web.Response:
-    """GET /watch/reports/{id}: needs no key but the id, which nobody can guess."""
+    """GET /watch/reports/{id}: needs no key but the id, which cannot be guessed."""
     html = await request.app[ENGINE].ask(FindReport(request.match_info["id"]))
     if html is None:
         raise UnknownFileError("there is no such report, or it is forgotten: try again")

@@ -67,7 +67,7 @@ class ItemWriter:
         self._number = 0  # of the next event
 
     def event(self, kind: type[Numbered], name: str, **fields: Any) -> Numbered:
-        """The next event."""
+        """An event with the next sequence number of the stream."""
         self._number += 1
         return kind(type=name, sequence_number=self._number - 1, **fields)
 

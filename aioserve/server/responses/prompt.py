@@ -163,7 +163,7 @@ def _parts(
     types: Sequence[str],
     images: ImageParts | None,
 ) -> list[Part]:
-    """As templates know them. Without `images`, there is none among `types`."""
+    """As templates know them. Without `images`, `types` must have no type of image."""
     if isinstance(content, str):
         return [text_part(content)]
     parts = []

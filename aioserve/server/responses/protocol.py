@@ -79,7 +79,7 @@ class FunctionTool(FunctionDefinition, kw_only=True, omit_defaults=True):
 
 
 class ToolName(RequestPart, kw_only=True):
-    """Which tool is meant."""
+    """A function that the model may call, by name."""
 
     type: Literal["function"]
     name: str
@@ -205,7 +205,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What is said."""
+    """An output item with the text of the reply."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -223,7 +223,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call."""
+    """An output item with a call of a function."""
 
     id: str
     status: Status = "in_progress"
@@ -249,7 +249,7 @@ class OutputDetails(msgspec.Struct, kw_only=True):
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Token counts."""
+    """Counts of a response's input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -259,7 +259,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, usage: Usage) -> "ResponseUsage":
-        """The same counts."""
+        """Convert the usage of a chat completion to that of a response."""
         details = usage.prompt_tokens_details
         return cls(
             input_tokens=usage.prompt_tokens,
@@ -344,14 +344,14 @@ class ItemList(msgspec.Struct, kw_only=True):
 
 
 class Numbered(msgspec.Struct, kw_only=True):
-    """Base of events."""
+    """Base of the events of a stream, which are numbered."""
 
     type: str
     sequence_number: int
 
 
 class ResponseEvent(Numbered, kw_only=True):
-    """How the whole stands."""
+    """The status of the whole response has changed."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete"
@@ -383,7 +383,7 @@ class PartEvent(OfItem, kw_only=True):
 
 
 class DeltaEvent(OfItem, kw_only=True):
-    """More of it."""
+    """More text of an item, or more arguments of a call."""
 
     type: Literal[
         "response.output_text.delta",
@@ -395,7 +395,7 @@ class DeltaEvent(OfItem, kw_only=True):
 
 
 class DoneEvent(OfItem, kw_only=True):
-    """All of it."""
+    """The whole text of an item, or all arguments of a call."""
 
     type: Literal[
         "response.output_text.done",

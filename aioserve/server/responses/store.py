@@ -18,7 +18,7 @@ class Kept(NamedTuple):
     owner: str = ""  # the name of the key that it was asked for with
 
     def is_for(self, reach: str) -> bool:
-        """Whether a client may see it who has that key; "": everything."""
+        """Whether a client with the key named `reach` may see it; "" may see all."""
         return reach in ("", self.owner)
 
 
@@ -32,7 +32,7 @@ class Responses(Protocol):
         """Keep it; those that were not asked for the longest are forgotten for it."""
 
     async def forget(self, response_id: str) -> bool:
-        """False if there is none of that id."""
+        """Delete the response of that id; False if it is not stored."""
 
 
 class ResponseStore:
@@ -58,7 +58,7 @@ class ResponseStore:
             self._forget(next(iter(self._kept)))
 
     async def forget(self, response_id: str) -> bool:
-        """False if there is none of that id."""
+        """Delete the response of that id; False if it is not stored."""
         return self._forget(response_id)
 
     def _forget(self, response_id: str) -> bool:
