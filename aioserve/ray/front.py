@@ -34,7 +34,7 @@ from aioserve.version import __version__
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0  # in which a replica says that it is there. A guess
-PATIENCE_SECONDS = 30.0  # after which the log says which replica we wait for
+PATIENCE_SECONDS = 30.0  # after which the log says that no replica has started
 
 # Blocks of a prompt that are hashed before others have a turn on the loop: 2 ms, a guess.
 BLOCKS_AT_ONCE = 1_000

@@ -64,7 +64,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 def tell_alive(health: Health) -> web.Response:
-    """The response of /health: 503 if the engine is dead or its loop hangs."""
+    """The response of /health: 503 if the engine is dead or does not answer."""
     if health.status == "dead" or health.status == "silent":
         return _json(Alive(status=health.status, reason=health.reason), status=503)
     return _json(Alive(status="ok"))

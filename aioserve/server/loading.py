@@ -26,7 +26,7 @@ from aioserve.server.sockets import bind_beside, share
 
 LOADING = Health("loading", "the model is being loaded")
 
-HANDLER_SECONDS = 1.0  # for requests that are being answered when loading ends
+HANDLER_SECONDS = 1.0  # for answers that are being sent when loading ends
 
 POLL_SECONDS = 0.01  # between looks whether all have been
 

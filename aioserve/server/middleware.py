@@ -32,7 +32,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 # and a balancer has another one at once; /ready says when it is over.
 RETRY_SECONDS = 5
 
-#: Of a request whose answer has begun: its headers have left, or are about to.
+#: Set on a request once the headers of its answer have left, or are about to.
 HAS_BEGUN = web.RequestKey("has_begun", bool)
 
 _encoder = msgspec.json.Encoder()

@@ -253,7 +253,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class Ping(msgspec.Struct, kw_only=True):
-    """An event without content, which keeps the connection open."""
+    """An event without content, sent after the first one as Anthropic does."""
 
     type: Literal["ping"] = "ping"
 
