@@ -56,7 +56,7 @@ class FrontClients(Clients):
         request = self.workload.requests[i]
         prompt = build_prompt(request, self._front.model_info.vocab_size, self.replies)
         params = SamplingParams(
-            max_tokens=request.max_tokens, ignore_eos=True, temperature=0, detokenize=False
+            max_tokens=request.output_tokens, ignore_eos=True, temperature=0, detokenize=False
         )
         token_ids: list[int] = []
         try:

@@ -39,7 +39,8 @@ class MultiStepDecode:
     @staticmethod
     def follows(scheduler: BaseScheduler, output: SchedulerOutput) -> bool:
         """Whether the steps after this one, just planned, are the same until a request arrives
-        or ends or blocks run out. The policy must declare `keeps_decoding`; no lookahead.
+        or ends or blocks run out. The policy must declare `keeps_decoding`; no lookahead. The
+        caller knows how many steps bring no stop token, since a scheduler cannot know it.
         """
         book, num_rows = scheduler.book, len(output.num_scheduled_tokens)
         return (
@@ -51,9 +52,7 @@ class MultiStepDecode:
             and not output.scheduled_spec_decode_tokens
             and not any(resource.plans_decodes for resource in scheduler.kv_cache.resources)
             and all(
-                r.num_computed_tokens == r.num_tokens
-                and not r.stop_token_ids
-                and r.pooling_params is None
+                r.num_computed_tokens == r.num_tokens and r.pooling_params is None
                 for r in book.in_flight[0][1]
             )
         )

@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from typing import Any, Protocol, TypeVar, cast
@@ -87,6 +87,22 @@ def make_calls(harness: Harness, calls: Iterable[Call]) -> None:
         if _is_possible(harness, call.method):
             with suppress(*refusals(harness)):
                 getattr(harness, call.method)(**call.arguments)
+
+
+def with_other_ends(calls: Iterable[Call]) -> list[Call]:
+    """The same calls with the lengths of replies dealt out in reverse: each reply, which is all one
+    token but for its last, which ends it, gets the length of its opposite in the order of arrival.
+    """
+    calls = list(calls)
+    lengths = iter([len(c.arguments["reply"]) for c in reversed(calls) if "reply" in c.arguments])
+    found = []
+    for call in calls:
+        if "reply" in call.arguments:
+            first, last = call.arguments["reply"][0], call.arguments["reply"][-1]
+            reply = [first] * (next(lengths) - 1) + [last]
+            call = replace(call, arguments={**call.arguments, "reply": reply})
+        found.append(call)
+    return found
 
 
 def _is_possible(harness: Harness, method: str) -> bool:

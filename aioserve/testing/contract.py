@@ -12,7 +12,7 @@ From a command line, without a file: `pytest --aioserve-policy mypkg.mod:MySched
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 try:
@@ -31,6 +31,8 @@ from aioserve.testing.state_machine import DEFAULT_EXAMPLES, accepted_settings, 
 from aioserve.testing.story import told
 from aioserve.testing.successors import FAILURES, sound_policies
 from aioserve.testing.violation import ContractViolation
+
+END = 2  # the token that ends replies, where a test says how long they are
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,19 @@ class PolicyContract:
                 harness.finish(["r2", "r4", "nobody"], RequestStatus.FINISHED_STOPPED)
                 harness.step()
                 harness.abort_everything()
+
+    def test_no_plan_tells_how_long_a_reply_will_be(
+        self, subject: Subject, pipeline_depth: int
+    ) -> None:
+        """The model ends a reply; until then a policy knows only what the client allows."""
+        with replace(subject, shrink=False).harness(
+            pipeline_depth=pipeline_depth, num_blocks=12, max_num_seqs=2, max_model_len=40
+        ) as harness:
+            for i in range(4):
+                reply = [5] * (2 + 4 * i) + [END]
+                arrive(harness, f"r{i}", [9 + i] * 6, reply=reply, eos_token_ids=(END,))
+            harness.run_until_idle()
+            harness.check_foresees_no_end()
 
     def test_a_shared_prefix_is_read_only_when_it_is_there(
         self, subject: Subject, pipeline_depth: int

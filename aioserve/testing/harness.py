@@ -38,7 +38,7 @@ from aioserve.scheduler import (
 from aioserve.scheduler.blame import blamed, place
 from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepInFlight, StepLoop, StepObserver
-from aioserve.testing.calls import Call, kept, make_calls
+from aioserve.testing.calls import Call, kept, make_calls, with_other_ends
 from aioserve.testing.decoding_promise import check_keeps_decoding
 from aioserve.testing.ledger import Ledger, Life
 from aioserve.testing.planned_batch import PlannedBatch, Row
@@ -327,6 +327,7 @@ class SchedulerHarness:
             return None
         output = step.output
         self.steps.append(output)
+        self.ledger.num_steps = len(self.steps)
         step.handle = self.planned.apply(output, in_flight)
         self.num_tokens_planned += output.total_num_scheduled_tokens
         if self.loop.is_stalled:
@@ -496,6 +497,29 @@ class SchedulerHarness:
                         f"time: {planned.num_scheduled_tokens} instead of "
                         f"{expected.num_scheduled_tokens}"
                     )
+
+    @kept
+    def check_foresees_no_end(self) -> None:
+        """The same calls, with the lengths of the given replies dealt out in reverse, give the same
+        plans until the first request has ended: a policy cannot know how long a reply will be.
+        """
+        calls = [call for call in self.calls if not call.method.startswith("check_")]
+        again = SchedulerHarness(self.policy, **self.setup)
+        make_calls(again, with_other_ends(calls))
+        num_alike = min(self.num_steps_before_ends, again.num_steps_before_ends)
+        for planned, expected in zip(again.steps[:num_alike], self.steps, strict=False):
+            if planned != expected:
+                raise ContractViolation(
+                    f"step {expected.step_id}: no reply has ended, but the plan tells how long "
+                    f"they will be: {expected.num_scheduled_tokens}, and with the lengths dealt "
+                    f"out in reverse {planned.num_scheduled_tokens}"
+                )
+
+    @property
+    def num_steps_before_ends(self) -> int:
+        """Steps that were planned before the first request ended."""
+        first = self.ledger.first_end
+        return len(self.steps) if first is None else first
 
     @kept
     def check_keeps_decoding(self) -> None:

@@ -51,6 +51,8 @@ class Ledger:
         self.lives: dict[str, Life] = {}  # the latest of each name
         self.alive: dict[str, Life] = {}  # those that wait or run, in order of arrival
         self.untold: dict[str, list[Life]] = {}  # ended, and the runner may not know it yet
+        self.num_steps = 0  # that were planned
+        self.first_end: int | None = None  # how many were planned when the first request ended
 
     def open(self, request: Request, max_model_len: int, reply: Reply = ()) -> None:
         """Note that a request was accepted."""
@@ -162,6 +164,8 @@ class Ledger:
 
     def _close(self, life: Life, reason: FinishReason) -> None:
         life.finish_reason = reason
+        if self.first_end is None:
+            self.first_end = self.num_steps
         del self.alive[life.request_id]
         self.untold.setdefault(life.request_id, []).append(life)
 

@@ -44,7 +44,7 @@ async def test_a_client_that_leaves_has_read_so_many_tokens(tmp_path: Path) -> N
         async with stream:
             await anext(aiter(stream))
     (request,) = read_trace(path).requests
-    assert 1 <= request.max_tokens < 100
+    assert 1 <= request.output_tokens < 100
 
 
 async def test_a_log_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:

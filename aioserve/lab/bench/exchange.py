@@ -163,7 +163,7 @@ class Load(Clients):
         except (aiohttp.ClientError, TimeoutError, IndexError, *UNREADABLE):
             pass  # it may serve all the same; if not, each request says why
         if self.sends_ids and self.target.prompts == "auto" and self.workload.requests:
-            first = msgspec.structs.replace(self.workload.requests[0], pieces=(), max_tokens=1)
+            first = msgspec.structs.replace(self.workload.requests[0], pieces=(), output_tokens=1)
             try:
                 await self._send(first, [16, 17, 18, 19], Exchange())
             except ServerError as error:
@@ -217,7 +217,7 @@ class Load(Clients):
             "model": self.model,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": request.max_tokens,
+            "max_tokens": request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "priority": request.priority or None,

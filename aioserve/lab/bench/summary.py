@@ -101,7 +101,7 @@ def _count_tokens(load: Load, finished: list[Exchange]) -> dict[str, int]:
         "prompt_asked": sum(request.num_prompt_tokens for request in asked),
         "prompt": sum(exchange.num_prompt_tokens for exchange in finished),
         "cached": sum(exchange.num_cached_tokens for exchange in finished),
-        "output_asked": sum(request.max_tokens for request in asked),
+        "output_asked": sum(request.output_tokens for request in asked),
         "output_of_finished": sum(map(_num_output, finished)),
         "chunks": sum(len(exchange.token_times) for exchange in finished),
         "without_usage": sum(not exchange.num_output_tokens for exchange in finished),

@@ -25,6 +25,7 @@ from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import FleetSpec
 from aioserve.lab.simulation.parallel import choose_num_jobs
 from aioserve.lab.terminal import paint, progress
+from aioserve.lab.workloads.reply_limit import DEFAULT_MAX_TOKENS, ReplyLimit
 from aioserve.lab.workloads.source import WorkloadSource
 from aioserve.lab.workloads.workload import Workload
 from aioserve.output_file import write
@@ -259,6 +260,15 @@ def _add_workload(parser: argparse.ArgumentParser) -> TakesArguments:
         help="keep only conversations of at least N turns",
     )
     group.add_argument(
+        "--max-tokens",
+        type=ReplyLimit.parse,
+        default=ReplyLimit(),
+        metavar="LIMIT",
+        help="tokens that each client allows for a reply, which ends earlier where the model ends "
+        "it: a number, or x2 for twice the reply's own length (default: what the workload states, "
+        f"else {DEFAULT_MAX_TOKENS} or the next power of two above the longest reply)",
+    )
+    group.add_argument(
         "--clip", action="store_true", help="shorten requests that exceed max_model_len"
     )
     return sources
@@ -306,6 +316,7 @@ def _source(arguments: argparse.Namespace) -> WorkloadSource:
         limit=arguments.limit,
         copies=arguments.copies,
         min_turns=arguments.min_turns,
+        reply_limit=arguments.max_tokens,
     )
 
 

@@ -202,7 +202,7 @@ def _victims(
                     "request": int(i),
                     "user": request.user,
                     "prompt_tokens": request.num_prompt_tokens,
-                    "output_tokens": request.max_tokens,
+                    "output_tokens": request.output_tokens,
                     "e2e_first": tidy(float(a.e2e[i])),
                     "e2e": tidy(float(b.e2e[i])),
                     "slowdown": tidy(float(ratio[i])),
@@ -222,8 +222,15 @@ def _describe(workloads: list[Workload]) -> dict[str, Any]:
         "seconds": tidy(first.duration),
         "clients": first.num_clients,
         "prompt_tokens": sum(r.num_prompt_tokens for r in first.requests),
-        "output_tokens": sum(r.max_tokens for r in first.requests),
+        "output_tokens": sum(r.output_tokens for r in first.requests),
+        "max_tokens": _allowed(workloads),
     }
+
+
+def _allowed(workloads: list[Workload]) -> list[int]:
+    """The least and the most that clients allow for a reply, in tokens, by a server with room."""
+    allowed = [limit for workload in workloads for limit in workload.max_tokens(room=2**62)]
+    return [min(allowed), max(allowed)]
 
 
 def encode(document: Document) -> bytes:

@@ -41,7 +41,12 @@ def headline(document: Document) -> str:
         when = "at once"
     fleet = document["results"][0]["fleet"]
     where = "" if fleet is None else f" on {fleet['num_replicas']} replicas"
-    return f"{workload['name']}: {workload['requests']} requests {when}{times}{where}, {how}"
+    least, most = workload["max_tokens"]
+    limits = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return (
+        f"{workload['name']}: {workload['requests']} requests {when}{times}{where}, {how}; "
+        f"clients allow {limits} tokens a reply"
+    )
 
 
 def remarks(document: Document, *, with_differences: bool = True) -> list[str]:

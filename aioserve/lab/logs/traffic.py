@@ -79,6 +79,7 @@ def make_workload(traffic: Traffic, path: str, seed: int = 0) -> Workload:
                 user=life.spec.user,
                 timeout=_timeout(life),
                 draft_acceptance=_draft_acceptance(life),
+                max_tokens=life.spec.sampling_params.max_tokens,
             )
             for life, chain in lives
         ),

@@ -8,7 +8,7 @@ what befalls replicas. Judges nothing.
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from heapq import heappop, heappush
 
 from aioserve.config import EngineConfig
@@ -17,6 +17,7 @@ from aioserve.errors import EngineOverloadedError
 from aioserve.lab.simulation.clients import Progress
 from aioserve.lab.simulation.fleet_plan import Fleet
 from aioserve.lab.simulation.outcome import RunObserver, RunOutcome
+from aioserve.lab.simulation.reply_end import extra_stop_ids
 from aioserve.lab.simulation.stepped_engine import Blueprint, SteppedEngine
 from aioserve.lab.workloads.workload import Workload, build_images, build_prompt, replied_to
 from aioserve.outputs import FinishReason
@@ -53,11 +54,6 @@ class FleetOutcome(RunOutcome):
         self.num_resent = 0  # their replica died before it had streamed anything
         self.replica_of = array("l", [-1]) * num_requests  # that had it last; -1: none
         self.busy_seconds = [0.0] * num_replicas
-
-
-@cache
-def _sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, detokenize=False)
 
 
 class _Clock:
@@ -107,6 +103,9 @@ class _Run:
         self._token_times = self._outcome.token_times()
         self._hasher = self._blueprint.make_kv_cache()  # an empty one: only hashes are wanted
         self._draft_acceptance = workload.draft_acceptance
+        self._output_tokens = workload.output_tokens
+        self._max_tokens = workload.max_tokens(self._blueprint.max_request_tokens)
+        self._stop_token_ids = extra_stop_ids(self._blueprint.model_info)
         self._replies: dict[int, list[int]] = {}
         self._is_replied_to = replied_to(workload.requests)
         self._followers: dict[int, list[int]] = {}
@@ -175,7 +174,12 @@ class _Run:
         spec = RequestSpec(
             str(i),
             build_prompt(asked, info.vocab_size, self._replies),
-            _sampling(asked.max_tokens),
+            SamplingParams(
+                max_tokens=self._max_tokens[i],
+                stop_token_ids=self._stop_token_ids,
+                temperature=0,
+                detokenize=False,
+            ),
             arrival_time=arrival,
             eos_token_ids=info.eos_token_ids,
             priority=asked.priority,
@@ -345,6 +349,7 @@ class _Run:
         )
         seat.engine.runner.slowdown = seat.slowdown
         seat.engine.runner.draft_acceptance = self._draft_acceptance
+        seat.engine.runner.output_tokens = self._output_tokens
 
     def _stop(self, seat: _Seat, engine: SteppedEngine) -> None:
         seat.load = None

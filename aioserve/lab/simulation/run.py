@@ -25,6 +25,7 @@ from aioserve.errors import (
 from aioserve.lab.simulation.clients import Clients, Progress
 from aioserve.lab.simulation.loop import VirtualClockEventLoop
 from aioserve.lab.simulation.outcome import ObservedRunner, RequestOutcome, RunObserver, RunOutcome
+from aioserve.lab.simulation.reply_end import ReplyEndRunner, extra_stop_ids
 from aioserve.lab.workloads.workload import (
     Workload,
     WorkloadRequest,
@@ -111,6 +112,7 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
     assert isinstance(loop, VirtualClockEventLoop)
     runner = SimulatedRunner(config, ModelInfo(config.model), jump_to=loop.jump_to)
     runner.draft_acceptance = workload.draft_acceptance
+    runner.output_tokens = workload.output_tokens
     async with AsyncEngine(config, runner=runner) as engine:
         clients = _EngineClients(engine, workload, progress, is_live=False)
         runner.on_step = clients.observer.note
@@ -120,7 +122,10 @@ async def _simulate(config: EngineConfig, workload: Workload, progress: Progress
 async def _run_live(config: EngineConfig, workload: Workload, progress: Progress) -> RunOutcome:
     if config.runner.runner == "model":
         workload.refuse_images("a model would have to see them: they are simulated alone")
-    runner = ObservedRunner(make_runner(config, ModelInfo(config.model)))
+    model_info = ModelInfo(config.model)
+    end_token_ids = [*model_info.eos_token_ids, *extra_stop_ids(model_info)]
+    ending = ReplyEndRunner(make_runner(config, model_info), workload.output_tokens, end_token_ids)
+    runner = ObservedRunner(ending)
     async with AsyncEngine(config, runner=runner) as engine:
         await _warm_up(engine)
         clients = _EngineClients(engine, workload, progress, is_live=True)
@@ -147,6 +152,8 @@ class _EngineClients(Clients):
         self._engine = engine
         self._is_live = is_live
         self._vocab_size = engine.model_info.vocab_size
+        self._max_tokens = workload.max_tokens(_max_request_tokens(engine))
+        self._stop_token_ids = extra_stop_ids(engine.model_info)
         self._outcome = RunOutcome(len(workload.requests))
         self.observer = RunObserver(
             self._outcome,
@@ -182,8 +189,8 @@ class _EngineClients(Clients):
 
     async def _send(self, i: int, request: WorkloadRequest, outcome: RequestOutcome) -> list[int]:
         params = SamplingParams(
-            max_tokens=request.max_tokens,
-            ignore_eos=True,
+            max_tokens=self._max_tokens[i],
+            stop_token_ids=self._stop_token_ids,
             temperature=0,
             detokenize=self._is_live,  # live, text is made as for a real client
             output_kind="delta" if self._is_live else "final_only",
@@ -210,6 +217,13 @@ class _EngineClients(Clients):
             raise error  # another policy plans by now, perhaps: there is nothing to compare
         outcome.num_output_tokens = len(token_ids)
         return token_ids
+
+
+def _max_request_tokens(engine: AsyncEngine) -> int:
+    """Tokens that prompt and reply of a request may have together, as `Blueprint` has it."""
+    if (stats := engine.get_stats()) is None:
+        return engine.max_model_len
+    return min(engine.max_model_len, stats.num_kv_blocks * engine.config.cache.block_size + 1)
 
 
 def _as_one(group: ExceptionGroup[AioserveError]) -> AioserveError:

@@ -40,6 +40,14 @@ class Blueprint:
             config.model, self.model_info.max_model_len, num_slots
         )
 
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that prompt and reply of a request may have together: what the model and the KV
+        pool hold. The last token of a reply takes no room, since it is never computed.
+        """
+        info, cache = self.runner_info, self.config.cache
+        return min(self.max_model_len, info.num_kv_blocks * cache.block_size + 1)
+
     def make_runner(self) -> SimulatedRunner:
         """A new simulated runner; each engine has its own."""
         return SimulatedRunner(self.config, self.model_info, step_time=self._step_time)
@@ -206,7 +214,8 @@ class SteppedEngine:
         if not MultiStepDecode.follows(scheduler, plan):
             return end
         decodes = MultiStepDecode(scheduler)
-        count = decodes.num_steps(MAX_AHEAD)
+        ends_after = self.runner.num_steps_before_ends(step.handle.output.req_ids)
+        count = min(decodes.num_steps(MAX_AHEAD), ends_after)
         if count < MIN_AHEAD:
             return end
         num_rows = plan.total_num_scheduled_tokens

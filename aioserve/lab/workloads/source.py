@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aioserve.errors import ConfigError
+from aioserve.lab.workloads.reply_limit import ReplyLimit
 from aioserve.lab.workloads.synthetic import generate, read_spec
 from aioserve.lab.workloads.traces import read_trace
 from aioserve.lab.workloads.workload import Workload
@@ -24,6 +25,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None  # requests
     min_turns: int = 1  # of the conversations that are kept
     copies: int = 1  # crowds of such clients, each with texts of its own
+    reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
 
     @property
     def is_trace(self) -> bool:
@@ -52,4 +54,6 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
             workload = workload.conversations(self.min_turns)
         if self.copies > 1:
             workload = workload.times(self.copies)
+        if self.reply_limit != workload.reply_limit:
+            workload = msgspec.structs.replace(workload, reply_limit=self.reply_limit)
         return workload if self.time_scale == 1 else workload.scaled(self.time_scale)

@@ -157,7 +157,8 @@ class ClientClass(Spec, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(min_length=1)]
     prompt: Distribution  # tokens, without prefix and earlier turns
-    output: Distribution  # tokens
+    output: Distribution  # tokens, at which the model ends the reply
+    max_tokens: Count | None = None  # what these clients allow for a reply; none: see ReplyLimit
     share: Positive = 1.0  # of the arrivals, relative to the other classes
     arrivals: Arrivals | None = None  # of its own, instead of a share
     users: Count = 1  # named after the class; requests (or sessions) are spread evenly
@@ -314,6 +315,7 @@ class _Maker:
                     kind=kind.name,
                     draft_acceptance=kind.draft_acceptance,
                     session=place if kind.session is not None else -1,
+                    max_tokens=kind.max_tokens,
                 )
             )
             said.append(Piece(self._text(), num_output, reply_of=place + turn))

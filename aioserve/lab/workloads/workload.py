@@ -16,6 +16,7 @@ import numpy as np
 
 from aioserve.errors import ConfigError
 from aioserve.lab.workloads.incidents import Incidents
+from aioserve.lab.workloads.reply_limit import ReplyLimit, default_max_tokens
 from aioserve.request import EncoderInput
 
 NOISE_LENGTH = 65536  # tokens; prompts are pieces of it
@@ -38,15 +39,17 @@ class Piece(NamedTuple):
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. It is served with `ignore_eos`, so `max_tokens` is the length of its reply.
+    """One request, whose reply the model ends after `output_tokens` tokens, the end token included.
 
-    `arrival` is in seconds from the start; for one that `follows` another (by its place in the
-    workload) in seconds from that one's end: the next turn of a conversation.
+    The engine is not told that length: it is told what the client allows, `max_tokens`, if the
+    workload states it (None: `Workload.reply_limit` decides). `arrival` is in seconds from the
+    start; for one that `follows` another (by its place in the workload) in seconds from that one's
+    end: the next turn of a conversation.
     """
 
     arrival: float
     pieces: tuple[Piece, ...]
-    max_tokens: int
+    output_tokens: int
     priority: int = 0
     user: str = ""
     timeout: float | None = None
@@ -55,6 +58,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     draft_acceptance: float | None = None  # chance of a guess of its next token; None: not known
     session: int = -1  # the conversation that it is a turn of, by a number of its own; -1: none
     crowd: int = 0  # texts of the same name differ from crowd to crowd
+    max_tokens: int | None = None  # what the client allows for the reply, if it is stated
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,7 +68,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_tokens(self) -> int:
         """Length of prompt and reply together, in tokens."""
-        return self.num_prompt_tokens + self.max_tokens
+        return self.num_prompt_tokens + self.output_tokens
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -76,6 +80,7 @@ class Workload(msgspec.Struct, frozen=True):
     is_trace: bool = False  # a trace: another seed changes token ids, but no times or lengths
     weights: dict[str, float] = {}  # of users: what they are due beside each other, if it is stated
     incidents: Incidents = Incidents()  # what befalls the fleet that serves it
+    reply_limit: ReplyLimit = ReplyLimit()  # what clients allow for a reply
 
     @property
     def duration(self) -> float:
@@ -93,6 +98,26 @@ class Workload(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         """Prompts and replies of all requests."""
         return sum(request.num_tokens for request in self.requests)
+
+    def max_tokens(self, room: int) -> list[int]:
+        """What the client of each request allows for its reply, of a server with `room` tokens for
+        prompt and reply together.
+        """
+        longest = max((request.output_tokens for request in self.requests), default=0)
+        default, limit = default_max_tokens(longest), self.reply_limit
+        return [
+            max(
+                min(limit.of(r.output_tokens, r.max_tokens, default), room - r.num_prompt_tokens), 1
+            )
+            for r in self.requests
+        ]
+
+    @property
+    def output_tokens(self) -> dict[str, int]:
+        """The true length of each reply in tokens, by the names that a run gives the requests:
+        their places. The runner alone may know them.
+        """
+        return {str(i): request.output_tokens for i, request in enumerate(self.requests)}
 
     @property
     def draft_acceptance(self) -> dict[str, float]:
@@ -195,7 +220,7 @@ class Workload(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"{self.name}: {len(too_long)} of {len(self.requests)} requests can never run; "
                 f"the first is request {too_long[0]} with {first.num_prompt_tokens} prompt + "
-                f"{first.max_tokens} output = {first.num_tokens} tokens, but {why} allows "
+                f"{first.output_tokens} output = {first.num_tokens} tokens, but {why} allows "
                 f"{max_model_len} (--clip shortens them)"
             )
 
@@ -311,12 +336,12 @@ def _copied(
 def _clip(request: WorkloadRequest, max_model_len: int) -> WorkloadRequest:
     if request.num_tokens <= max_model_len:
         return request
-    max_tokens = min(request.max_tokens, max_model_len - 1)
-    room = max_model_len - max_tokens
+    output_tokens = min(request.output_tokens, max_model_len - 1)
+    room = max_model_len - output_tokens
     pieces: list[Piece] = []
     for piece in request.pieces:
         if room > 0:
             is_image = piece.is_image and piece.length <= room
             pieces.append(piece._replace(length=min(piece.length, room), is_image=is_image))
             room -= pieces[-1].length
-    return msgspec.structs.replace(request, pieces=tuple(pieces), max_tokens=max_tokens)
+    return msgspec.structs.replace(request, pieces=tuple(pieces), output_tokens=output_tokens)

@@ -134,6 +134,9 @@ class SimulatedRunner(RunnerInterface):
         self.on_step: OnStep | None = None
         #: By request id, in place of `DRAFT_ACCEPTANCE`.
         self.draft_acceptance: Mapping[str, float] = {}
+        #: By request id: the tokens of its reply, the end token included, where the length does not
+        #: come from the prompt.
+        self.output_tokens: Mapping[str, int] = {}
         #: Times the model's seconds, from the next step on: of a straggler.
         self.slowdown = 1.0
         self._draft_length = DraftLength(config.runner.simulated_draft_tokens)
@@ -248,6 +251,16 @@ class SimulatedRunner(RunnerInterface):
             seconds = [self.slowdown * of_one for of_one in seconds]
         return list(accumulate(seconds, initial=self._busy_until))
 
+    def num_steps_before_ends(self, request_ids: list[str]) -> int:
+        """Decode steps after the one in flight in which none of these rows samples its end token;
+        below 0 where a row has sampled it in the step in flight.
+        """
+        rows = self._rows
+        return min(
+            rows[request_id].eos_position - rows[request_id].num_tokens
+            for request_id in request_ids
+        )
+
     def be_busy_until(self, when: float) -> None:
         """With steps that others have timed, by `ends_of_decodes`."""
         self._busy_until = when
@@ -293,6 +306,8 @@ class SimulatedRunner(RunnerInterface):
         computed: dict[str, int] = {}
         for data in scheduler_output.scheduled_new_reqs:
             row = _Row(data, config.simulated_output_tokens, config.seed, self._vocab_size)
+            if (length := self.output_tokens.get(data.request_id)) and data.stop_token_ids:
+                row.eos_position = row.num_prompt_tokens + length - 1
             self._rows[data.request_id] = row
             computed[data.request_id] = data.num_computed_tokens
             is_plain = row.num_logprobs is None and row.prompt is None and row.pooling is None
@@ -386,11 +401,11 @@ class SimulatedRunner(RunnerInterface):
                 assert item.content_hash in self._encoder_outputs, "a token before its image"
 
     def _verify(self, row: _Row, drafts: list[int]) -> list[int]:
-        """The drafts that are right, and one token more."""
+        """The drafts that are right, and one token more; nothing after the end token."""
         token_ids: list[int] = []
         for draft in [*drafts, None]:
             token_ids.append(self._sample(row))
-            if token_ids[-1] != draft:
+            if token_ids[-1] != draft or row.num_tokens > row.eos_position:
                 break
         return token_ids
 

@@ -82,7 +82,7 @@ async def measure(url: str, workload: Workload, **target: Any) -> tuple[Load, di
 
 async def test_every_token_that_was_asked_for_is_counted() -> None:
     workload = closed(4, 20)
-    asked = sum(request.max_tokens for request in workload.requests)
+    asked = sum(request.output_tokens for request in workload.requests)
     async with serving() as (url, _engine):
         load, document = await measure(url, workload)
     assert document["requests"] == {"sent": 20, "finished": 20, "failed": 0, "unfinished": 0}

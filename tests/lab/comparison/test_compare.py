@@ -132,8 +132,9 @@ def test_a_closed_loop_says_how_many_clients_not_how_many_seconds() -> None:
     )
     at_once = Workload("w", tuple(WorkloadRequest(0.0, (Piece(i, 9),), 5) for i in range(3)))
     assert [headline(compare([candidate("a")], [w])) for w in (closed, at_once)] == [
-        "w: 60 requests from 16 clients who wait for each reply, in virtual time",
-        "w: 3 requests at once, in virtual time",
+        "w: 60 requests from 16 clients who wait for each reply, in virtual time; "
+        "clients allow 2,048 tokens a reply",
+        "w: 3 requests at once, in virtual time; clients allow 2,048 tokens a reply",
     ]
 
 

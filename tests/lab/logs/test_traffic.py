@@ -31,7 +31,7 @@ def test_requests_come_as_they_came(traffic: Traffic) -> None:
     for request, life in zip(workload.requests, lives, strict=True):
         assert request.arrival == pytest.approx(life.arrival - lives[0].arrival)
         assert request.num_prompt_tokens == life.num_prompt_tokens
-        assert request.max_tokens == max(len(life.tokens), 1)
+        assert request.output_tokens == max(len(life.tokens), 1)
         assert (request.priority, request.user) == (life.spec.priority, life.spec.user)
 
 

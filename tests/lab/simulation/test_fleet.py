@@ -30,7 +30,7 @@ def traffic(num_requests: int = 60, rng: random.Random | None = None, **fields: 
         follows = rng.randrange(i) if i and rng.random() < 0.4 else -1
         if follows >= 0:
             before = requests[follows]
-            reply = Piece(200 + i, before.max_tokens, reply_of=follows)
+            reply = Piece(200 + i, before.output_tokens, reply_of=follows)
             pieces = (*before.pieces, reply, Piece(100 + i, rng.randrange(1, 40)))
         requests.append(
             WorkloadRequest(
@@ -79,7 +79,7 @@ def test_one_replica_serves_every_request_as_the_engine_does(policy: str) -> Non
     reasons = ends(fleet)
     assert reasons["timeout"]
     assert reasons["refused"]
-    assert reasons["length"] > 20
+    assert reasons["stop"] > 20
     assert fleet.num_preemptions
 
 
@@ -159,7 +159,7 @@ def test_every_request_of_a_fleet_ends_and_the_same_way_again(router: str) -> No
     for one, other, wanted in zip(first.requests, again.requests, asked.requests, strict=True):
         assert one.token_times == other.token_times
         assert one.is_finished or one.finish_reason == "timeout"
-        assert not one.is_finished or len(one.token_times) == wanted.max_tokens
+        assert not one.is_finished or len(one.token_times) == wanted.output_tokens
     assert set(first.replica_of) == {0, 1, 2}
     assert first.busy_seconds[0] == pytest.approx(sum(first.steps.seconds))
     assert first.num_steps > len(first.steps.start)
@@ -175,7 +175,7 @@ def test_when_a_replica_dies_what_had_not_streamed_is_served_elsewhere() -> None
     assert (streaming.finish_reason, streaming.end) == ("error", 0.1)
     assert 0 < streaming.num_output_tokens == len(streaming.token_times) < 50
     assert streaming.token_times[-1] <= 0.1
-    assert other.finish_reason == waiting.finish_reason == "length"
+    assert other.finish_reason == waiting.finish_reason == "stop"
     assert list(outcome.replica_of) == [0, 1, 1]
     assert waiting.arrival == 0.01
     assert waiting.token_times[0] > other.end
@@ -190,12 +190,12 @@ def test_nothing_is_lost_while_replicas_die_and_come_back(router: str) -> None:
     asked = traffic(incidents=Incidents(failures=failures[:7] + failures[8:]))
     outcome = simulate_fleet(config("chunked_prefill", max_num_seqs=4), asked, Fleet(3, router))
     assert ends(outcome).total() == len(asked.requests)
-    assert set(ends(outcome)) <= {"length", "timeout", "error"}
+    assert set(ends(outcome)) <= {"stop", "timeout", "error"}
     assert outcome.num_resent > 0
     for served, wanted in zip(outcome.requests, asked.requests, strict=True):
         assert list(served.token_times) == sorted(served.token_times)
         assert len(served.token_times) == served.num_output_tokens
-        assert not served.is_finished or served.num_output_tokens == wanted.max_tokens
+        assert not served.is_finished or served.num_output_tokens == wanted.output_tokens
 
 
 def test_requests_wait_for_a_replica_that_will_be_back_and_fail_if_none_will() -> None:
@@ -275,7 +275,7 @@ def test_a_replica_may_die_again_in_the_moment_in_which_it_is_back() -> None:
     failures = (Failure(replica=0, at=2.0), Failure(replica=0, at=1.0, down=1.0))
     asked = workload(request(1.5, 100, 4), request(3.0, 100, 4))
     fleet = Fleet(2, "least_work", incidents=Incidents(failures=failures))
-    assert ends(simulate_fleet(config(), asked, fleet)) == {"length": 2}
+    assert ends(simulate_fleet(config(), asked, fleet)) == {"stop": 2}
 
 
 def test_deadlines_closer_than_a_timer_can_be_are_met_as_by_the_engine() -> None:
@@ -301,7 +301,7 @@ def test_conversations_of_two_crowds_have_homes_of_their_own() -> None:
 def test_a_deadline_in_a_run_of_decodes_leaves_what_had_come_by_then() -> None:
     asked = workload(request(0.0, 100, 500, timeout=0.5), request(0.0, 101, 300))
     fleet = check_equal(config(), asked)
-    assert ends(fleet) == {"timeout": 1, "length": 1}
+    assert ends(fleet) == {"timeout": 1, "stop": 1}
     assert fleet.requests[0].num_output_tokens > 100
 
 

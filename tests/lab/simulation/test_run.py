@@ -45,7 +45,7 @@ def test_times_of_one_request_are_those_of_the_step_time_model() -> None:
     assert only.arrival == 1.0
     assert list(only.token_times) == pytest.approx([1.009, 1.0131, 1.0172, 1.0213])
     assert only.end == pytest.approx(1.0213)
-    assert only.finish_reason == "length"
+    assert only.finish_reason == "stop"
     assert list(outcome.steps.start) == pytest.approx([1.0, 1.009, 1.0131, 1.0172])
     assert list(outcome.steps.seconds) == pytest.approx([0.009, 0.0041, 0.0041, 0.0041])
     assert list(outcome.steps.num_prefill_tokens) == [100, 0, 0, 0]
@@ -108,7 +108,7 @@ def test_deadlines_end_requests_and_refusals_are_noted() -> None:
     assert late.finish_reason == "timeout"
     assert late.end == pytest.approx(0.5, abs=0.01)
     assert late.token_times[-1] <= late.end
-    assert served.finish_reason == "length"
+    assert served.finish_reason == "stop"
     assert refused.finish_reason == "refused"
     assert not refused.token_times
 
@@ -205,7 +205,7 @@ def test_a_clock_that_jumps_changes_nothing_but_the_cost(
             monkeypatch.setattr(VirtualClockEventLoop, "jump_to", lambda self, when: False)
         outcome = simulate(settings, workload(*requests))
         assert outcome.num_preemptions > 0
-        assert {r.finish_reason for r in outcome.requests} == {"length", "timeout"}
+        assert {r.finish_reason for r in outcome.requests} == {"stop", "timeout"}
         times.append(
             (
                 [(list(r.token_times), r.end, r.num_cached_tokens) for r in outcome.requests],
@@ -238,7 +238,8 @@ def test_the_share_of_right_drafts_is_that_which_was_asked_for() -> None:
         outcome = simulate(drafting(1), workload(*requests))
         share = outcome.num_right_drafts / outcome.num_draft_tokens
         deviation = (chance * (1 - chance) / outcome.num_draft_tokens) ** 0.5
-        assert abs(share - chance) <= 4 * deviation
+        behind_ends = len(requests) / outcome.num_draft_tokens  # guesses of what follows the end
+        assert abs(share - chance) <= 4 * deviation + behind_ends
         assert outcome.num_draft_tokens > 500
     plain = simulate(config("chunked_prefill"), workload(*requests))
     assert plain.num_draft_tokens == 0

@@ -60,7 +60,10 @@ def test_lengths_follow_their_distributions() -> None:
     prompts = [r.num_prompt_tokens for r in requests]
     assert median(prompts) == pytest.approx(100, rel=0.05)
     assert max(prompts) <= 400
-    assert (min(r.max_tokens for r in requests), max(r.max_tokens for r in requests)) == (10, 30)
+    assert (min(r.output_tokens for r in requests), max(r.output_tokens for r in requests)) == (
+        10,
+        30,
+    )
 
 
 def test_shares_users_priorities_and_timeouts_reach_the_requests() -> None:
@@ -91,7 +94,7 @@ def test_each_turn_of_a_conversation_holds_all_that_was_said_before() -> None:
     assert second.pieces[:1] == first.pieces
     assert third.pieces[: len(second.pieces)] == second.pieces
     assert second.pieces[1].reply_of == 3
-    assert second.pieces[1].length == first.max_tokens
+    assert second.pieces[1].length == first.output_tokens
 
 
 def test_images_come_before_the_text_and_some_again() -> None:

@@ -32,7 +32,7 @@ def test_azure_rows_become_requests_in_order_of_time(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "a.csv", AZURE))
     assert trace.is_trace
     assert [r.arrival for r in trace.requests] == pytest.approx([0.0, 1.31941, 4.314579], abs=1e-6)
-    assert [(r.num_prompt_tokens, r.max_tokens) for r in trace.requests] == [
+    assert [(r.num_prompt_tokens, r.output_tokens) for r in trace.requests] == [
         (374, 44),
         (12, 3),
         (396, 109),
@@ -56,7 +56,7 @@ def test_equal_hash_ids_of_mooncake_are_equal_prefixes(tmp_path: Path) -> None:
 def test_request_logs_are_read_with_all_fields(tmp_path: Path) -> None:
     early, late = read_trace(write(tmp_path, "l.jsonl", LOG)).requests
     assert (early.priority, early.user, early.timeout) == (-1, "a", 2.0)
-    assert (late.arrival, late.num_prompt_tokens, late.max_tokens) == (0.5, 10, 4)
+    assert (late.arrival, late.num_prompt_tokens, late.output_tokens) == (0.5, 10, 4)
 
 
 def test_another_seed_is_the_same_traffic_with_other_tokens(tmp_path: Path) -> None:
