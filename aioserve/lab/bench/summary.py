@@ -152,6 +152,10 @@ def _notes(document: Document, load: Load) -> list[str]:
             f"This client used {100 * client['busy_share']:.0f}% of a core: it may be what was "
             "measured."
         )
+    notes.append(
+        "Each request stated the length of its reply (max_tokens with ignore_eos): a policy of "
+        "the server that reads max_tokens knew what no client tells in life."
+    )
     return notes
 
 
