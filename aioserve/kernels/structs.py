@@ -23,7 +23,7 @@ class PanelShape(NamedTuple):
 
 
 class BlockPart(ctypes.Structure):
-    """`block_part` in C."""
+    """Mirrors `block_part` of src/weight.h: outputs of a quantized weight, as 4- or 8-bit codes."""
 
     _fields_ = (
         ("panels", _P),
@@ -33,7 +33,7 @@ class BlockPart(ctypes.Structure):
 
 
 class PackedWeight(ctypes.Structure):
-    """`linear` in C."""
+    """Mirrors `linear` of src/weight.h: a weight [outputs, inputs] in panels or quantized parts."""
 
     _fields_ = (
         *(("weight", _P), ("bias", _P), ("inputs", _I), ("outputs", _I)),
@@ -42,7 +42,7 @@ class PackedWeight(ctypes.Structure):
 
 
 class LowRankPiece(ctypes.Structure):
-    """`low_rank_piece` in C."""
+    """Mirrors `low_rank_piece` of src/low_rank.h: B of a LoRA pair, and the outputs it adds to."""
 
     _fields_ = (
         ("b", _P),
@@ -51,7 +51,7 @@ class LowRankPiece(ctypes.Structure):
 
 
 class LowRankStruct(ctypes.Structure):
-    """`low_rank` in C."""
+    """Mirrors `low_rank` of src/low_rank.h: A of a LoRA product, with up to 3 pieces of B."""
 
     _fields_ = (
         *(("a", _P), ("inputs", _I), ("ranks", _I)),
@@ -60,7 +60,7 @@ class LowRankStruct(ctypes.Structure):
 
 
 class AdapterStruct(ctypes.Structure):
-    """`adapter_rows` in C."""
+    """Mirrors `adapter_rows` of src/low_rank.h: a LoRA adapter's products, and its rows."""
 
     _fields_ = (
         *((name, ctypes.POINTER(LowRankStruct)) for name in ("products", "table")),
@@ -73,7 +73,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 class ExpertsStruct(ctypes.Structure):
-    """`experts` in C."""
+    """Mirrors `experts` of src/experts.h: the router and experts of a mixture-of-experts layer."""
 
     _fields_ = (
         *(("router", PackedWeight), ("gate_up", ctypes.POINTER(PackedWeight))),
@@ -83,7 +83,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`decoder_layer` in C."""
+    """Mirrors `decoder_layer` of src/decoder.h: a layer's weights, norms, KV cache and sizes."""
 
     _fields_ = (
         *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
@@ -97,7 +97,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class DecoderStruct(ctypes.Structure):
-    """`decoder` in C."""
+    """Mirrors `decoder` of src/decoder.h: embedding, layers, last norm and head of a model."""
 
     _fields_ = (
         ("embedding", _P),
@@ -112,7 +112,7 @@ class DecoderStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`decoder_step` in C."""
+    """Mirrors `decoder_step` of src/decoder.h: tokens, block tables and adapters of one step."""
 
     _fields_ = (
         *((name, _P) for name in ("input_ids", "positions", "slots")),
