@@ -87,6 +87,6 @@ def count_slots(num_bytes: int, block_bytes: int) -> int:
 
 
 def describe_layout(computed: str, caches: Sequence[Tensor]) -> str:
-    """As `HostMemoryWorker.layout`."""
+    """The text by which caches are compared: `computed`, the dtype, and the shapes of a block."""
     shapes = [tuple(cache.shape[1:]) for cache in caches]
     return f"{computed}; {caches[0].dtype}; {shapes}"

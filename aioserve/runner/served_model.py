@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # these bring `transformers`, which takes seconds
 
 
 def _keep_nothing(slots: Tensor, states: Tensor) -> None:
-    """Until somebody wants them."""
+    """Drop the states; the default of `Taps.keep`, until a draft head takes them."""
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
     def part(self, layers: Collection[int]) -> "KVCacheSpec":
-        """Of these layers alone."""
+        """The spec of the given layers alone, in ascending order, with the same dtype."""
         return KVCacheSpec(tuple(self.layers[layer] for layer in sorted(layers)), self.dtype)
 
     def row(self, head_dim: int) -> int:
@@ -187,7 +187,7 @@ class RowStates(ABC):
     @property
     @abstractmethod
     def rows(self) -> list[Row]:
-        """Of the step."""
+        """The rows of the step that was prepared last, one per request."""
 
     @abstractmethod
     def extend(self, layer: int, row: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class Masks:
     words: Words  # [M, ceil(V / 32)], a bit per token, the lowest first
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """[M, V]"""
+        """The masks as booleans [M, V]: True for each token id that a grammar allows."""
         bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return bits.view(np.bool_)
 

@@ -59,14 +59,14 @@ class ComputeThreads:
         self._begin_period(clock())
 
     def begin_step(self) -> None:
-        """Call before a step."""
+        """Note that a step begins. Call it right before the step, on the thread that runs it."""
         self._look_began, self._step_began = None, self._clock()
         if self._files and self._step_began >= self._next_look:
             self._next_look = self._step_began + SAMPLE_EVERY * self.count
             self._look_began = self._look()
 
     def end_step(self) -> None:
-        """Call after it."""
+        """Note that the step has ended; with enough measured, decide the number of threads anew."""
         now = self._clock()
         self._computed += now - self._step_began
         if self._look_began is None or (look := self._look()) is None:

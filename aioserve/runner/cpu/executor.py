@@ -67,7 +67,7 @@ class StepExecutor:
 
     @property
     def num_compute_threads(self) -> int:
-        """For the next step."""
+        """The number of threads that will compute the next step."""
         return self._threads.count
 
     @torch.inference_mode()

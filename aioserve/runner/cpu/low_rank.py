@@ -45,7 +45,7 @@ class CompiledProduct(LowRankProduct):
 
 
 class CompiledTable(LowRankTable):
-    """Of an embedding."""
+    """What a LoRA adapter adds to an embedding, computed by the compiled kernels."""
 
     def __init__(self, kernels: Kernels, piece: Piece) -> None:
         self._kernels = kernels

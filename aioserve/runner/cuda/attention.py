@@ -49,7 +49,7 @@ class DeviceStep(LayerAttention):
 
 
 class DeviceAttention(ABC):
-    """Owns the KV cache."""
+    """An attention backend on a device, which owns the KV cache and begins each step."""
 
     cache: "PagedCache"
 

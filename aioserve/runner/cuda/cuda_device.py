@@ -24,7 +24,7 @@ _WARM_UPS = 2  # before a capture: cuBLAS, Triton and lazily loaded modules allo
 
 
 class PinnedBuffer(HostBuffer):
-    """Page-locked memory."""
+    """A host buffer in page-locked memory, which a CUDA device copies asynchronously."""
 
     def __init__(self, size: int) -> None:
         self._words = torch.empty(size, dtype=torch.int32, pin_memory=True)
@@ -35,7 +35,7 @@ class PinnedBuffer(HostBuffer):
 
 
 class CudaEvent(Event):
-    """Waits without the GIL."""
+    """A point in a CUDA stream; `wait` blocks the calling thread and releases the GIL."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class CudaMoment(Moment):
 
 
 class PinnedSlot(HostSlot):
-    """Page-locked memory."""
+    """A slot for KV blocks in page-locked host memory, a row of a larger allocation."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -73,7 +73,7 @@ class PinnedSlot(HostSlot):
 
 
 class CudaCopyQueue(CopyQueue):
-    """A stream."""
+    """A CUDA stream of its own, which copies blocks between host and device beside the steps."""
 
     def __init__(self, steps: torch.cuda.Stream) -> None:
         self._steps = steps

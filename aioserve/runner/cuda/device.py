@@ -114,7 +114,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy_queue(self) -> CopyQueue:
-        """A new one."""
+        """Make a new queue for copies that run beside the steps."""
 
     @abstractmethod
     def stage(self, target: Tensor, source: HostBuffer) -> None:
@@ -148,7 +148,7 @@ class Device(ABC):
 
     @abstractmethod
     def num_allocated(self) -> int:
-        """Bytes in tensors."""
+        """The bytes of device memory that tensors take now."""
 
     @abstractmethod
     def measure(self, work: Callable[[], None]) -> int:

@@ -292,7 +292,7 @@ class StepExecutor:
     def _stage_adapters(
         self, owners: AdapterOwners, plan: StepPlan, prompts: PromptPlan | None
     ) -> Sequence[TokenAdapters]:
-        """As `_Asked.adapters`."""
+        """Stage the adapters for T tokens, S sampled rows and the prompt pieces, in this order."""
         owners = owners.take(plan.tokens)
         parts = [owners, owners.take(plan.host.logits_rows[: plan.num_sampling])]
         if prompts is not None:

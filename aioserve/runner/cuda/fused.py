@@ -17,7 +17,7 @@ from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class TritonOps(TorchOps):
-    """One kernel per operation."""
+    """Norms, gates and rotary embeddings, each as one Triton kernel; products are torch's."""
 
     def __init__(self) -> None:
         from aioserve.runner.cuda import triton_ops

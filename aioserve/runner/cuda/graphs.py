@@ -29,7 +29,7 @@ def capture_sizes(max_num_rows: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """The captured sizes."""
+    """Decode steps as CUDA graphs: one capture per padded number of rows, replayed in steps."""
 
     def __init__(self) -> None:
         self._replays: dict[int, Callable[[], None]] = {}

@@ -188,7 +188,7 @@ def make_executor(
 
 
 def _limits(plan: LoadPlan) -> Limits:
-    """Of the largest step."""
+    """The limits of the largest step that the configuration allows."""
     speculation, max_model_len = plan.config.speculation, plan.info.max_model_len
     page_size, num_drafts = plan.config.cache.block_size, 0
     if speculation.speculative_method != "none":  # or what a grammar forces

@@ -16,7 +16,7 @@ GRAPH_RESERVE = 1 << 30  # for 23 captured sizes in one pool; a guess, said besi
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What goes where."""
+    """How the memory budget of a device is divided, in bytes: weights, KV pages and the rest."""
 
     budget: int
     weights: int

@@ -58,7 +58,7 @@ class Limits:
 
     @property
     def num_samples(self) -> int:
-        """Tokens that are chosen."""
+        """The most tokens that a step samples: per row one, and one for each draft token."""
         return self.num_rows * (1 + self.num_drafts)
 
     @property
@@ -115,7 +115,7 @@ class StepPlan:
 
     @property
     def num_sampling(self) -> int:
-        """S."""
+        """S: the rows that sample, each counted once more per draft token to verify."""
         return len(self.sampled)
 
     @property

@@ -107,7 +107,7 @@ class OverlappedRunner(RunnerInterface):
         self._change(lambda executor: executor.adapters.unload(adapter_id))
 
     def _change(self, function: "Callable[[StepExecutor], None]") -> "asyncio.Future[Any]":
-        """Between two steps."""
+        """Run `function` with the executor between two steps; the future tells when it is done."""
 
         def change(executor: "StepExecutor", reply: _Reply) -> None:
             function(executor)

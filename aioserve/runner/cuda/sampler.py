@@ -56,7 +56,7 @@ class SamplePlan:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMasks:
-    """`Masks` on the device."""
+    """The grammars' token `Masks` in device memory: which tokens M of the S rows may take."""
 
     places: Tensor  # M, int32
     words: Tensor  # [M, ceil(V / 32)], int32
@@ -228,7 +228,7 @@ class DeviceSampler:
                 flat.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def _edit(self, logits: Tensor, plan: SamplePlan, slots: Tensor) -> Tensor:
-        """As `LogitsEdits.apply`."""
+        """Apply penalties and biases to `logits` [S, V], as `LogitsEdits.apply` does on a CPU."""
         extras = plan.extras
         if not extras.keys() & _EDITS:
             return logits

@@ -16,7 +16,7 @@ CHUNK = 4096  # logits of one program: 38 programs for a vocabulary of 152k, a g
 
 @triton.jit
 def mix(x):
-    """`noise.mix`: lowbias32, on uint32."""
+    """Hash uint32 words, bit for bit as `noise.mix` on the host does (lowbias32)."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15

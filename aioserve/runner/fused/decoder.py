@@ -34,7 +34,7 @@ LOGITS_DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(gate(gate_up(x)))."""
+    """A gated feed-forward layer: down(gate(gate_up(x)))."""
 
     gate_up: Linear
     activation: Activation
@@ -122,11 +122,11 @@ class FusedDecoder:
         self.taps: Taps | None = None  # as `ServedModel.tap`
 
     def forward(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """As `ServedModel.forward`."""
+        """The logits [S, V] of the rows that sample, as `ServedModel.forward` describes them."""
         return self.logits(self.hidden(inputs, attention), inputs.logits_adapters)
 
     def hidden(self, inputs: ModelInputs, attention: LayerAttention) -> Tensor:
-        """As `ServedModel.hidden`."""
+        """What the head takes, [S, hidden], after the last norm; `logits_rows` ascend."""
         ops, last, num_sampling = self.ops, self.layers[-1], len(inputs.logits_rows)
         ops.begin(inputs, attention)
         x = self.embedded(inputs)
@@ -162,7 +162,7 @@ class FusedDecoder:
         return x
 
     def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """As `ServedModel.logits`."""
+        """The logits [N, V] of any rows of `hidden`, which have these LoRA `adapters`."""
         if not len(hidden):
             return hidden.new_empty(0, self.embedding.shape[0], dtype=LOGITS_DTYPE)
         logits = self.head(hidden)

@@ -44,7 +44,7 @@ class ExpertParts:
             )
 
     def _weight(self, name: str, number: int) -> Tensor:
-        """[out, in]"""
+        """The weight `name` of expert `number`, [out, in]."""
         weight: Tensor = getattr(self.experts, name).data[number]
         return weight.T if self.experts.is_transposed else weight
 
@@ -79,7 +79,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _router(module: Any) -> Router:
-    """Recognized by its numbers."""
+    """The router of a mixture of experts, recognized by its numbers. Raises `NotFusedError`."""
     weight, bias = module.weight.data, module.bias.data if _has(module, "bias") else None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_NUM_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)

@@ -114,7 +114,7 @@ class Experts(ABC):
 
     @abstractmethod
     def route(self, x: Tensor) -> Routes:
-        """Of `x` [T, hidden]."""
+        """Choose the experts of each of the T tokens of `x` [T, hidden], and their shares."""
 
     @abstractmethod
     def mix(self, x: Tensor, routes: Routes) -> Tensor:

@@ -20,7 +20,7 @@ from aioserve.runner.tensor_parallel.group import Ranks
 
 
 class Place(ABC):
-    """A kind of machine."""
+    """A kind of machine that runs fused decoders: it makes operations, caches and decoders."""
 
     device: torch.device
     ranks: Ranks | None = None  # who has the rest of the weights; None: nobody

@@ -192,7 +192,7 @@ class _NotedLayer(DynamicLayer):
         return found
 
     def update_indexer(self, keys: Tensor) -> Tensor:
-        """[1, T, n]"""
+        """Note the width of an indexer's `keys` [1, T, n], and return them as they are."""
         self.index_sizes.append((keys.shape[2] // 2, keys.shape[2] - keys.shape[2] // 2))
         return keys
 

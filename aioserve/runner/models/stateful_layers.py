@@ -55,7 +55,7 @@ class PieceStates:
         return self.states.get(StateKey("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> Tensor | None:
-        """[B, ...]."""
+        """The recurrent states of the B pieces, [B, ...]; None at the beginning of their texts."""
         return self.states.get(StateKey("recurrent", state_idx))
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
@@ -84,7 +84,7 @@ class PieceStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int = 0, state_idx: int = 0
     ) -> Tensor:
-        """Replace it."""
+        """Replace the recurrent states of the B pieces by these, and return them."""
         self.states[StateKey("recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
@@ -92,13 +92,13 @@ class PieceStates:
     get_linear_cache = get_recurrent_state
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
-        """As `update_recurrent_state`."""
+        """Replace the recurrent states of the B pieces, under the name that MiniMax calls."""
         self.update_recurrent_state(state)
 
 
 @dataclass(slots=True)
 class _Layer:
-    """One module with states."""
+    """A module of a model that keeps states between tokens, such as a recurrent layer."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -119,7 +119,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, piece: StatePieces) -> "_Pieces":
-        """As tensors."""
+        """`piece`, whose arrays are NumPy's, with torch tensors that share their memory."""
         tokens, slots, copies = map(torch.from_numpy, (piece.tokens, piece.slots, piece.copies))
         sources, first, place = None, int(piece.slots[0]), None
         if piece.sources is not None:
@@ -333,7 +333,7 @@ def _prove(layer: _Layer, arguments: dict[str, Any]) -> tuple[bool, tuple[bool, 
 
 
 def _as_float(value: Any) -> Any:
-    """With numbers in float32."""
+    """`value`, a tensor or nested tuples of them, with floating-point tensors in float32."""
     if isinstance(value, tuple):
         return tuple(map(_as_float, value))
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -32,12 +32,12 @@ class TextPart(nn.Module):
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:
-        """As in `transformers`."""
+        """The module that embeds token ids, as `transformers` asks for it."""
         found: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
         return found
 
     def get_output_embeddings(self) -> nn.Module:
-        """As in `transformers`."""
+        """The language-model head, as `transformers` asks for it."""
         return self.lm_head
 
     @staticmethod

@@ -89,7 +89,7 @@ class OtherRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Of their processes."""
+        """The process ids of the other ranks, in the order of their ranks."""
         return [process.pid for process in self._processes]
 
     def tell(self, message: Message) -> None:
@@ -145,7 +145,7 @@ class OtherRanks:
         self._leave_folder()
 
     def _leave_folder(self) -> None:
-        """Nobody comes any more."""
+        """Delete the folder of the ranks' meeting point, once no rank comes there any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, rank: int, data: bytes) -> None:

@@ -33,7 +33,7 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def _columns(name: str, part: nn.Linear, ranks: Ranks, is_head: bool) -> None:
-    """Some of the outputs."""
+    """Keep this rank's share of a linear layer's outputs: rows of its weight and bias."""
     _check(name, part.out_features, ranks)
     own = ranks.share(part.out_features)
     _keep(part, part.weight[own], None if part.bias is None else part.bias[own])
