@@ -17,13 +17,13 @@ from aioserve.server.validation import BodyDecoder
 
 
 class AbortRequest(RequestPart, kw_only=True):
-    """Body of POST /v1/abort."""
+    """The JSON body of POST /v1/abort, which names the request to abort."""
 
     request_id: str  # of a response, or of one of its prompts
 
 
 class Aborted(msgspec.Struct, kw_only=True):
-    """Response of /v1/abort."""
+    """The response of POST /v1/abort, which repeats the id of the request."""
 
     request_id: str
     aborted: bool = True

@@ -27,7 +27,7 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/embeddings."""
+    """The JSON body of POST /v1/embeddings: texts or token ids, and how to pool them."""
 
     input: str | list[str | Int | list[Int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -92,7 +92,7 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
-    """Response of /v1/embeddings."""
+    """The response of POST /v1/embeddings: a vector per text, and the tokens used."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]

@@ -174,7 +174,7 @@ SHARED_REQUEST_FIELDS = tuple(
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/completions."""
+    """The JSON body of POST /v1/completions: prompts, and how to continue them."""
 
     prompt: Text | list[Text | Int | list[Int]]
     max_tokens: Int | None = DEFAULT_COMPLETION_TOKENS  # null: up to the model's limit
@@ -278,7 +278,7 @@ class NamedToolChoice(RequestPart, kw_only=True):
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/chat/completions."""
+    """The JSON body of POST /v1/chat/completions: messages, tools, and how to answer."""
 
     messages: list[ChatMessage]
     max_tokens: Int | None = None  # the older name of max_completion_tokens
@@ -418,7 +418,7 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class ChatCompletion(Envelope, kw_only=True):
-    """Response of /v1/chat/completions."""
+    """The response of POST /v1/chat/completions without `stream`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
@@ -479,7 +479,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """Response of GET /v1/models."""
+    """The response of GET /v1/models: the models and LoRA adapters that are served."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -39,7 +39,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """Response of /tokenize."""
+    """The response of POST /tokenize: the token ids of a prompt, and how many there are."""
 
     count: int
     max_model_len: int
@@ -48,13 +48,13 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(ModelRequest, kw_only=True):
-    """Body of POST /detokenize."""
+    """The JSON body of POST /detokenize: token ids to turn into text."""
 
     tokens: list[Int]
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
-    """Response of /detokenize."""
+    """The response of POST /detokenize: the text of the token ids."""
 
     prompt: str
 

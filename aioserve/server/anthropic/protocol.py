@@ -130,7 +130,7 @@ class CountTokensRequest(ModelRequest, kw_only=True, omit_defaults=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/messages."""
+    """The JSON body of POST /v1/messages: messages, and how to answer them."""
 
     max_tokens: Int
     metadata: Metadata | None = None
@@ -167,7 +167,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
-    """Response of /v1/messages/count_tokens."""
+    """The response of POST /v1/messages/count_tokens: how many tokens the prompt has."""
 
     input_tokens: int
 

@@ -136,7 +136,7 @@ class ReasoningConfig(RequestPart, kw_only=True, omit_defaults=True):
 
 
 class ResponsesRequest(ModelRequest, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/responses."""
+    """The JSON body of POST /v1/responses: input items, and how to answer them."""
 
     input: str | list[InputItem]
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # it comes as text
@@ -309,13 +309,13 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Whole(RequestPart, kw_only=True):
-    """Query of GET /v1/responses/{id}."""
+    """The query parameters of GET /v1/responses/{id}, which asks for a whole response."""
 
     stream: bool = False  # true is refused
 
 
 class Page(RequestPart, kw_only=True):
-    """Query of GET /v1/responses/{id}/input_items."""
+    """The query parameters of GET /v1/responses/{id}/input_items: which page of the items."""
 
     after: str | None = None  # an id: what comes then
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
@@ -323,7 +323,7 @@ class Page(RequestPart, kw_only=True):
 
 
 class Deleted(msgspec.Struct, kw_only=True):
-    """Response of DELETE /v1/responses/{id}."""
+    """The response of DELETE /v1/responses/{id}: the response is not stored any more."""
 
     id: str
     object: Literal["response"] = "response"
@@ -331,7 +331,7 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 
 class ItemList(msgspec.Struct, kw_only=True):
-    """Response of /v1/responses/{id}/input_items."""
+    """The response of GET /v1/responses/{id}/input_items: one page of the input."""
 
     object: Literal["list"] = "list"
     data: list[InputItem]
