@@ -74,7 +74,7 @@ class TakesArguments(Protocol):
     """A parser, or a group of its arguments."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """See `ArgumentParser.add_argument`."""
+        """Add an option or argument, as `ArgumentParser.add_argument` does, and return it."""
 
 
 def assignment(text: str) -> tuple[str, str]:

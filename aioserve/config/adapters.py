@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters."""
+"""The settings of LoRA adapters: which are served, how many, and up to which rank."""
 
 from typing import Annotated
 

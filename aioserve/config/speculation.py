@@ -1,4 +1,4 @@
-"""Settings of speculative decoding."""
+"""The settings of speculative decoding: which method drafts tokens, and how many."""
 
 from typing import Annotated, Literal
 

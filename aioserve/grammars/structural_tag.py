@@ -14,7 +14,7 @@ import msgspec
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """One piece of text."""
+    """A node of a structural tag; its field `type` says which kind of text it stands for."""
 
 
 class ConstString(_Format, tag="const_string"):
@@ -120,7 +120,7 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Structures(msgspec.Struct, forbid_unknown_fields=True):
-    """The older shape."""
+    """A structural tag in vLLM's older shape: begin, schema and end per tag, and the triggers."""
 
     structures: list[_Structure]
     triggers: list[str]
@@ -172,7 +172,7 @@ class _Translation:
         self._grammars: list[dict[str, str]] = []  # with syntax of their own
 
     def grammar(self, whole: Format) -> str:
-        """For llguidance. Raises `ValueError`."""
+        """Translate `whole` to llguidance's JSON. Raises `ValueError` for what Lark cannot say."""
         start = self._put(whole, _END).text
         rules = "\n".join([f"start: {start}", *self._rules])
         return json.dumps({"grammars": [{"lark_grammar": rules}, *self._grammars]})

@@ -21,7 +21,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """From `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
+        """Parse limits in seconds such as `ttft=0.5,tpot=0.05`. Raises `ConfigError`."""
         try:
             pairs = dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
             slo = msgspec.convert(pairs, cls, strict=False)

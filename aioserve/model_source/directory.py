@@ -65,7 +65,7 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class Directory(ModelSource):
-    """What `save_pretrained` writes."""
+    """A model in a local directory, as `save_pretrained` of transformers writes it."""
 
     kind = "a local directory"
 
@@ -91,7 +91,7 @@ class Directory(ModelSource):
 
     @cached_property
     def stated_eos(self) -> tuple[int, ...] | None:
-        """What generation_config.json says."""
+        """The EOS token ids that generation_config.json states; None if it states none."""
         eos = self._generation_config.eos_token_id
         if eos is None:
             return None

@@ -39,7 +39,7 @@ class ToyStore(BlockStore):
         self._pending: deque[Callable[[bool], None]] = deque()  # told whether it fails
 
     def __len__(self) -> int:
-        """Questions without an answer."""
+        """The number of questions that wait for an answer."""
         return len(self._pending)
 
     def answer(self, fails: bool = False) -> None:

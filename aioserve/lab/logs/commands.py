@@ -124,7 +124,7 @@ def _say_if_cut(log: DecisionLog) -> None:
 def _compare(
     log: DecisionLog, policy: str | None, settings: list[tuple[str, str]]
 ) -> tuple[int, dict[str, Any]]:
-    """As `_check`."""
+    """Print what the traffic measures under `policy` and `settings`; exit code and JSON."""
     result = what_if(log, policy, settings)
     name = policy or result.policies
     if settings:

@@ -94,7 +94,7 @@ class RunOutcome:
         return {str(i): request.token_times for i, request in enumerate(self.requests)}
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the record of a run: drop the times of tokens sampled after their request's end."""
         for request in self.requests:
             # What a step in flight sampled after a deadline has reached nobody.
             while request.token_times and request.token_times[-1] > request.end:
@@ -209,7 +209,7 @@ class RunObserver:
             steps.num_decodes.extend([num_rows] * count)
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the record of a run: end the open series, then close the outcome."""
         self.end_series()
         self._outcome.close()
 
