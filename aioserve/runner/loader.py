@@ -328,7 +328,7 @@ def _row_by_row(
 
 
 def _unpack(module: nn.Module, place: Place) -> None:
-    """What `num_weight_bytes` did not count: nobody knew yet that it would come to this."""
+    """Unpack quantized weights, for which `num_weight_bytes` did not count: check memory first."""
     stored = [p for p in module.parameters() if attached(p) is not None]
     needed, available = sum(p.numel() * p.itemsize for p in stored), place.available_memory()
     if available is not None and needed > available:

@@ -1,8 +1,8 @@
 """Adapters on a model: what is added to its products, and for which rows of a step.
 
-Plain torch, wherever torch runs. Who has what is known to the host, and which rows of a device
-these are, too: to ask a device would be to wait for it. Knows products by the names that their
-model gives them; knows nothing about requests, files or layers.
+Plain torch, wherever torch runs. The host knows which token has which adapter, and which rows
+of a device these are: to ask a device would be to wait for it. Knows products by the names of
+their model; knows nothing about requests, files or layers.
 """
 
 from abc import ABC, abstractmethod

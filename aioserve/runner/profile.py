@@ -1,6 +1,6 @@
 """How long a step takes, as a linear model of what is in it; and the ready-made profiles.
 
-For the simulated runner and for whoever fits one. Knows nothing about models or machines: a
+For the simulated runner and for the code that fits one. Knows nothing about models or machines: a
 profile says itself where its numbers come from.
 """
 

@@ -39,7 +39,7 @@ class StepInputs:
     together: Sequence[tuple[int, int, int]] = ()
     #: The step as layers see it that have blocks of their own: other slots, another table.
     windows: "StepInputs | None" = None
-    #: What parts of the batch have found for who asked, by their names.
+    #: What parts of the batch have found for the rows that asked, by the parts' names.
     parts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,7 +68,7 @@ class ModelInputs(NamedTuple):
     positions: Tensor  # T, by which heads turn
     slots: Tensor  # T, `slot_mapping`
     logits_rows: Tensor  # S, the packed tokens whose logits are wanted
-    adapters: TokenAdapters | None = None  # of the T; None: nobody has one
+    adapters: TokenAdapters | None = None  # of the T; None: no token has one
     logits_adapters: TokenAdapters | None = None  # of the S
     states: Sequence[StatePieces] = ()  # of a model with states
     given: GivenRows | None = None

@@ -36,7 +36,7 @@ class NotADecoderError(UnsupportedModelError):
 
 
 class AttentionHandler(Protocol):
-    """Whoever answers the attention calls of a forward pass."""
+    """A callable that answers the attention calls of a forward pass."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -149,7 +149,7 @@ def _chunk(module: nn.Module) -> int | None:
 
 
 class AttentionProbe:
-    """Records who calls for attention and how, and refuses what we cannot compute."""
+    """Records which modules call for attention and how; refuses what we cannot compute."""
 
     def __init__(self) -> None:
         self.sites: dict[nn.Module, AttentionSite] = {}

@@ -94,7 +94,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
         return self._executor.submit(self._fill, np.array(places), rows[places].tolist(), drafts)
 
     def standing(self, rows: IntArray) -> list[Standing]:
-        """Who of the S `rows` has a grammar: for `catch_up`, when their tokens are known."""
+        """Which of the S `rows` have a grammar: for `catch_up`, when their tokens are known."""
         if not self.rows:
             return []
         return [
@@ -104,7 +104,7 @@ class GrammarRows(BatchPart["LLMatcher"]):
         ]
 
     def catch_up(self, standing: Sequence[Standing], token_ids: Words) -> None:
-        """What was sampled, at the places of the S; unless somebody else has the row by now."""
+        """Advance grammars by the sampled tokens [S], unless another request has the row by now."""
         for place, row, matcher in standing:
             token_id = int(token_ids[place])
             if self.rows.get(row) is matcher and token_id >= 0:  # else the row has failed

@@ -49,7 +49,7 @@ class LogitsEdits:
         self._vocab_size = vocab_size
         self._seen: Tensor | None = None  # bool [V], prompt and output
         self._output_counts: Tensor | None = None  # float32 [V]
-        self._is_counted = False  # on a device, somebody else counts
+        self._is_counted = False  # on a device, `DeviceSampler` counts
 
     def _count(self) -> None:
         params, token_ids, vocab_size = self.params, self._token_ids, self._vocab_size

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 TOLERATED = 0.9
 ENOUGH = 0.5  # seconds of steps to look at before a decision
 SAMPLE_EVERY = 0.001  # seconds, for each thread: to look at one takes 4 us of a step
-IDLE = 0.25  # cores that idle while steps compute: with less, nobody has left
+IDLE = 0.25  # cores that idle while steps compute: with less, no other process has left
 MIN_PAUSE, MAX_PAUSE = 4.0, 32.0  # seconds before all threads are tried although no core is idle
 
 
@@ -135,7 +135,7 @@ class ComputeThreads:
         return Look(self._clock(), waited / 1e9)  # the second number: nanoseconds
 
     def _idle_seconds(self) -> float:
-        """Of all cores that this process may use; 0 where nobody knows."""
+        """Idle seconds of all cores that this process may use; 0 where /proc/stat is missing."""
         names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         try:
             lines = (self._proc / "stat").read_text(encoding="ascii").splitlines()

@@ -1,6 +1,6 @@
 """Passes of a drafting model on the CPU: on a pool of blocks of its own, by the usual sampler.
 
-Knows steps; knows nothing about what is guessed for whom.
+Knows steps; knows nothing about what is guessed for which request.
 """
 
 from aioserve.runner.attention.backend import ModelInputs, StepInputs

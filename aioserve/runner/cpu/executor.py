@@ -115,14 +115,14 @@ class StepExecutor:
                 halves = self._model.halves
                 assert halves is not None, "`supports_prompt_logprobs`"
                 logits, looked = forward_and_look(halves, inputs, owners, attention, wanted, pooled)
-        finally:  # also if that fails: rows may change only when nobody reads them
+        finally:  # also if that fails: rows may change only when no thread reads them
             made = None if masks is None else masks.result()
         sampled = self.choose(logits, self.parts.sampling.of(inputs), made)
         self._threads.end_step()
         return ComputedStep(inputs, sampled, looked, made is not None, started)
 
     def release_kv(self) -> None:
-        """Give back the memory of the KV cache; nobody has blocks. It comes back as steps write."""
+        """Give back the KV cache's memory; no request has blocks. It comes back as steps write."""
         self._memory.release()
 
     def make_host_blocks(self, num_bytes: int) -> HostBlocks:

@@ -66,7 +66,7 @@ class CompiledTable(LowRankTable):
 
 class CompiledAdapter:
     """All products of an adapter, by the numbers of their places; its embedding. Points into the
-    adapter, which whoever uses this keeps.
+    adapter, which the caller keeps alive.
     """
 
     def __init__(self, adapter: Adapter, places: Sequence[Place]) -> None:

@@ -59,7 +59,7 @@ def forward_and_look(
     """Logits [S, V] as `ServedModel.forward` gives them, and what is known of what prompts want.
 
     Their logits are made, looked at and forgotten piece by piece; for vectors none are made.
-    `owners`: who of the tokens of `step` has which adapter.
+    `owners`: which adapter each of the tokens of `step` has.
     """
 
     def adapters_of(places: IntArray) -> TokenAdapters | None:

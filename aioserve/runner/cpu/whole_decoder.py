@@ -192,7 +192,7 @@ class _Sums:
 
         def add_up(address: int, count: int) -> None:
             if self._error is not None:
-                return  # it cannot be stopped; what it makes now is for nobody
+                return  # it cannot be stopped; what it makes now is not used
             begin = (address - self.scratch.data_ptr()) // self.scratch.itemsize
             try:
                 ranks.add_up(self.scratch[begin : begin + count])

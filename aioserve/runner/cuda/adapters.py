@@ -29,7 +29,7 @@ class DeviceAdapters(LoadedAdapters):
         """`room`: bytes on the device that all of them may take."""
         super().__init__(sites, rows)
         self._device, self._room = device, room
-        self._placed = WeakSet[Adapter]()  # whoever keeps them: unloaded ones may still have rows
+        self._placed = WeakSet[Adapter]()  # while they live: unloaded ones may still have rows
 
     def put(self, files: AdapterFiles) -> Adapter:
         """As `AdapterSites.put`. Raises `ConfigError` too if there is no room."""

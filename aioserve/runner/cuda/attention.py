@@ -64,7 +64,7 @@ class PagedCache:
     def __init__(
         self, spec: KVCacheSpec, limits: Limits, device: torch.device, *, keep_finite: bool
     ) -> None:
-        """`keep_finite`: who reads also multiplies, by 0, what stale pages hold."""
+        """`keep_finite`: the kernel that reads also multiplies, by 0, what stale pages hold."""
 
         def allocate(num_kv_heads: int, head_dim: int) -> Tensor:
             shape = (limits.num_pages + 1, limits.page_size, num_kv_heads, head_dim)

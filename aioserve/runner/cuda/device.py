@@ -127,7 +127,7 @@ class Device(ABC):
     @abstractmethod
     def beside(self, work: Callable[[], Iterable[Tensor]]) -> None:
         """Do `work` now, on any thread, beside the queue. What it returns may be used by what is
-        queued from then on, and is not given to anybody else before the last of that is done.
+        queued from then on, and its memory is not reused before the last of that is done.
         """
 
     @abstractmethod

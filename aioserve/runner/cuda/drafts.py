@@ -1,7 +1,7 @@
 """Passes of a drafting model on a device: planned, staged and launched as steps are, and awaited.
 
 They take turns with the steps of the served model, whose sampler they use. Knows steps; knows
-nothing about what is guessed for whom.
+nothing about what is guessed for which request.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """One step after another on a device: plan, stage, launch; and, later, read.
 
 `launch` needs no result of an earlier step: the tokens that it lacks are on the device. Only where
-somebody guesses tokens, each step is read before the next is launched. Knows nothing about threads
+a drafter guesses tokens, each step is read before the next is launched. Knows nothing about threads
 or event loops.
 """
 

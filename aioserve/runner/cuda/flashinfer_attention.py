@@ -1,7 +1,7 @@
 """Attention by flashinfer: planned once a step, run in every layer.
 
 A plan is data for one wrapper, not code: a CUDA graph that was captured with a wrapper runs with
-whatever that wrapper was planned with last. flashinfer is imported by whoever makes one of these;
+whatever that wrapper was planned with last. flashinfer is imported when one of these is made;
 keyword calls fit 0.6.12 to 0.7.2.
 """
 
@@ -209,7 +209,7 @@ def _kind(call: AttentionCall, num_kv_heads: int, head_dim: int, max_model_len: 
     options = call.options
     window = options.sliding_window
     if window is None or window >= max_model_len:
-        window = 0  # nobody can feel it
+        window = 0  # no request is long enough to feel it
     return LayerKind(
         call.num_heads, num_kv_heads, head_dim, options.scaling, window - 1, options.softcap or 0.0
     )

@@ -19,7 +19,7 @@ from aioserve.runner.cuda.device import Device, Event, Moment, StagingRing
 from aioserve.runner.host_blocks import count_slots, describe_layout, sizes_of
 
 # Of each of two buffers on the device, or one block: while one is filled, the other is copied. A
-# guess: less than anybody misses there, and as much as a link moves in about a millisecond.
+# guess: too little to be missed there, and as much as a link moves in about a millisecond.
 STAGE_BYTES = 16 << 20
 
 
@@ -34,7 +34,7 @@ class Copied:
 
 @dataclass(slots=True)
 class _Stage:
-    """Blocks on their way, [blocks, bytes], and who used it last."""
+    """A buffer of blocks on their way, [blocks, bytes], and the step and copy that used it last."""
 
     blocks: Tensor
     step: Event | None = None

@@ -24,11 +24,11 @@ class MemoryPlan:
     graphs: int  # a reserve; what they take is only known when the pool is there
     num_pages: int
     page_bytes: int
-    adapters: int = 0  # those that are loaded at start; others take what nobody was given
+    adapters: int = 0  # those that are loaded at start; others take what is left
 
     @property
     def total(self) -> int:
-        """All that is given to somebody, the dummy page included."""
+        """All bytes that the plan gives out, the dummy page included."""
         pool = (self.num_pages + 1) * self.page_bytes
         return self.weights + self.activations + self.graphs + self.adapters + pool
 

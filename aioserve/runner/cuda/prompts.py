@@ -25,7 +25,7 @@ class PromptPlan:
     places: Words  # N, of the T
     rows: Tensor  # `places` on the device
     token_ids: Tensor  # N, int32 on the device
-    width: int  # alternatives, of those who want most
+    width: int  # alternatives, of the rows that want most
     vocab_size: int
     found: Tensor  # int32 on the device: the answer
 
@@ -36,7 +36,7 @@ class PromptPlan:
 
     def look(self, model: Halves, states: Tensor, adapters: Sequence[TokenAdapters] = ()) -> None:
         """Fill `found` from the hidden states [N, hidden]; on the device. `adapters`: of each of
-        the `pieces`, if anybody has one.
+        the `pieces`, if any row has one.
         """
         for number, piece in enumerate(self.pieces):
             token_ids, out = self.token_ids[piece].long(), self.found[self._begin(piece.start) :]

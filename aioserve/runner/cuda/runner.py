@@ -1,7 +1,7 @@
 """The overlapped runner: one thread launches steps, another reads their results.
 
-So the next step is on its way before the last one's tokens are read, and whoever waits for the
-device keeps nobody else waiting. Where tokens are guessed, one thread does both, one step after
+So the next step is on its way before the last one's tokens are read, and the thread that waits for
+the device keeps no other waiting. Where tokens are guessed, one thread does both, one step after
 another. Free of torch until `load`.
 """
 
@@ -61,7 +61,7 @@ class OverlappedRunner(RunnerInterface):
         def build() -> "StepExecutor":
             from aioserve.runner.cuda.load import load_on_cuda
 
-            # Else whoever has the GIL keeps it for 5 ms: a busy loop would hold the launching
+            # Else the thread with the GIL keeps it for 5 ms: a busy loop would hold the launching
             # thread up for several steps of a small model (measured on a CPU: p99 halved).
             sys.setswitchinterval(0.0005)
             return load_on_cuda(config, model_info, grammars)
@@ -122,7 +122,7 @@ class OverlappedRunner(RunnerInterface):
         reply = _Reply()
         if self._is_closed:
             reply.future.set_exception(RunnerDeadError("the model runner is closed"))
-            reply.future.exception()  # of `unload_adapter`, which nobody awaits
+            reply.future.exception()  # of `unload_adapter`, which is never awaited
         else:
             self._tasks.put(lambda executor: task(executor, reply))
         return reply.future
@@ -196,7 +196,7 @@ class _Reply:
         """Complete it with a result, or with an exception; from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._complete, result)
-        except RuntimeError:  # the loop is closed: nobody waits
+        except RuntimeError:  # the loop is closed: no task waits
             logger.debug("a result came after the end of the event loop")
 
     def _complete(self, result: object) -> None:
@@ -204,6 +204,6 @@ class _Reply:
             return
         if isinstance(result, BaseException):
             self.future.set_exception(result)
-            self.future.exception()  # who died of an earlier one awaits no more
+            self.future.exception()  # a caller that died of an earlier one awaits no more
         else:
             self.future.set_result(result)

@@ -83,7 +83,7 @@ class DeviceSampler:
         self._ring = StagingRing(device, 1)  # grows
         self._ring_size = 1
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device.torch_device)
-        # made now, not when somebody asks: the memory may be gone then
+        # made now, not when a request asks: the memory may be gone then
         self._seen = torch.zeros(
             num_slots, vocab_size, dtype=torch.int32, device=device.torch_device
         )

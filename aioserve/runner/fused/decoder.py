@@ -138,7 +138,7 @@ class FusedDecoder:
                 tapped[layer.attention.index] = state.residual.clone()
             attended = layer.attend(state, ops)
             if layer is last and num_sampling < len(x):
-                # nobody attends any more: only the tokens that sample matter from here on
+                # no layer attends any more: only the tokens that sample matter from here on
                 if not num_sampling:
                     break
                 attended = attended[inputs.logits_rows]

@@ -23,8 +23,8 @@ class Place(ABC):
     """A kind of machine that runs fused decoders: it makes operations, caches and decoders."""
 
     device: torch.device
-    ranks: Ranks | None = None  # who has the rest of the weights; None: nobody
-    multiplies_blocks = False  # whether weights of a few bits are served as they are stored
+    ranks: Ranks | None = None  # the processes with the rest of the weights; None: all are here
+    multiplies_blocks = False  # whether quantized weights are served as they are stored
 
     def available_memory(self) -> int | None:
         """Bytes that weights could take yet, as far as that is known."""

@@ -1,6 +1,6 @@
 """Products of which this rank has a share, and the others the rest.
 
-Whoever multiplies by itself takes them apart. Knows nothing about layers.
+Code that multiplies by itself takes them apart. Knows nothing about layers.
 """
 
 from torch import Tensor

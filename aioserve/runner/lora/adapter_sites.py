@@ -1,7 +1,7 @@
 """Where a model takes adapters: which of its modules, how large they are, where their outputs go.
 
 Puts files on them, or says why they do not fit. Knows names of modules and shapes; how a product is
-added to is known to `low_rank` and to whoever gives another way.
+added to is known to `low_rank` and to callers that give another way.
 """
 
 from collections.abc import Callable, Sequence

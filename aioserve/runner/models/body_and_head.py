@@ -50,7 +50,7 @@ def find_body_and_head(module: nn.Module, **inputs: Tensor) -> BodyAndHead | Non
             expected = module(**inputs, use_cache=False).logits[0]
         with serving(AttentionProbe()):
             hidden = parts.hidden(**inputs)
-        found = parts.logits(hidden)  # nobody answers calls for attention: there must be none
+        found = parts.logits(hidden)  # calls for attention get no answer: there must be none
     except Exception:  # code of any kind of model
         return None
     return parts if torch.allclose(found, expected, equal_nan=True) else None

@@ -86,8 +86,8 @@ class _Row:
 
 
 class _StepFuture(asyncio.Future[ModelRunnerOutput]):
-    """Done at a time of the loop's clock. Whoever waits for it alone on a virtual clock does not go
-    through the loop: the clock jumps.
+    """Done at a time of the loop's clock. A task that waits for it alone on a virtual clock does
+    not go through the loop: the clock jumps.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SimulatedRunner(RunnerInterface):
         self._factor = HASH_MULTIPLIER % self._vocab_size
         self._special_token_ids = frozenset(model_info.eos_token_ids)
         self._rows: dict[str, _Row] = {}
-        # Nobody has wanted more than one token a step so far.
+        # No request has wanted more than one token a step so far.
         self._is_plain = not config.runner.simulated_draft_tokens
         self._encoder_outputs: set[str] = set()  # by content
         self._busy_until = 0.0
@@ -289,13 +289,13 @@ class SimulatedRunner(RunnerInterface):
         return seconds, output
 
     def _seconds(self, scheduler_output: SchedulerOutput, num_encoder: int) -> float:
-        """None for a step that runs nobody."""
+        """Seconds that the step takes; 0 for a step that runs no request."""
         if not scheduler_output.num_scheduled_tokens:
             return 0.0
         return self._step_time.seconds(step_features(scheduler_output), num_encoder)
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
-        """Forget who left, add who came; of these, the number of computed tokens."""
+        """Forget requests that left, add new ones; returns how many tokens of each are computed."""
         for request_id in scheduler_output.finished_req_ids:
             self._rows.pop(request_id, None)
             self._draft_length.forget(request_id)

@@ -36,7 +36,7 @@ class SimulatedBlocks(KVConnectorWorker):
 
 class SimulatedDirectory(BlockStore):
     """Which blocks are there; engines in one loop may share it. Reads of one engine come one after
-    another, writes take no time of anybody.
+    another, writes take no time.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int, seconds_per_block: float) -> None:

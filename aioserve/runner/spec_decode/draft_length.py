@@ -28,7 +28,7 @@ FORGETTING = 0.98  # and while its drafts are not sent: they may have become bet
 TRIAL_INTERVAL = 64
 # In so many steps the first guesses of a request must repay the reading of its text. A guess.
 REPAID_IN = 128
-TRIAL_SHARE = 0.01  # of the time of steps, for trials of a model that pays for nobody
+TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pays for no request
 
 
 class _Record:
@@ -192,8 +192,8 @@ class ModelDraftLength(DraftLength):
         self._all.note(num_drafts, num_right, STEP_MEMORY)
 
     def limits(self, num_unread: Mapping[K, int]) -> dict[K, int]:
-        """The limits of those for whom drafts pay. If they pay for nobody, now and then one token
-        for the one of whose tokens the model has to read fewest first.
+        """The limits of the requests for which drafts pay. If they pay for none, now and then one
+        token for the request of whose tokens the model has to read fewest first.
         """
         limits = {
             request: limit

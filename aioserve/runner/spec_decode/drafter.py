@@ -1,4 +1,4 @@
-"""Who guesses what comes next: the seam between the persistent batch and the ways of guessing.
+"""Drafters guess what comes next: the seam between the persistent batch and ways of guessing.
 
 Knows rows and token ids. Knows nothing about how guesses are verified.
 """

@@ -46,7 +46,7 @@ class Draft(NamedTuple):
     kv_cache_spec: KVCacheSpec
     attention_calls: tuple[AttentionCall, ...]
     state_bytes: int  # for each token of the served model, besides K and V
-    forward: Forward  # a pass, whoever's: to see what it takes
+    forward: Forward  # a pass of the draft model: to see what it takes
     make: Callable[..., ModelDrafter]
 
     def make_drafter(self, config: EngineConfig, runner: DraftRunner) -> ModelDrafter:
@@ -92,7 +92,7 @@ def _difference(info: ModelInfo, draft: ModelInfo) -> str | None:
     is_padded = draft.vocab_size != info.vocab_size
     sizes = f"{draft.vocab_size:,} tokens, not {info.vocab_size:,}"
     if info.config.skip_tokenizer_init:
-        return f"{sizes}, and without a tokenizer nobody knows which" if is_padded else None
+        return f"{sizes}, and without a tokenizer it is unknown which" if is_padded else None
     ours = info.tokenizer.get_vocab()
     try:
         theirs = draft.tokenizer.get_vocab()

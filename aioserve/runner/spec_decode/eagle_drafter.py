@@ -1,7 +1,7 @@
 """Guesses by an EAGLE-3 head, from states of the model that it is for.
 
 What the head reads at a place is the token there and the state of the token before, so its K and V
-of a place lie in the slot of the place before. States of all tokens are kept, for whoever catches
+of a place lie in the slot of the place before. States of all tokens are kept, for rows that catch
 up. Knows rows and slots; the rest is `ModelDrafter`'s.
 """
 

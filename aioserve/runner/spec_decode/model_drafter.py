@@ -118,7 +118,7 @@ class ModelDrafter(Drafter):
             return {}
         room = np.minimum(texts.batch.num_slots(followed), self._max_model_len)
         spans: list[_Span] = []
-        longest: dict[int, int] = {}  # how much those guess who have caught up
+        longest: dict[int, int] = {}  # how much rows guess that have caught up
         budget = self._max_step_tokens
         asking = set(rows)
         for row, num_slots in zip(followed, room.tolist(), strict=True):

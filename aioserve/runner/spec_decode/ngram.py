@@ -15,7 +15,7 @@ from aioserve.runner.spec_decode.drafter import Drafter, Texts
 from aioserve.scheduler.output import NewRequestData
 
 # Guesses, both: they bound what a look takes, and what they are worth was not measured.
-MAX_MATCH = 16  # tokens back to which places are compared: who matches longer is not better
+MAX_MATCH = 16  # tokens back to which places are compared: a longer match is not better
 MAX_PLACES = 8  # that are looked at, the newest first
 MAX_STORES = 8  # of outputs: of the model, and of the adapters that were used last
 
@@ -24,9 +24,9 @@ class NgramText:
     """A growing text, and where each of its n-grams stood last.
 
     Places of one n-gram are chained from the newest to the oldest, as in zlib's deflate. Tokens are
-    entered when something is looked for, so what nobody looks into costs nothing. A token takes 106
-    bytes and, on a shared Xeon, 0.4 us to enter among many, 2.2 us alone; to look for what is not
-    there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py --task
+    entered when something is looked for, so a text without a search costs nothing. A token takes
+    106 bytes and, on a shared Xeon, 0.4 us to enter among many, 2.2 us alone; to look for what is
+    not there takes 0.9 us, and 5 us where 16 tokens agree (`python benchmarks/speculation.py --task
     lookup`).
     """
 

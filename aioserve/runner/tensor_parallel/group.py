@@ -30,7 +30,7 @@ class Ranks:
         device: torch.device | None = None,
     ) -> None:
         """Returns when all have come. `meeting`: a file that does not exist yet, one for all.
-        `timeout`: seconds to wait for another rank, who may have a layer of a long prompt to
+        `timeout`: seconds to wait for another rank, which may have a layer of a long prompt to
         compute, or a model to read. One that dies is noticed at once; this is for one that hangs.
         `device`: where the tensors of this rank are, if not on the CPU; on a card, work on them is
         queued there.
@@ -123,7 +123,7 @@ class Ranks:
         return int(self.join(own).min())
 
     def leave(self) -> None:
-        """Wait for nobody any more: what is queued on a card fails. From any thread."""
+        """Wait for no other rank any more: what is queued on a card fails. From any thread."""
         if self.device.type == "cuda":
             self._group.abort()
 

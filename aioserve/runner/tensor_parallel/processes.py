@@ -99,7 +99,7 @@ class OtherRanks:
             self._send(rank, data)
 
     def wait_here(self) -> None:
-        """Returns when all come to the meeting, where nobody would notice that one has ended.
+        """Returns when all ranks come to the meeting, where it goes unnoticed if a rank has ended.
         Raises `RunnerDeadError` if one ends before.
         """
         self._wait(self._here)
@@ -123,11 +123,11 @@ class OtherRanks:
             return self._death() if is_theirs else error
 
     def close(self) -> None:
-        """End all. Idempotent; waits for them, and kills who takes too long."""
+        """End all ranks. Idempotent; waits for them, and kills those that take too long."""
         self._is_closing = True
         for ours in self._sockets:
             with contextlib.suppress(OSError):
-                ours.shutdown(socket.SHUT_RDWR)  # wakes who reads, at both ends
+                ours.shutdown(socket.SHUT_RDWR)  # wakes the readers, at both ends
         give_up = time.monotonic() + CLOSE_SECONDS
         for process in self._processes:
             try:
@@ -205,7 +205,7 @@ class FirstRank:
             raise EOFError from None
 
     def answer(self, answer: Answer) -> None:
-        """Said where somebody may be left to hear it."""
+        """Send an answer to the first rank; it is dropped if that has ended."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(encode(answer))
 

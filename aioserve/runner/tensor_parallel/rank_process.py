@@ -1,6 +1,6 @@
 """A process beside the first rank: hears what to load, loads it, does the steps that it is told.
 
-Knows messages and their order; what a step is done with, whoever starts it knows.
+Knows messages and their order; what a step is done with, the module that starts it knows.
 """
 
 import gc
@@ -40,8 +40,8 @@ def run_rank(file: int, load: Load) -> int:
 
 
 def meet(first: FirstRank, start: Start, device: "torch.device | None" = None) -> "Ranks":
-    """To be called by `Load` when nothing but the model is left to load: who is expected there and
-    does not come is noticed late.
+    """To be called by `Load` when nothing but the model is left to load: it is noticed late if a
+    rank is expected there and does not come.
     """
     from aioserve.runner.tensor_parallel.group import Ranks
 

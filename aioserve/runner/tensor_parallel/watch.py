@@ -35,7 +35,7 @@ class FirstRankRunner(RunnerInterface):
         loop = asyncio.get_running_loop()
 
         def on_end(error: RunnerDeadError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task is left to hear
                 loop.call_soon_threadsafe(self._die, error)
 
         # Before this process imports what takes seconds: they import the same beside it.
@@ -45,7 +45,7 @@ class FirstRankRunner(RunnerInterface):
     def _die(self, error: RunnerDeadError) -> None:
         self._death = error
         if self._ranks is not None:
-            self._ranks.leave()  # else a card waits for who has gone
+            self._ranks.leave()  # else a card waits for the rank that has gone
         if self._on_death is not None:
             self._on_death()
 
@@ -75,7 +75,7 @@ class FirstRankRunner(RunnerInterface):
 
     @contextlib.contextmanager
     def _loading(self, device: "torch.device | None" = None) -> "Iterator[Ranks]":
-        """Meets the others, who load beside the block, and waits for them at its end."""
+        """Meets the other ranks, which load beside the block, and waits for them at its end."""
         from aioserve.runner.tensor_parallel.group import Ranks
 
         settings, others = self._config.runner, self._others
