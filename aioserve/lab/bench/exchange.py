@@ -153,7 +153,7 @@ class Load(Clients):
                 self.cpu_seconds = time.process_time() - cpu
 
     async def _meet(self, warmup: tuple[WorkloadRequest, ...]) -> None:
-        """Learn whether anybody is there, the model's name, and whether ids are taken; warm up."""
+        """Learn whether a server is there, the model's name, and whether ids are taken; warm up."""
         try:
             async with self._session.get(f"{self.target.url}/v1/models") as response:
                 body = await response.read()

@@ -93,7 +93,7 @@ class StepTimer(DelegatingRunner):
 
 
 class Crowd(NamedTuple):
-    """So many clients, each of whom sends one request after the other, with pauses of `pause`
+    """`num_clients` clients, each sending one request after the other, with pauses of `pause`
     seconds on average.
     """
 

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison: configurations by name, and what they differ in.
+"""The candidates of a comparison: configurations by name, and what they differ in.
 
 Knows files, policies and settings. Runs nothing.
 """
@@ -18,7 +18,7 @@ from aioserve.model_info import ModelInfo
 from aioserve.scheduler import available_policies
 from aioserve.shipped import config_names
 
-# They change who is served and where, and what is noted, not how requests are scheduled.
+# They change which clients are served and where, and what is noted, not how requests are scheduled.
 IGNORED_SECTIONS = ("server", "shadow")
 IGNORED_SETTINGS = ("scheduler.policy", "scheduler.decision_log", "scheduler.request_log")
 # Options of policies that say what clients are due: a number each.
@@ -127,7 +127,7 @@ def _with_config(candidate: Candidate, config: EngineConfig) -> Candidate:
 def stated_weights(
     candidates: Sequence[Candidate], workload: Workload
 ) -> tuple[list[dict[str, float]], str]:
-    """What clients are due under each candidate, and who says so ("" if nobody does).
+    """What clients are due under each candidate, and what states it ("" if nothing does).
 
     The workload has the first word. Otherwise what one configuration states holds for those that
     state nothing, unless several state different things: then each is measured by its own.

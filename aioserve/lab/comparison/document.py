@@ -1,4 +1,4 @@
-"""The same requests under several configurations: who is better, by how much, and is it sure?
+"""The same requests under several configurations: which is better, by how much, and is it sure?
 
 Runs every configuration on every seed, in rounds, and puts all numbers into one document of plain
 data. Knows nothing about how it is shown.

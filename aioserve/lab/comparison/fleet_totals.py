@@ -1,6 +1,6 @@
 """What is known of a fleet besides what its clients saw: how busy, how even, at what price.
 
-Knows one run at a time, and the price that somebody states. Judges nothing.
+Knows one run at a time, and the price that its plan states. Judges nothing.
 """
 
 from aioserve.lab.simulation.fleet import FleetOutcome

@@ -87,7 +87,7 @@ def _service(client: str, runs: list[RunMeasures]) -> dict[str, float | None]:
 
 
 def list_groups(summaries: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The names worth a line: those who waited longest for a first token, wherever they did."""
+    """The names worth a line: the groups that waited longest for a first token in any run."""
 
     def worst(kind: str, name: str) -> float:
         waits = [summary[kind][name]["durations"]["ttft"]["p99"] for summary in summaries]

@@ -1,7 +1,7 @@
-"""Who was served how much: rates, Jain's index, and shares while clients competed.
+"""How much each client was served: rates, Jain's index, and shares while clients competed.
 
-Knows outcomes of one run, and weights as somebody stated them. Judges nothing: what a client is due
-is its weight's share of what those who waited with it got.
+Knows outcomes of one run, and the weights that were stated. Judges nothing: what a client is due
+is its weight's share of what the clients that waited with it got.
 """
 
 from collections import Counter
@@ -27,9 +27,9 @@ class Service(NamedTuple):
 
     tokens: int
     seconds: float  # that its requests were in the system; two at once count twice
-    competing: float  # seconds in which it competed, and so did somebody else
+    competing: float  # seconds in which it competed, and so did another client
     got: float  # in these
-    due: float  # its weight's share of what all got who competed then
+    due: float  # its weight's share of what all clients got that competed then
 
     @property
     def rate(self) -> float:

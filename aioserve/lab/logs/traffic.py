@@ -134,7 +134,7 @@ def _extend(name: int, block: "array[int]") -> int:
 def _pieces(
     life: Life, chain: list[int], num_holders: Counter[int], seed: int
 ) -> tuple[Piece, ...]:
-    """The prompt cut where others leave it: whoever shares a block of a piece shares it all."""
+    """The prompt cut where others leave it: what shares a block of a piece shares all of it."""
     pieces, begin = [], 0
     for end in range(1, len(chain) + 1):
         if end == len(chain) or num_holders[chain[end]] != num_holders[chain[end - 1]]:

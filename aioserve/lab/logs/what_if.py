@@ -33,7 +33,7 @@ from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler import BaseScheduler, load_policy
 from aioserve.step_loop import StepLoop
 
-POLL_SECONDS = 0.1  # virtual; how exactly the end of a run is noticed matters to nobody
+POLL_SECONDS = 0.1  # virtual; no result depends on how exactly the end of a run is noticed
 # A client that leaves does so on reading a token. In a log of virtual time that is the instant in
 # which the token came, and rounding must not put it before.
 MOMENT = 1e-6

@@ -1,6 +1,6 @@
-"""Clients who ask when a workload says: at a time, or after the end of what they follow.
+"""Clients that ask when a workload says: at a time, or after the end of what they follow.
 
-Knows arrivals and turns. Whom they ask, and what is kept of the answer, a derived class says.
+Knows arrivals and turns. A derived class says which engine they ask and what is kept of it.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ from aioserve.sampling_params import SamplingParams
 
 NUM_STATES = 250  # about so many points of queue and memory are kept of a run
 
-# What happens, in the order in which it does at one time: a step that begins has all who came.
+# What happens, in the order in which it does at one time: requests come before a step begins.
 INCIDENT, EXPIRY, ARRIVAL, TURN = range(4)
 Happening = Callable[[], None]
 
@@ -67,7 +67,7 @@ class _Clock:
 
 
 class _Seat:
-    """A place in the fleet: the engine that has it now, if it is up, and whom that serves."""
+    """A place in the fleet: the engine that has it now, if it is up, and the requests it serves."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -115,7 +115,7 @@ class _Run:
         self._seats = [_Seat(place) for place in range(fleet.num_replicas)]
         self._up: tuple[_Seat, ...] = ()
         self._replicas: tuple[Replica, ...] = ()
-        self._parked: list[int] = []  # nobody is up, and somebody will be
+        self._parked: list[int] = []  # no replica is up, and one will be
         self._num_returns = 0  # of replicas, to come
         self._plan_incidents(fleet)
         self._interval = max(workload.duration, 1.0) / NUM_STATES
@@ -144,7 +144,7 @@ class _Run:
         return self._outcome
 
     def _arrivals(self) -> Iterator[tuple[float, int]]:
-        """(seconds, request) of those that follow nobody, in order."""
+        """(seconds, request) of those that follow no other request, in order."""
         requests = self._workload.requests
         openers = [i for i, request in enumerate(requests) if request.follows < 0]
         openers.sort(key=lambda i: requests[i].arrival)
@@ -304,11 +304,11 @@ class _Run:
             states.kv_usage.append(sum(usages) / len(usages))
         self._next_state = self._clock.now + self._interval
 
-    # Who is there.
+    # Replicas that fail and come back.
 
     def _plan_incidents(self, fleet: Fleet) -> None:
         incidents = self._workload.incidents + fleet.incidents
-        # In order: who dies in the moment in which it is back comes back first.
+        # In order: a replica that fails in the moment in which it is back comes back first.
         for failure in sorted(incidents.failures, key=lambda failure: failure.at):
             seat = self._seats[failure.replica]
             self._at(failure.at, INCIDENT, partial(self._fail, seat))

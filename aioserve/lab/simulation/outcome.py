@@ -1,4 +1,4 @@
-"""What happened in one run, in compact arrays, and who notes it.
+"""What happened in one run, in compact arrays, and the observer that notes it.
 
 An hour of traffic is millions of tokens: times are kept as C doubles. Knows nothing about what
 the numbers mean.
@@ -96,7 +96,7 @@ class RunOutcome:
     def close(self) -> None:
         """Close the record of a run: drop the times of tokens sampled after their request's end."""
         for request in self.requests:
-            # What a step in flight sampled after a deadline has reached nobody.
+            # What a step in flight sampled after a deadline has reached no client.
             while request.token_times and request.token_times[-1] > request.end:
                 request.token_times.pop()
 
@@ -117,7 +117,7 @@ class RunObserver:
     ) -> None:
         """`start`, on the engine's clock, is the run's second 0. The state is noted every
         `interval` seconds, never if that is infinite. `notes_tokens` says whether a token's time is
-        taken here, as the end of its step, or by whoever reads it; `token_times` are those of the
+        taken here, as the end of its step, or by its reader; `token_times` are those of the
         outcome, made once for several observers; of those that do not `notes_steps`, steps are
         counted.
         """
@@ -129,7 +129,7 @@ class RunObserver:
         self._notes_steps = notes_steps
         self._token_times = token_times or outcome.token_times()
         # Most steps give one token each to those that had one in the step before. Such a series is
-        # kept as who they are and when its steps ended.
+        # kept as the ids of the requests and when its steps ended.
         self._req_ids: list[str] = []
         self._ends = array("d")
         self._next_state = start if math.isfinite(interval) else interval
@@ -215,7 +215,7 @@ class RunObserver:
 
     def _note_drafts(self, drafts: dict[str, list[int]], output: ModelRunnerOutput) -> None:
         for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if request_id in drafts and token_ids:  # the last is one that nobody guessed
+            if request_id in drafts and token_ids:  # the last token is no draft
                 self._outcome.num_draft_tokens += len(drafts[request_id])
                 self._outcome.num_right_drafts += len(token_ids) - 1
 

@@ -45,7 +45,7 @@ def simulate_all(
         for config, workload, fleet in runs:
             yield _simulate(config, workload, fleet, progress)
         return
-    # Each has one run at a time, the next one that nobody has.
+    # Each process has one run at a time, the next one that is not taken.
     todo, found = iter(enumerate(runs)), dict[int, RunOutcome | Exception]()
     with _started(min(num_jobs, len(runs))) as others:
         busy: dict[Connection, tuple[int, _Process]] = {}
@@ -131,7 +131,7 @@ def _interrupts_held() -> Iterator[None]:
     """Processes that are started here never hear of Ctrl-C, which reaches all: this one ends them.
 
     A handler of theirs would come too late: they import for seconds before they could set one. Here
-    it waits for the end of the block, so that nobody is left half started.
+    it waits for the end of the block, so that no process is left half started.
     """
     if not hasattr(signal, "pthread_sigmask") or current_thread() is not main_thread():
         yield

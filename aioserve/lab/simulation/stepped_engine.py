@@ -1,7 +1,7 @@
 """An engine without tasks: the same scheduler, KV cache and step times, moved on from outside.
 
-Drives the step loop that the server's engine task drives. Whoever moves many engines on needs one
-heap of times. Knows nothing about clients, routers or other engines.
+Drives the step loop that the server's engine task drives. A caller that moves many engines on
+needs one heap of times. Knows nothing about clients, routers or other engines.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ from aioserve.scheduler.blame import blamed
 from aioserve.scheduler.multi_step_decode import MultiStepDecode
 from aioserve.step_loop import StepLoop
 
-# Steps of decodes that are planned together: more are cut short by who comes, fewer do not pay.
+# Steps of decodes that are planned together: more are cut short by arrivals, fewer do not pay.
 MIN_AHEAD, MAX_AHEAD = 2, 128
 
 
@@ -113,7 +113,7 @@ class SteppedEngine:
         self._loop.wake = self._on_wake
         self._clock = clock
         self._last_end = 0.0
-        self._is_woken = False  # somebody came or went while steps were with the runner
+        self._is_woken = False  # a request came or went while steps were with the runner
         self._stretch: _Stretch | None = None
         self._goes_on = (
             MultiStepDecode.is_promised_by(blueprint.policy)
@@ -134,7 +134,7 @@ class SteppedEngine:
         return *self._scheduler.get_request_counts(), pool.num_used_blocks / pool.num_blocks
 
     def catch_up(self) -> float | None:
-        """Do the steps that have ended by now, before anybody asks or changes anything; when to
+        """Do the steps that have ended by now, before the caller asks or changes anything; when to
         call `turn` then, if that has changed.
         """
         stretch, self._stretch = self._stretch, None
@@ -167,8 +167,8 @@ class SteppedEngine:
 
     def turn(self) -> tuple[list[EngineCoreOutput], float | None]:
         """Take the step that is back, if one was out, and hand over the next. Returns what came of
-        it that somebody may want to know, first tokens and ends, and when to call again;
-        None: when somebody comes. Raises `PolicyError`.
+        it that the caller wants to know, first tokens and ends, and when to call again;
+        None: when a request comes. Raises `PolicyError`.
         """
         self.catch_up()
         is_woken, self._is_woken = self._is_woken, False
@@ -182,7 +182,7 @@ class SteppedEngine:
         if loop.in_flight:
             return outputs, self._look_ahead()
         seconds = loop.idle_seconds()
-        if seconds is not None:  # the policy holds somebody back
+        if seconds is not None:  # the policy holds a request back
             return outputs, self._clock() + (0.0 if is_woken else seconds)
         return outputs, None
 
@@ -229,7 +229,7 @@ class SteppedEngine:
         by_client = self._loop.take(step.handle.output)
         unstarted = self.unstarted
         if not (unstarted or self._scheduler.has_finished_requests()) or not by_client:
-            return []  # one more token for everybody: most steps bring nothing else
+            return []  # one more token for each request: most steps bring nothing else
         outputs = [
             output
             for output in by_client[0].outputs

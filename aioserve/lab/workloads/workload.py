@@ -1,4 +1,4 @@
-"""Traffic as plain data: who asks when, for how much. The same list goes to every configuration.
+"""Traffic as plain data: requests, when and for how much. Every configuration gets the same list.
 
 Prompts are recipes of a few numbers each; token ids are made when a request arrives, so an hour
 of traffic is a few megabytes. Knows nothing about files, policies or clocks.

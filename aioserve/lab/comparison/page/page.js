@@ -195,7 +195,7 @@ function steps() {
   const all = results.map((r) => r.timelines.steps);
   const yHigh = Math.max(...all.flatMap((s) => s.seconds), 1e-6) * 1.06;
   const [begin, end] = all[0].window;
-  section("Steps, one by one", "Around the moment at which most requests waited, of the first seed. A bar is as wide and as high as its step took long: nobody who is decoding gets a token faster than that.",
+  section("Steps, one by one", "Around the moment at which most requests waited, of the first seed. A bar is as wide and as high as its step took long: a request that is decoding gets no token faster than that.",
     legend([["decodes", "var(--decode)"], ["prompt tokens", "var(--prefill)"]], true),
     grid("wide", results.map((r) => stepPlot({ title: r.name, steps: r.timelines.steps, yHigh, begin, xSpan: end - begin }))));
 }
