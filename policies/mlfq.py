@@ -61,7 +61,7 @@ class MLFQScheduler(BaseScheduler):
         prefills = step.run_decodes()
         waiting = list(islice(self.waiting, self.options.window))
         limit = self.options.max_preemptions
-        # Not those who come in by this step: they would be thrown out of every step again.
+        # Not those that come in by this step: they would be thrown out of every step again.
         victims = [r for r in self.running if r.num_preemptions < limit] if waiting else []
         entering = set(waiting)
         blocked_level = self.options.num_levels

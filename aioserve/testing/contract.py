@@ -56,7 +56,7 @@ class Subject:
 
 def arrive(harness: SchedulerHarness, *args: Any, **settings: Any) -> bool:
     """Add a request, as `SchedulerHarness.add_request`, unless the policy refuses it: whether it
-    came in. A policy may refuse whom it likes.
+    came in. A policy may refuse any request.
     """
     with suppress(EngineOverloadedError):
         harness.add_request(*args, **settings)
@@ -187,7 +187,7 @@ class PolicyContract:
             for name in ("r1", "r2"):
                 arrive(harness, name, [1] * 5, max_tokens=12)
             harness.run_until_idle()
-            # Who has to time out depends on the policy: the harness asks at every step.
+            # Which request has to time out depends on the policy: the harness asks at every step.
             for name, end in harness.finished.items():
                 if end is FinishReason.TIMEOUT and harness.tokens[name]:
                     raise ContractViolation(f"{name} was served, and ended with a queue timeout")
@@ -219,7 +219,7 @@ class PolicyContract:
     def test_a_promise_to_keep_decoding_is_kept(
         self, subject: Subject, pipeline_depth: int
     ) -> None:
-        """Long replies, after which others come who compete; with blocks enough, and too few."""
+        """Long replies, after which competing requests come; with blocks enough, and too few."""
         for num_blocks in (120, 60):
             with subject.harness(
                 pipeline_depth=pipeline_depth,

@@ -19,7 +19,7 @@ from aioserve.testing.violation import ContractViolation
 Clock = Callable[[], float]
 
 NUM_CROWDS, CROWD_SIZE, NUM_LONG = 5, 7, 3  # the last of a crowd have long replies
-# The next crowd comes when nobody has waited for so many steps: while those decode.
+# Steps without a waiting request after which the next crowd comes: while the last decodes.
 PATIENCE = 40
 #: Steps take this long, in seconds: a policy may look at the clock.
 SHORT, LONG, NUM_SHORT = 0.004, 3.0, 120
@@ -70,7 +70,7 @@ class _Run:
         self._longest = longest
         self._trusts = trusts
         self._num_steps = 0
-        self._num_quiet = 0  # of these, the last, in which nobody waited
+        self._num_quiet = 0  # of these, the last, in which no request waited
         self._num_crowds = 0
 
     def _clock(self) -> float:
@@ -121,7 +121,7 @@ class _Run:
         self._num_quiet = 0 if num_waiting or not num_running else self._num_quiet + 1
 
     def _come(self, crowd: int) -> None:
-        """Some with a prefix of others. Those who will have decoded for long are of one client."""
+        """Some with a prefix of others. Those that will have decoded for long are of one client."""
         for i in range(CROWD_SIZE):
             is_long = i >= CROWD_SIZE - NUM_LONG
             num_prompt = 1 + self._longest * (1 + (3 * i + crowd) % CROWD_SIZE) // 40
@@ -138,7 +138,7 @@ class _Run:
                 priority=(5 * i + crowd) % 3,
                 user="abc"[(crowd if is_long else i) % 3],
             )
-            with suppress(EngineOverloadedError):  # a policy may refuse whom it likes
+            with suppress(EngineOverloadedError):  # a policy may refuse any request
                 self.scheduler.add_request(Request(spec))
 
     def _sample(self, name: str) -> list[int]:

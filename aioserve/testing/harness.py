@@ -367,7 +367,7 @@ class SchedulerHarness:
 
     @kept
     def plan(self) -> SchedulerOutput | None:
-        """End whose time is up, then `schedule` if anybody is left to plan for."""
+        """End requests whose time is up, then `schedule` if any request is left to plan for."""
         self.expire()
         if not self.scheduler.has_requests():
             return None
@@ -466,14 +466,14 @@ class SchedulerHarness:
             num_errors = len(self.errors)
             self.step()
             if len(self.errors) > num_errors and not (self.ledger.alive or self.loop.in_flight):
-                break  # it raises though nobody is left: the engine asks it when somebody comes
+                break  # it raises with no request left: the engine asks it when one comes
         else:
             waiting = {
                 life.request_id: f"{len(life.tokens)} tokens" for life in self.ledger.alive.values()
             }
             raise Starvation(
                 f"{self._where}: not finished after {max_steps} steps without arrivals: {waiting}; "
-                "somebody is never served, or preempted again and again"
+                "a request is never served, or preempted again and again"
             )
         self.check_idle()
 
@@ -641,7 +641,7 @@ class SchedulerHarness:
             raise ContractViolation(
                 f"{self._where}: reference counts of blocks {wrong} are "
                 f"{[pool.ref_counts[b] for b in wrong]}, should be {[expected[b] for b in wrong]}; "
-                f"in the tables of {names or 'nobody'}"
+                f"in the tables of {names or 'no request'}"
             )
         if pool.num_used_blocks != len(holders):
             raise ContractViolation(

@@ -1,4 +1,4 @@
-"""The batch as the scheduler has told it so far, steps in flight included: who holds which blocks.
+"""The batch as the scheduler has told it so far, steps in flight included: rows and their blocks.
 
 Knows limits, rows and block tables. Knows nothing about what is computed or sampled.
 """
@@ -57,7 +57,7 @@ class PlannedBatch:
         return [self.rows[request_id] for request_id in output.num_scheduled_tokens]
 
     def discard(self, output: SchedulerOutput) -> None:
-        """This step was planned, but will not run; whom it served has ended."""
+        """This step was planned, but will not run; the requests that it served have ended."""
         self.preempt(output.preempted_req_ids)  # the next step tells the runner
         for request_id, block_ids in output.scheduled_cached_reqs.new_block_ids.items():
             self.rows[request_id].block_ids += block_ids  # held while a step before it has them

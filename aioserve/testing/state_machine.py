@@ -148,7 +148,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self._do(what)
 
     def teardown(self) -> None:
-        """Arrivals stop. Everybody finishes or leaves, and the same events give the same plans."""
+        """Arrivals stop. All requests finish or leave, and the same events give the same plans."""
         if self._is_broken or not hasattr(self, "harness"):
             return
         ending = "abort_everything" if self._num_names % 3 == 2 else "run_until_idle"
@@ -177,7 +177,7 @@ class PolicyMachine(RuleBasedStateMachine):
         return {name: value for name, value in fields.items() if name not in self._ignored}
 
     def _name(self, number: int | None) -> str:
-        """A new name, or one of those before it; r0 is nobody's until it is taken by accident."""
+        """A new name, or one of those before it; r0 is free until it is taken by accident."""
         if number is None:
             self._num_names += 1
             return f"r{self._num_names}"

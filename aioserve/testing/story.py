@@ -1,4 +1,4 @@
-"""Tells how a rule was broken, on a screen: where, who waits, what happened to whom, and a program.
+"""Tells how a rule was broken, on a screen: where, what waits, each request's life, and a program.
 
 Knows what a harness has seen. Knows nothing about rules.
 """
@@ -96,7 +96,7 @@ def _who_waits(harness: SchedulerHarness) -> Iterator[str]:
     users = Counter(life.request.user for life in waiting)
     num_running = len(alive) - len(waiting)
     by_user = ", ".join(f"{user!r} {count}" for user, count in users.most_common())
-    yield f"{num_running} run, {len(waiting)} wait, by user: {by_user or 'nobody'}"
+    yield f"{num_running} run, {len(waiting)} wait, by user: {by_user or 'none'}"
     for life in waiting[:MAX_WAITING]:
         reason = reasons[life.request_id]
         times = life.request.num_preemptions

@@ -1,4 +1,4 @@
-"""Whom the kit lets take over from a policy under test: sound policies, and some that fail to.
+"""Policies that take over from a policy under test: sound policies, and some that fail to.
 
 Knows classes. What must be true after a switch is checked by `SchedulerHarness`.
 """
@@ -52,7 +52,7 @@ class FailsToOrder(_Fails):
     def take_over(self, other: BaseScheduler) -> None:
         self.num_left = len(other.get_requests())
         super().take_over(other)
-        raise ValueError("nobody was there to order")
+        raise ValueError("there was no request to order")
 
     def order(self, request: Request) -> float:
         self.num_left -= 1

@@ -1,7 +1,7 @@
 """A KV connector made of dictionaries: slots of host memory, and a store that takes its time.
 
 Contents are what `ToyRunner` writes into its blocks. Knows no requests and checks nothing: what was
-copied to the wrong place is found by whoever reads it.
+copied to the wrong place is found by the request that reads it.
 """
 
 from collections import deque
@@ -78,7 +78,7 @@ class ToyStore(BlockStore):
         self._pending.append(write)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
-        return lambda: None  # nobody waits so long: answers come, if with a failure
+        return lambda: None  # no request waits so long: answers come, if with a failure
 
     def seconds_to_read(self, num_blocks: int) -> float:
         return 0.0

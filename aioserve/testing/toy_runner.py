@@ -343,15 +343,15 @@ class ToyRunner:
             found = self._slots[block_id][: len(expected)]
             if found != expected:
                 offset = next(i for i, key in enumerate(expected) if found[i] != key)
-                writer = self._writers.get((block_id, offset), "nobody wrote")
+                writer = self._writers.get((block_id, offset), "no step wrote")
                 raise ContractViolation(
                     f"step {step_id}: {request_id} reads position {index * size + offset} in block "
                     f"{block_id} and finds what {writer}: not its own token, prefix or tenant"
                 )
 
     def _propose(self, req_ids: list[str], sampled: list[list[int]]) -> dict[str, list[int]]:
-        """Draft tokens of the drafter, and of replies in which several come at once; those of who
-        is masked fit the mask.
+        """Draft tokens of the drafter, and of replies in which several come at once; those of a
+        masked request fit the mask.
         """
         drafts: dict[str, list[int]] = {}
         if self._states is not None:

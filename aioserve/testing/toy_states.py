@@ -25,7 +25,7 @@ class ToyStates:
         """A step, of requests that begin it behind so many tokens and have these keys of all."""
         where, told = f"step {output.step_id}", output.parts.get(StatePool.name, {})
         if strangers := told.keys() - rows.keys():
-            raise ContractViolation(f"{where}: states of {sorted(strangers)}, who do not run")
+            raise ContractViolation(f"{where}: states of {sorted(strangers)}, which do not run")
         read: dict[int, str] = {}
         written: dict[int, tuple[str, int | None]] = {}
         for request_id, (begin, keys) in rows.items():

@@ -52,7 +52,7 @@ class Faults:
         self.injected: Counter[str] = Counter()
         #: Those that came, in order.
         self.came: list[Fault] = []
-        #: Ids of requests that a fault has touched, of those that know whom they touch.
+        #: Ids of requests that a fault has touched, of the faults that know their requests.
         self.touched: set[str] = set()
 
     def arm(self, fault: Fault) -> None:
