@@ -62,7 +62,7 @@ def check_connector(config: EngineConfig, policy: type[SchedulerInterface]) -> N
         raise ConfigError("cache.kv_connector is disk, but there is no cache.kv_connector_path")
     if kind == "memory" and config.cache.kv_role != "both":
         raise ConfigError(
-            f"cache.kv_role is {config.cache.kv_role}, but nobody else sees what kv_connector "
+            f"cache.kv_role is {config.cache.kv_role}, but no other engine sees what kv_connector "
             "memory keeps: give disk, or leave the role out"
         )
 

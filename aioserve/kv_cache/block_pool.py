@@ -99,7 +99,7 @@ class BlockPool:
             for block_id in block_ids:
                 count = ref_counts[block_id] - 1
                 if count < 0:
-                    raise InvariantError(f"block {block_id} is freed, but nobody holds it")
+                    raise InvariantError(f"block {block_id} is freed, but no request holds it")
                 ref_counts[block_id] = count
                 if not count:
                     (unused if hashes[block_id] is None else evictable).append(block_id)
@@ -116,7 +116,7 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_hash not in index:
                 if not self.ref_counts[block_id]:
-                    raise InvariantError(f"block {block_id} gets content, but nobody holds it")
+                    raise InvariantError(f"block {block_id} gets content, but no request holds it")
                 index[block_hash] = block_id
                 hashes[block_id] = block_hash
                 if self._stored is not None:
@@ -125,7 +125,7 @@ class BlockPool:
     def unregister(self, block_id: int) -> None:
         """Make a held block unfindable, because it will not be computed after all."""
         if not self.ref_counts[block_id]:
-            raise InvariantError(f"block {block_id} loses its content, but nobody holds it")
+            raise InvariantError(f"block {block_id} loses its content, but no request holds it")
         if (block_hash := self._hashes[block_id]) is not None:
             self._hashes[block_id] = None
             del self._index[block_hash]

@@ -41,7 +41,7 @@ _MAGIC = b"aioserve kv %d\n" % FORMAT
 PRIVATE, OTHERS = 0o700, 0o077  # modes of folders: the owner's alone, and what others could do
 NUM_READERS = 2  # a second request need not wait for a long one; a guess
 RESCAN_SHARE = 1 / 16  # of the limit: after so much was written, the directory is looked at again
-ABANDONED_SECONDS = 3600.0  # a temporary file of that age is of somebody who has died
+ABANDONED_SECONDS = 3600.0  # a temporary file of that age is of a process that has died
 PAUSE_SECONDS = 10.0  # without a write after one has failed: a full disk is not asked every time
 LOG_SECONDS = 60.0  # between two lines about the same trouble
 
@@ -238,7 +238,7 @@ class BlockDirectory(BlockStore):
         """
         entries: list[_Entry] = []
         for folder in self._root.glob(f"{PREFIX}*/??"):
-            # Somebody else may clean up as well: what is gone is passed over, the rest is counted.
+            # Another engine may clean up as well: what is gone is passed over, the rest is counted.
             with suppress(OSError), os.scandir(folder) as found:
                 for item in found:
                     with suppress(OSError):

@@ -1,7 +1,7 @@
 """Keeps blocks in slots of host memory and, below these, in a store such as a directory.
 
-The scheduler's side: which content is in which slot, what is copied in which step, who waits for a
-read. Knows hashes, slots and steps. Knows no tensors, files or threads.
+The scheduler's side: which content is in which slot, what is copied in which step, which request
+waits for a read. Knows hashes, slots and steps. Knows no tensors, files or threads.
 """
 
 import logging
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 Role = Literal["both", "producer", "consumer"]
 
-# Whoever waits for a read waits no longer than so many seconds: then its prompt is computed. A
-# guess: less than a policy may take to schedule somebody, more than a disk that works.
+# Seconds that a request waits for a read before its prompt is computed instead. A guess: less than
+# a policy may take to schedule a request, more than a disk that works.
 READ_TIMEOUT = 10.0
-# What is cheaper to compute is loaded all the same once in so many times: else nobody would notice
-# that loading has become quick again.
+# What is cheaper to compute is loaded all the same once in this many times: this is how it is
+# noticed that loading has become quick again.
 NUM_PASSED = 32
 
 
@@ -67,7 +67,7 @@ class OffloadingConnector(KVConnectorBase):
         self._loads = role != "producer"
         self._open = _Transfers()  # of the step that is being planned
         self._planned: deque[tuple[int, _Transfers]] = deque()  # not back yet
-        #: Who waits for a read: the first block of it, and what calls the time limit off.
+        #: Requests that wait for a read: its first block, and what calls the time limit off.
         self._waiting: dict[Request, tuple[int, Callable[[], None]]] = {}
         self._late: set[Request] = set()  # given up; while there are some, the store is not asked
         self._ready: dict[Request, None] = {}  # need wait no longer
@@ -79,7 +79,7 @@ class OffloadingConnector(KVConnectorBase):
         self._num_writes = 0  # that the store was asked for, which does them in order
         self._num_written = 0  # that it has done
         self._last_step_id = 0  # planned
-        #: Who is to hear that all is saved: once some step is back, and then so many writes done.
+        #: Called when all is saved: after the step of that id, and then after that many writes.
         self._for_step: deque[tuple[int, Callable[[], None]]] = deque()
         self._for_write: deque[tuple[int, Callable[[], None]]] = deque()
 

@@ -376,7 +376,7 @@ async def test_what_leaves_while_its_blocks_are_read_leaves_nothing(
         ),
         (
             {"cache": CacheConfig(kv_connector="memory", kv_role="consumer")},
-            "nobody else sees what kv_connector memory keeps",
+            "no other engine sees what kv_connector memory keeps",
         ),
         (
             {"cache": CacheConfig(kv_connector="memory", enable_prefix_caching=False)},

@@ -70,7 +70,7 @@ def test_freeing_twice_is_noticed() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
     pool.free([block])
-    with pytest.raises(InvariantError, match="block 0 is freed, but nobody holds it"):
+    with pytest.raises(InvariantError, match="block 0 is freed, but no request holds it"):
         pool.free([block])
     assert (pool.num_free_blocks, pool.ref_counts) == (1, [0])
 
@@ -111,9 +111,9 @@ def test_blocks_found_again_and_again_are_evicted_by_their_last_use() -> None:
         (lambda pool: pool.allocate(4), "4 KV blocks are asked for, 3 are free"),
         (lambda pool: pool.allocate(-1), "-1 KV blocks are asked for"),
         (lambda pool: pool.touch([0]), "block 0 is not held and has no content"),
-        (lambda pool: pool.free([0]), "block 0 is freed, but nobody holds it"),
-        (lambda pool: pool.register([0], [b"a"]), "block 0 gets content, but nobody holds it"),
-        (lambda pool: pool.unregister(0), "block 0 loses its content, but nobody holds it"),
+        (lambda pool: pool.free([0]), "block 0 is freed, but no request holds it"),
+        (lambda pool: pool.register([0], [b"a"]), "block 0 gets content, but no request holds it"),
+        (lambda pool: pool.unregister(0), "block 0 loses its content, but no request holds it"),
     ],
 )
 def test_what_would_break_the_books_is_refused_and_changes_nothing(
@@ -140,4 +140,4 @@ def test_the_books_are_guarded_under_optimization_too() -> None:
     result = subprocess.run(
         [sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=100
     )
-    assert "InvariantError: block 0 is freed, but nobody holds it" in result.stderr
+    assert "InvariantError: block 0 is freed, but no request holds it" in result.stderr

@@ -121,7 +121,7 @@ class _Process:
                     ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is for us, who drain before our end
+                    start_new_session=True,  # Ctrl-C is for this process, which drains first
                     env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 )
         except BaseException:
