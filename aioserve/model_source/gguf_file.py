@@ -163,7 +163,7 @@ class GgufFile(ModelSource):
         unread = [k for k in keys if k not in {*read, *_FIELDS} and not _READ_OR_REPEATED.match(k)]
         if unread:
             logger.warning(
-                "%s: nobody reads its %s: if they matter, answers will differ from the model's",
+                "%s: aioserve ignores its %s: if they matter, answers will differ from the model's",
                 self.path.name,
                 ", ".join(unread),
             )

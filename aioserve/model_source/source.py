@@ -1,4 +1,4 @@
-"""The face of a model on disk, for whoever needs its facts, its tokenizer or its weights.
+"""The face of a model on disk, for callers that need its facts, its tokenizer or its weights.
 
 Knows no format. What takes seconds to import is imported by the methods that need it.
 """
@@ -111,7 +111,7 @@ class ModelSource(ABC):
 
 def check_file(path: Path) -> None:
     """Raises `ConfigError` for what is there and can be no file; whether one is there, and can be
-    read, is for whoever opens it.
+    read, is found by the code that opens it.
     """
     try:
         kind = stat.S_IFMT(path.stat().st_mode)

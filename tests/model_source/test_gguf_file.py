@@ -161,7 +161,7 @@ def test_what_nobody_reads_is_said(
 ) -> None:
     load(write_gguf(llama, tmp_path / "m.gguf", logit_scale=2.0, expert_count=0))
     (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert "m.gguf: nobody reads its logit_scale: " in record.getMessage()
+    assert "m.gguf: aioserve ignores its logit_scale: " in record.getMessage()
 
 
 def test_clients_know_it_by_the_name_of_its_file() -> None:
