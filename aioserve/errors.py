@@ -13,7 +13,7 @@
     ├── RequestFailedError      the step that served this request raised: HTTP 500
     ├── RequestTimeoutError     its time was up before there was anything to tell: HTTP 408
     ├── PromptsFailedError      some of many prompts got an error: `results` has the other texts
-    ├── RequestAbortedError     somebody ended it before there was anything to tell: HTTP 400
+    ├── RequestAbortedError     it was aborted before there was anything to tell: HTTP 400
     ├── EngineDeadError         the engine stopped, is draining or never started: HTTP 503
     ├── EngineStartError        an engine was started twice, or after its end, or ended meanwhile
     ├── ForeignLoopError        an engine was called from a thread or event loop that is not its own

@@ -1,6 +1,6 @@
 """How lines of the log look, in every process of a server: as text, or as JSON.
 
-Knows no settings and nobody who logs.
+Knows no settings, and no module that logs.
 """
 
 import json

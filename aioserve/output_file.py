@@ -1,4 +1,4 @@
-"""Files that somebody asked for: whether they can be written is found out before the work.
+"""Files to write for a command: whether they can be written is found out before the work.
 
 Knows paths. Knows nothing about what is written.
 """

@@ -1,6 +1,6 @@
 """Outputs: of the runner, of the scheduler, and of the engine for one request.
 
-Plain data. Knows nothing about who makes it or who reads it.
+Plain data. Knows nothing about the code that makes or reads it.
 """
 
 import enum
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Vector: TypeAlias = npt.NDArray[np.float32]
 else:
-    Vector = Any  # whoever makes one has numpy
+    Vector = Any  # only code that has numpy makes one
 
 
 class FinishReason(enum.StrEnum):
@@ -80,7 +80,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     num_used_kv_blocks: int
     num_state_slots: int = 0  # 0: a model without states
-    num_free_state_slots: int = 0  # that nobody runs on
+    num_free_state_slots: int = 0  # that no running request has
     num_window_blocks: int = 0  # of layers with a sliding window; 0: they have none of their own
     num_used_window_blocks: int = 0
     num_preemptions: int

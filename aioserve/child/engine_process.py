@@ -252,7 +252,7 @@ class EngineProcess:
         with self._submitting:
             if not self._is_loop_over:
                 return asyncio.run_coroutine_threadsafe(call, self._loop)
-        call.close()  # else Python warns that nobody awaited it
+        call.close()  # else Python warns that it was never awaited
         raise EngineDeadError(CLOSED)
 
     def _end_loop(self, client: AsyncClient) -> None:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 18  # of what is to be compiled, as JSON
-MAX_SECONDS = 10.0  # until whoever waits is refused
+MAX_SECONDS = 10.0  # that a request waits for its grammar until it is refused
 # Of all that is in use; a compiled schema takes up to some 150 times the bytes of its text.
 MAX_HELD_BYTES = 1 << 23
-MAX_IDLE, MAX_IDLE_BYTES = 256, 1 << 21  # kept for who asks for the same again
+MAX_IDLE, MAX_IDLE_BYTES = 256, 1 << 21  # kept for requests that ask for the same again
 # llguidance follows chains of rules by recursion and dies where the stack ends: seen at 5,000 rules
 # in 8 MiB. With `MAX_BYTES`, the longest chain needs less than 256 MiB. Only what is used is taken.
 STACK_BYTES = 512 << 20
@@ -62,7 +62,7 @@ class GrammarCompiler:
         self._executor: ThreadPoolExecutor | None = None
         self._grammar_of: dict[int, _Grammar] = {}  # by id of the `StructuredOutputs` that hold it
         self._held: dict[bytes, _Grammar] = {}
-        self._idle: OrderedDict[bytes, _Grammar] = OrderedDict()  # held by nobody, oldest first
+        self._idle: OrderedDict[bytes, _Grammar] = OrderedDict()  # held by no request, oldest first
         self._num_held_bytes = self._num_idle_bytes = 0  # of their keys
         self._gone: deque[int] = deque()  # ids; filled by whichever thread lets go last
 
@@ -75,7 +75,7 @@ class GrammarCompiler:
             return
         try:
             await asyncio.wrap_future(self._thread().submit(self._get_tokenizer))
-        except Exception as error:  # whatever a tokenizer of somebody's own provokes
+        except Exception as error:  # whatever the code of a model's tokenizer raises
             self._why_not = f"its tokenizer cannot be read for that: {_first_line(str(error))}"
             logger.warning("structured outputs cannot be served: %s", self._why_not)
 
@@ -83,7 +83,7 @@ class GrammarCompiler:
         """Compile `wanted`. Raises `RequestError` for what cannot be, or takes too long, and
         `EngineOverloadedError` if that is the others' fault.
 
-        Nobody else waits meanwhile: llguidance lets other threads run.
+        Other requests go on meanwhile: llguidance lets other threads run.
         """
         if self._why_not:
             raise RequestError(
@@ -173,7 +173,7 @@ class GrammarCompiler:
     # What follows runs on the compiling thread.
 
     def _compile(self, grammar: _Grammar) -> None:
-        if grammar.matcher.set_running_or_notify_cancel():  # else nobody waits for it any more
+        if grammar.matcher.set_running_or_notify_cancel():  # else no request waits for it any more
             try:
                 grammar.matcher.set_result(self._compiled(grammar.key))
             except BaseException as error:

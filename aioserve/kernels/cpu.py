@@ -1,7 +1,7 @@
 """What this CPU can do, as the CPU itself says it.
 
 Not as /proc/cpuinfo says it: where a process is emulated, that is about the machine around it.
-Knows names of instruction sets; knows nothing about who uses them.
+Knows names of instruction sets; knows nothing about the kernels that use them.
 """
 
 import ctypes

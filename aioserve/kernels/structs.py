@@ -1,6 +1,6 @@
 """The structs that the compiled decoder reads, field for field as in src/decoder.h and weight.h.
 
-Knows layouts and addresses; whoever fills them in keeps what they point to alive.
+Knows layouts and addresses; the caller that fills them in keeps what they point to alive.
 """
 
 import ctypes

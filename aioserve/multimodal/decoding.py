@@ -48,7 +48,7 @@ class Header(NamedTuple):
 def read_header(data: bytes) -> Header:
     """Raises `RequestError` for what is no image, or one of a format that is not served."""
     with _opened(data) as image:
-        # What stands behind the pixels of a PNG, only who decodes them reads.
+        # What stands behind the pixels of a PNG is only read when the pixels are decoded.
         is_told = image.format != "PNG" or "exif" in image.info
         lies = is_told and _orientation(image) > 4
         return Header(*(reversed(image.size) if lies else image.size))

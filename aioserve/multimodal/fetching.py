@@ -18,8 +18,8 @@ from aioserve.version import __version__
 
 MAX_REDIRECTS = 3
 MAX_URL = 4096  # characters
-# Connections: who wants more waits, within its time, so that no request may take them all, nor
-# any one host.
+# Connections: a request that wants more waits, within its time, so that no request may take them
+# all, nor any one host.
 _AT_ONCE, _AT_ONE_HOST = 64, 16
 AT_ONCE_FOR_REQUEST = 4
 _PIECE = 2**16  # bytes
@@ -64,7 +64,7 @@ class ImageFetcher:
                         return await _read(response, take_bytes)
                     target = response.headers.get("Location", "")
             except aiohttp.ClientConnectorError as error:
-                # One sentence for names that nobody has and for those of this network.
+                # One sentence for host names that do not exist and for those of this network.
                 raise RequestError(
                     f"{_host(url)!r} cannot be reached at a public address"
                 ) from error

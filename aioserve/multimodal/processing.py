@@ -60,7 +60,7 @@ class ImageProcessor:
         sizes = [_size(image, i) for i, image in enumerate(images)]
         try:
             told = self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens
-        except Exception:  # of a size that it cannot do: who prepares that image will say so
+        except Exception:  # of a size that it cannot do: `prepare` of that image will say so
             return len(images)
         return sum(told)
 

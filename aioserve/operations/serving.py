@@ -42,7 +42,7 @@ class AbortElsewhere(EngineCommand[bool], frozen=True):
     """Ends a request, or a response of several, of another front end; whether there was one."""
 
     request_id: str
-    reach: str = ""  # whose it must be; "": anybody's
+    reach: str = ""  # the owner that it must have; "" matches every owner
 
     async def run_on(self, engine: "AsyncEngine") -> bool:
         """An engine that is asked directly has no other front end."""

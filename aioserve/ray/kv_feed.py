@@ -1,8 +1,8 @@
 """What a replica's KV cache holds, told to any number of routers over ZeroMQ.
 
 A router that comes late, or has missed something, gets all of it again. Hashes tell which prompts
-were asked, so they are encrypted (CurveZMQ) and told only to those who show the ticket that Ray
-hands to its routers. Knows hashes of blocks; does not know Ray, tokens, nor routing.
+were asked, so they are encrypted (CurveZMQ) and told only to clients that show the ticket which
+Ray hands to its routers. Knows hashes of blocks; does not know Ray, tokens, nor routing.
 """
 
 import asyncio

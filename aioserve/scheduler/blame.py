@@ -38,7 +38,7 @@ def _own_line(frames: list[tuple[FrameType, int]], policy: type) -> traceback.Fr
         if hasattr(function, "__code__")
     }
     files = {code.co_filename for code in methods}
-    # Whoever called the policy may stand in the same file.
+    # The code that called the policy may stand in the same file.
     called = dropwhile(lambda frame: frame[0].f_code not in methods, frames)
     own = [frame for frame in called if frame[0].f_code.co_filename in files]
     return traceback.StackSummary.extract(iter(own[-1:]))[0] if own else None

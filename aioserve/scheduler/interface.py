@@ -1,6 +1,6 @@
 """What the engine needs from a scheduler. The docstrings are the contract.
 
-Recognizable to anyone who knows the vLLM V1 family. Policies do not implement this: they derive
+Recognizable to readers of the vLLM V1 family. Policies do not implement this: they derive
 from `BaseScheduler`, which does everything but the decision.
 """
 

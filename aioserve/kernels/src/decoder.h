@@ -29,7 +29,7 @@ typedef struct {
     int64_t num_layers, hidden;
     int64_t wide;  // the most numbers that any operation makes of a token
     float eps;
-    // Adds up what processes with a share of each weight have made of it; null: nobody shares.
+    // Adds up what processes with a share of each weight have made of it; null: no shares.
     void (*add_up)(void *numbers, int64_t count);
 } decoder;
 
@@ -107,7 +107,7 @@ void NAME(decode)(const decoder *model, const decoder_step *step, T *scratch, vo
             table, step->table_width, step->query_start_loc, step->seq_lens, step->rows,
             layer->q_heads, layer->kv_heads, layer->head_dim, layer->head_dim, layer->block_size,
             layer->scaling, layer->window, layer->softcap, layer->sinks);
-        if (is_last) {  // nobody attends any more: only the tokens that sample matter from here on
+        if (is_last) {  // no layer attends any more: from here on only tokens that sample matter
             NAME(take_rows)(narrow, step->sampling, step->num_sampling, layer->output.in);
             NAME(take_rows)(residual, step->sampling, step->num_sampling, hidden);
             tokens = step->num_sampling;

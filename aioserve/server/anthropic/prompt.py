@@ -19,7 +19,7 @@ from aioserve.server.images import ImageParts, Part, content_of, joined, text_pa
 from aioserve.server.protocol import FunctionDefinition
 from aioserve.server.validation import refuse_all_but
 
-# By who speaks: the types of blocks, with the fields that each has.
+# By role of the message: the types of blocks, with the fields that each has.
 _SYSTEM: Mapping[str, Sequence[str]] = {"text": ("text",)}
 _SHOWN: Mapping[str, Sequence[str]] = {**_SYSTEM, "image": ("source",)}
 _BLOCKS: Mapping[str, Mapping[str, Sequence[str]]] = {

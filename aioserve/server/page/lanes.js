@@ -126,7 +126,7 @@ export class Lanes extends Plot {
     this.lane = MAX_LANE;
     this.numDrawn = 0; // lanes, in all
   }
-  at(x, y) { // who is there, in pixels of the canvas; left of the axis, who has the lane now
+  at(x, y) { // the request there, in pixels of the canvas; left of the axis, the lane's request now
     const lane = this.shown[Math.floor((y + this.scroller.scrollTop) / this.lane)] ?? [];
     const time = x < this.gutter ? this.to : this.from + (x - this.gutter) / this.perMs;
     let found = null, least = Infinity;

@@ -31,7 +31,7 @@ export class Life {
     /** @type {number | null} */
     this.lane = null; // among all
     /** @type {number | null} */
-    this.runLane = null; // among those who ran
+    this.runLane = null; // among requests that ran
     /** @type {State} */
     this.state = "queued";
     /** @type {{ step: number, reason: string }[]} */

@@ -13,7 +13,7 @@ import { byId } from "./words.js";
 
 const WORDS_MS = 250; // how often what is read, not watched, changes
 const AGAIN_MS = 1500; // until a lost stream is asked for again
-const REFUSED_MS = 10000; // and one that was refused: nobody can be watched there, as on Ray
+const REFUSED_MS = 10000; // and one that was refused: no engine can be watched there, as on Ray
 const HIDDEN_MS = 10000; // a tab that is hidden for so long stops listening
 const MAX_HELD = 3000; // frames that wait for "Resume", three minutes; after more it begins anew
 
@@ -32,7 +32,7 @@ const parts = [now, why, chat, whatIf];
 
 let listening = null; // what ends it
 /** @type {(value?: any) => void} */
-let keyGiven = () => {}; // whoever waits for a key
+let keyGiven = () => {}; // resolves the promise that waits for a key
 
 function say(words, isLost = false) {
   const node = byId("connection");
@@ -147,7 +147,7 @@ function draw(time) {
   requestAnimationFrame(draw);
 }
 
-// For tests, and whoever looks into the console.
+// For tests, and for the browser's console.
 const page = { story, now, chat, numDraws: 0, get numHeld() { return held.length; }, listenAgain: () => listening?.abort() };
 Object.assign(window, { aioserve: page });
 requestAnimationFrame(draw);

@@ -118,7 +118,7 @@ export class Now {
     }
   }
 
-  // Why most of those who wait do so.
+  // The reason for which most waiting requests wait.
   commonReason() {
     const counts = new Map();
     for (const life of this.story.lives.values())
@@ -135,7 +135,7 @@ export class Now {
     node.replaceChildren(value, element("small", {}, more || "\u00a0"));
   }
 
-  // The step's budget, and who fills it.
+  // The step's budget, and the requests that fill it.
   lastStep() {
     const { steps, gauges, unanswered } = this.story;
     if (!steps.length) return;

@@ -36,7 +36,7 @@ class Watched {
   /** @type {Map<string, Life>} */
   byId = new Map();
   /** @type {Step[]} */
-  steps = []; // with those who were in them
+  steps = []; // with the requests that were in them
   /** @type {Map<number, Step>} */
   unanswered = new Map(); // steps that are not back, by id
   /** @type {Life[]} */
@@ -294,7 +294,7 @@ export class Story extends Watched {
     };
   }
 
-  // Those who can be seen between two times, in order of arrival.
+  // Requests that can be seen between two times, in order of arrival.
   /**
    * @param {number} from
    * @param {number} to

@@ -4,7 +4,7 @@
 import { describe } from "./now.js";
 import { REASONS, byId, count, duration, element, nameOf, plural, short } from "./words.js";
 
-const NAMED = 3; // of those who were served in its stead
+const NAMED = 3; // of the requests that were served in its stead
 const LISTED = 300; // steps of a stretch that are shown one by one
 const DRAWN_MS = 700;
 
@@ -145,7 +145,7 @@ export class Why {
     );
   }
 
-  // A policy that is stopped by somebody does not ask for those behind: who that was, and why.
+  // A policy that is stopped by a request does not ask for those behind: which one, and why.
   firstInLine(life, step) {
     for (const other of this.story.lives.values()) {
       if (other === life || (other.end !== null && other.end < step.time)) continue;
