@@ -154,7 +154,7 @@ _RULES = (
         "access",
         ("admin_port",),
         lambda config: config.server.enable_admin,
-        "server.enable_admin is off, so there are no operators' routes",
+        "server.enable_admin is off, so there are no admin routes",
     ),
     _Rule(
         "server",

@@ -320,7 +320,7 @@ async def serve(
             say_untold_tools(engine)
             for sock in doors.admin:
                 told = url_of(sock, is_encrypted=access.tls is not None)
-                logger.info("operators' routes are on %s", told)
+                logger.info("the admin routes are on %s", told)
             if config.server.exit_on_dead_engine:
                 await _unless(signals.first, engine.wait_ended())
             else:  # it answers /health and refuses

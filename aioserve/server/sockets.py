@@ -18,7 +18,7 @@ class ListenSockets(NamedTuple):
     """Bound sockets, not yet listening."""
 
     public: list[socket.socket]
-    admin: list[socket.socket]  # for the operators' routes, if those are not with the others
+    admin: list[socket.socket]  # for the admin routes, if those are not with the others
     path: str | None = None  # of a Unix socket that goes with them
 
     @property

@@ -93,8 +93,8 @@ class MainAccess(Access):
         if self.settings.admin_port is not None and had_operator:
             if not any(key.admin for key in keys):
                 raise ConfigError(
-                    "keys: none is 'admin: true' any more, and access.admin_port would answer "
-                    "everybody: that cannot change while the server runs"
+                    "keys: no key has 'admin: true' any more, so access.admin_port would answer "
+                    "every client: this cannot change while the server runs"
                 )
         self.read_certificate()  # first: what makes no sense changes nothing
         self.keyring = Keyring(keys)
@@ -102,7 +102,7 @@ class MainAccess(Access):
         self.on_reload(keys)
 
     def _rights_of(self, name: str) -> Rights:
-        return self.keyring.named.get(name) or Rights()  # it is gone since
+        return self.keyring.named.get(name) or Rights()  # the key is gone since
 
 
 class AccessMetrics(Collector):
@@ -145,8 +145,9 @@ def _read(config: EngineConfig) -> list[Key]:
     keys = read_keys(config.access.api_keys_file)
     if not keys and config.access.without_keys == "refuse":
         raise ConfigError(
-            "there are no keys, and access.without_keys is 'refuse': give some by "
-            f"{ENVIRONMENT} or access.api_keys_file, or serve everyone by --without-keys local"
+            "the server has no keys, and access.without_keys is 'refuse': give keys by "
+            f"{ENVIRONMENT} or access.api_keys_file, or serve clients without a key by "
+            "--without-keys local"
         )
     if config.access.cache_per_key and not keys:
         raise ConfigError("access.cache_per_key is on, which has no effect: there are no keys")
@@ -158,7 +159,7 @@ def _read(config: EngineConfig) -> list[Key]:
     is_shared = config.server.enable_admin and config.access.admin_port is None
     if keys and is_shared and not any(key.admin for key in keys):
         raise ConfigError(
-            "server.enable_admin is on, and no key may use it: give one of access.api_keys_file "
-            "'admin: true', or these routes a port of their own by access.admin_port"
+            "server.enable_admin is on, but no key may use the admin routes: give a key of "
+            "access.api_keys_file 'admin: true', or move these routes to access.admin_port"
         )
     return keys

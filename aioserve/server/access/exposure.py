@@ -1,4 +1,4 @@
-"""What other machines could reach of a server that is about to start, and do without a key."""
+"""What clients on other machines could do without a key, of a server that is about to start."""
 
 import logging
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ logger = logging.getLogger(__name__)
 
 def check_exposure(access: Access, doors: ListenSockets, *, has_admin: bool) -> None:
     """Warn of a server that answers other machines without keys. Raises `ConfigError` if these
-    could operate it as well: `has_admin` says whether it has operators' routes.
+    could operate it as well: `has_admin` says whether it has admin routes.
     """
     keys = access.keyring.keys
     asks_operators = any(key.admin for key in keys)
     operated = _far(doors.admin or doors.public) if has_admin and not asks_operators else None
     if operated is not None and not access.is_open_to_all:
         raise ConfigError(
-            "operators' routes (server.enable_admin) would answer everyone who reaches "
-            f"{operated}: there is no key with 'admin: true'. Give one by access.api_keys_file, "
-            "listen on 127.0.0.1, have them on access.admin_port, or insist: --without-keys open"
+            "the admin routes (server.enable_admin) would answer every client that reaches "
+            f"{operated}: no key has 'admin: true'. Give one in access.api_keys_file, listen on "
+            "127.0.0.1, move the routes to access.admin_port, or insist: --without-keys open"
         )
     asked = _far(doors.public)
     if asked is not None and not keys and access.settings.ssl_ca_certs is None:
         logger.warning(
-            "%s serves everyone who reaches it%s: there are no keys (--api-keys-file, "
+            "%s serves every client that reaches it%s: there are no keys (--api-keys-file, "
             "AIOSERVE_API_KEYS)",
             asked,
-            ", operators' routes included" if operated is not None else "",
+            ", admin routes included" if operated is not None else "",
         )
 
 

@@ -37,9 +37,9 @@ async def check_key(request: web.Request, handler: Handler) -> web.StreamRespons
     if not access.keyring:
         if needed == "looker" and not is_near(request) and not access.is_open_to_all:
             raise FarLookerError(
-                f"{request.path} tells of everyone's requests, and this server knows no keys: it "
-                "answers from this machine alone. Give the server keys, come by 'ssh -L', or start "
-                "it with --without-keys open"
+                f"{request.path} shows all clients' requests, and this server has no keys: it "
+                "answers clients on this machine alone. Give the server keys, connect by 'ssh -L', "
+                "or start it with --without-keys open"
             )
         return await handler(request)
     if needed == "admin_key_if_any":  # else its port is what protects it

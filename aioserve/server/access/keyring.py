@@ -34,7 +34,7 @@ Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a key is good for; None: as much as there is."""
 
-    admin: bool = False  # the operators' routes as well
+    admin: bool = False  # whether it may use the admin routes as well
     max_requests: PositiveInt | None = None  # at once
     tokens_per_minute: PositiveInt | None = None  # of prompts and outputs together
     most_urgent_priority: Priority | None = None  # the smallest that its requests may have
@@ -97,7 +97,7 @@ def read_keys(path: str | None, environ: Mapping[str, str] = os.environ) -> list
         _warn_of_readers(Path(path))
         keys += _read_yaml(Path(path)) if path.endswith((".yaml", ".yml")) else _read_lines(path)
         if not keys:
-            raise ConfigError(f"keys file {path} has no key: nobody could ask for anything")
+            raise ConfigError(f"keys file {path} has no key: every request would be refused")
     if ENVIRONMENT in environ:
         shown = [part.strip() for part in environ[ENVIRONMENT].split(",")]
         keys += (_of(key, f"key {i} of {ENVIRONMENT}") for i, key in enumerate(shown, 1))

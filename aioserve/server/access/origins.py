@@ -45,15 +45,15 @@ async def answer_preflights(request: web.Request, handler: Handler) -> web.Strea
     if not (settings.allowed_origins and is_preflight):
         return await handler(request)
     if not _is_allowed(settings, origin):
-        raise ForbiddenError(f"origin {_short(origin)} is none of access.allowed_origins")
+        raise ForbiddenError(f"origin {_short(origin)} is not in access.allowed_origins")
     if settings.allowed_methods and asked not in settings.allowed_methods:
-        raise ForbiddenError(f"method {_short(asked)} is none of access.allowed_methods")
+        raise ForbiddenError(f"method {_short(asked)} is not in access.allowed_methods")
     wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
     names = [name.strip().lower() for name in wanted.split(",") if name.strip()]
     known = {name.lower() for name in settings.allowed_headers}
     for name in names if known else ():
         if name not in known:
-            raise ForbiddenError(f"header {_short(name)} is none of access.allowed_headers")
+            raise ForbiddenError(f"header {_short(name)} is not in access.allowed_headers")
     headers = {hdrs.ACCESS_CONTROL_ALLOW_METHODS: str(asked), "Access-Control-Max-Age": MAX_AGE}
     if names:  # by name: a star would not stand for Authorization
         headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = ", ".join(names)

@@ -228,7 +228,7 @@ async def test_operators_routes_can_have_a_port_of_their_own(keys_file, has_oper
         assert await status(own + reset, "POST") == (401 if has_operator else 200)
         if has_operator:  # else its port would be all that protects them, from one day to the next
             keys_file.write_text(f"keys: [{{name: ann, key: {ANN}}}]")
-            with pytest.raises(ConfigError, match="none is 'admin: true' any more"):
+            with pytest.raises(ConfigError, match="no key has 'admin: true' any more"):
                 access.reload()
             assert await status(own + reset, "POST") == 401
         assert await status(f"{own}/health") == 200

@@ -46,7 +46,7 @@ def test_operators_routes_are_not_for_other_machines_unless_keys_or_the_settings
     (tmp_path / "users").write_text(ANN)
     if "api_keys_file" in access:
         access = {**access, "api_keys_file": str(tmp_path / "users")}
-    with pytest.raises(ConfigError, match=r"would answer everyone who reaches http://0\.0\.0\.0:"):
+    with pytest.raises(ConfigError, match=r"every client that reaches http://0\.0\.0\.0:"):
         start(server, access)
 
 
@@ -66,8 +66,8 @@ def test_with_an_operators_key_or_a_port_of_this_machine_they_may_be_there(keys_
 
 def test_a_server_that_is_open_to_other_machines_says_so(caplog, keys_file):
     for server, access, told in (
-        (ADMIN_FAR, {"without_keys": "open"}, "reaches it, operators' routes included: there are"),
-        (FAR, {}, "serves everyone who reaches it: there are no keys"),
+        (ADMIN_FAR, {"without_keys": "open"}, "reaches it, admin routes included: there are"),
+        (FAR, {}, "serves every client that reaches it: there are no keys"),
         (FAR, {"api_keys_file": str(keys_file)}, None),
         ({}, {}, None),
     ):
@@ -79,7 +79,7 @@ def test_a_server_that_is_open_to_other_machines_says_so(caplog, keys_file):
 
 def test_a_server_may_insist_on_keys(keys_file, monkeypatch):
     monkeypatch.delenv("AIOSERVE_API_KEYS", raising=False)
-    with pytest.raises(ConfigError, match="without_keys is 'refuse': give some by AIOSERVE_API"):
+    with pytest.raises(ConfigError, match="without_keys is 'refuse': give keys by AIOSERVE_API"):
         start({}, {"without_keys": "refuse"})
     start({}, {"without_keys": "refuse", "api_keys_file": str(keys_file)})
 

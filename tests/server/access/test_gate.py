@@ -223,7 +223,7 @@ def test_operators_routes_without_an_operators_key_are_refused_at_the_start(tmp_
         access=replace(SIMULATED.access, api_keys_file=str(tmp_path / "keys")),
         server=replace(SIMULATED.server, enable_admin=True),
     )
-    with pytest.raises(ConfigError, match=r"no key may use it: give one .* 'admin: true'"):
+    with pytest.raises(ConfigError, match=r"no key may use the admin .* 'admin: true'"):
         MainAccess(config)
 
 
