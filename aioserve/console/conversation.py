@@ -64,8 +64,8 @@ class Conversation:
     def set_sampling(self, name: str, text: str) -> None:
         """`text` as a command line has it; nothing: the default again. Raises `RequestError`."""
         if name not in SAMPLING:
-            known = ", ".join(SAMPLING)
-            raise RequestError(f"{name!r} is none of {known}{did_you_mean(name, SAMPLING)}", name)
+            known, meant = ", ".join(SAMPLING), did_you_mean(name, SAMPLING)
+            raise RequestError(f"{name!r} is no setting{meant}; the settings are {known}", name)
         others = {key: value for key, value in self.sampling.items() if key != name}
         if text:
             kinds = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}

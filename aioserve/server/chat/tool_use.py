@@ -80,7 +80,7 @@ def tool_use(
     for name in only or ():
         if name not in functions:
             raise RequestError(
-                f"{names.chosen} is {name[:128]!r}, which is none of the tools", param=names.chosen
+                f"{names.chosen} is {name[:128]!r}, which names no tool", param=names.chosen
             )
     may_call = [f for f in functions.values() if only is None or f.name in only]
     return ToolUse(
