@@ -237,7 +237,7 @@ class Load(Clients):
         return {name: value for name, value in body.items() if value is not None}
 
     async def _read(self, content: aiohttp.StreamReader, exchange: Exchange) -> list[int]:
-        """Read events to the end. Raises `ServerError` for a reply that is none."""
+        """Read events to the end. Raises `ServerError` for what is no reply."""
         token_ids: list[int] = []
         rest = b""
         async for received in content.iter_any():

@@ -22,8 +22,8 @@ NUM_ROUNDS = 20
 # part of what steps take: without them every simulation would be too fast.
 HUBER = 6.0
 # Kinds of steps count alike, however many steps there were of each: a whole prompt is one step in a
-# thousand, and the one that everybody waits for. Below so many, a kind counts by its steps: a guess
-# that keeps one odd step from setting a price.
+# thousand, and the one that all requests wait for. A kind with fewer steps than this counts by its
+# steps: a guess that keeps one odd step from setting a price.
 MIN_STEPS_OF_A_KIND = 5
 
 

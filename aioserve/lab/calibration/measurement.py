@@ -55,7 +55,7 @@ class StepTimer(DelegatingRunner):
         super().__init__(runner)
         self.steps: list[TimedStep] = []
         self._features: StepFeatures | None = None  # of the last step
-        self._num_encoder_tokens = 0  # likewise
+        self._num_encoder_tokens = 0  # of the last step
         self._images: dict[str, Sequence[EncoderInput]] = {}  # of requests that have some
         self._began = self._ended = 0.0
 

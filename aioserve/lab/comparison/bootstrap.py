@@ -74,7 +74,7 @@ def sample(blocks: Sequence[Ints], *, is_live: bool, num_draws: int = NUM_DRAWS)
 
 
 def student(num_values: int) -> float:
-    """Student's quantile for an interval of the mean of so many values, at least 3."""
+    """Student's quantile for an interval of the mean of `num_values` values, at least 3."""
     if num_values - 3 < len(STUDENT):
         return STUDENT[num_values - 3]
     return NormalDist().inv_cdf((1 + LEVEL) / 2) + 2.4 / (num_values - 1)

@@ -18,7 +18,7 @@ from aioserve.lab.workloads.workload import Piece, Workload, WorkloadRequest, te
 from aioserve.runner.profile import StepTimeModel
 from aioserve.scheduler.features import StepFeatures
 
-BLOCK = 16  # tokens: what prompts share is found in steps of so many
+BLOCK = 16  # tokens: what prompts share is found in multiples of this
 
 
 class Traffic(NamedTuple):

@@ -25,7 +25,7 @@ from aioserve.request import Request, RequestSpec
 from aioserve.routing import Assignment, Replica, RoutedRequest, make_router
 from aioserve.sampling_params import SamplingParams
 
-NUM_STATES = 250  # about so many points of queue and memory are kept of a run
+NUM_STATES = 250  # points of queue and memory that are kept of a run, about
 
 # What happens, in the order in which it does at one time: requests come before a step begins.
 INCIDENT, EXPIRY, ARRIVAL, TURN = range(4)

@@ -23,7 +23,7 @@ from aioserve.lab.simulation.outcome import RunOutcome
 from aioserve.lab.simulation.run import simulate
 from aioserve.lab.workloads.workload import Workload
 
-# A process has to import everything anew, about two seconds: what so many requests take.
+# A process has to import everything anew, about two seconds: as long as this many requests take.
 REQUESTS_WORTH_A_PROCESS = 2000
 
 
@@ -111,7 +111,7 @@ class _Process:
 
 @contextmanager
 def _started(num_jobs: int) -> Iterator[list[_Process]]:
-    """So many, ended after the block: no thread of ours is left to notice it later."""
+    """`num_jobs` processes, ended after the block: no thread is left to notice an end later."""
     processes: list[_Process] = []
     try:
         with _interrupts_held():

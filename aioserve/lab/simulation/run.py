@@ -38,7 +38,7 @@ from aioserve.runner.simulation.simulated import SimulatedRunner
 from aioserve.sampling_params import SamplingParams
 from aioserve.step_loop import failure_log
 
-NUM_STATES = 1000  # about so many points of queue and memory are kept of a run
+NUM_STATES = 1000  # points of queue and memory that are kept of a run, about
 
 
 def simulated(config: EngineConfig, longest: int = 0) -> EngineConfig:

@@ -142,7 +142,7 @@ class Images(Spec, frozen=True, kw_only=True):
 
     tokens: Distribution  # that a picture stands for
     share: Chance = 1.0
-    count: Count | None = None  # so many are sent again and again, evenly; none: each is new
+    count: Count | None = None  # of pictures that are sent again and again; None: each is new
 
 
 class Session(Spec, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ FIRST_TOKEN_ID = 16  # tokenizers keep their special tokens below; a live model 
 
 
 class Piece(NamedTuple):
-    """So many tokens of a text, or of an image, that is named by a number: equal names, equal
+    """`length` tokens of a text, or of an image, that is named by a number: equal names, equal
     tokens.
 
     With `reply_of`, the first `length` tokens that the request of that number was answered; what
@@ -184,9 +184,9 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(kept))
 
     def times(self, num_copies: int) -> "Workload":
-        """So many crowds of such clients at once, each with texts and conversations of its own; the
-        times of each are moved on by a share of the duration, and what then is behind the end comes
-        at the beginning.
+        """`num_copies` such crowds of clients at once, with texts and conversations of their own;
+        the times of each are moved on by a share of the duration, and what then is behind the end
+        comes at the beginning.
         """
         duration, size = self.duration, len(self.requests)
         found = [
