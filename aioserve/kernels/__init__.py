@@ -55,7 +55,7 @@ def check_ids(ids: Tensor, count: int) -> None:
     """
     most = ids.numpy().view(np.uint64).max(initial=0)  # below 0, they are large there
     if most >= count:
-        raise IndexError(f"token {most.astype(np.int64)} is none of the {count} in the vocabulary")
+        raise IndexError(f"token {most.astype(np.int64)} is outside the vocabulary of {count}")
 
 
 class Kernels:
@@ -241,7 +241,7 @@ class Kernels:
 
     def embed(self, table: PackedWeight, ids: Tensor, out: Tensor) -> None:
         """`out` [T, inputs]: the outputs `ids` int64 [T] of a weight in blocks. Raises `IndexError`
-        if there is none such.
+        for an id outside the table.
         """
         check_ids(ids, table.outputs)
         self._embed[out.dtype](ctypes.byref(table), ids.data_ptr(), out.data_ptr(), ids.numel())

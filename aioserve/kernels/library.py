@@ -70,7 +70,7 @@ def open_library(variant: str) -> ctypes.CDLL:
 
 
 def compute_thread_ids(num_threads: int) -> list[int]:
-    """The system's ids of so many threads that compute for the calling one, itself included.
+    """The system's ids of the `num_threads` that compute for the calling thread, itself included.
 
     Empty where there is no OpenMP runtime that can be asked.
     """

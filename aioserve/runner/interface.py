@@ -63,7 +63,7 @@ class RunnerInterface(ABC):
         handed over meanwhile, and no later one reads what earlier ones wrote.
         """
 
-    async def wake(self) -> None:  # noqa: B027 - likewise
+    async def wake(self) -> None:  # noqa: B027 - it has none
         """Be as after `load`, with as many blocks as before. Raises `ConfigError` if that cannot
         be; it sleeps on then.
         """

@@ -20,8 +20,8 @@ def max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
 def window_spec(
     config: EngineConfig, max_model_len: int, num_tokens: int, num_blocks: int | None = None
 ) -> WindowSpec:
-    """Of layers that see `num_tokens` tokens, with so many blocks; by default as many as
-    `max_num_seqs` requests use.
+    """The spec of layers that see `num_tokens` tokens, with `num_blocks` blocks; by default as
+    many as `max_num_seqs` requests use.
     """
     spec = WindowSpec(
         num_tokens,
@@ -42,7 +42,7 @@ def window_spec(
 def useful_window_blocks(
     config: EngineConfig, spec: WindowSpec, max_model_len: int, num_seqs: int
 ) -> int:
-    """What so many requests use behind their prompts, with room for two prompts of
+    """The blocks that `num_seqs` requests use behind their prompts, with room for two prompts of
     `TYPICAL_TOKENS`, and `PREFIX_SHARE` of it more; one of `max_model_len` fits at least.
     """
     size = config.cache.block_size

@@ -41,7 +41,7 @@ class LowRankProduct(ABC):
 class LowRankTable(ABC):
     """What an adapter adds to an embedding."""
 
-    tensors: tuple[Tensor, ...] = ()  # likewise
+    tensors: tuple[Tensor, ...] = ()  # that it consists of, if they are torch's to give back
 
     @abstractmethod
     def add(self, ids: Tensor, out: Tensor, rows: Tensor) -> None:

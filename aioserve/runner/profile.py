@@ -53,8 +53,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def seconds_of_decodes(
         self, num_decodes: int, num_context_tokens: int, num_steps: int
     ) -> list[float]:
-        """To the last bit what `seconds` says of so many steps, one after the other, of the same
-        rows with one token each, the first of which reads so much context.
+        """To the last bit what `seconds` says of `num_steps` steps in a row, each with one token of
+        the same `num_decodes` rows, the first of which reads `num_context_tokens`.
         """
         base, rows = 1e-3 * self.base_ms, self.decode_us * num_decodes
         rate, end = self.context_token_us, num_context_tokens + num_steps * num_decodes

@@ -131,7 +131,7 @@ def test_rows_are_those_of_the_unpacked_weight(
     assert torch.equal(table(ids), unpacked[ids])
     assert table(ids[:0]).shape == (0, 256)
     for stranger in (139, -1, 1 << 40):
-        with pytest.raises(IndexError, match=f"token {stranger} is none of the 139"):
+        with pytest.raises(IndexError, match=f"token {stranger} is outside the vocabulary of 139"):
             table(torch.tensor([0, stranger]))
 
 

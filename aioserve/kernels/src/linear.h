@@ -146,7 +146,7 @@ static void NAME(widen_panel)(const linear *layer, const place *at, int64_t star
                           LOAD_WEIGHTS(own + k * PANEL + j * W * DEPTH, i));
 }
 
-// sums [rows][PANEL] += x [rows][n] times weights [n][PANEL]; from 0 if `is_first`. So many bytes
+// sums [rows][PANEL] += x [rows][n] times weights [n][PANEL]; from 0 if `is_first`. `bytes` bytes
 // from `next` on are fetched meanwhile.
 static void NAME(multiply_many)(const float *x, int64_t x_stride, int64_t rows, const float *wide,
                                 int64_t n, const char *next, int64_t bytes, int is_first,

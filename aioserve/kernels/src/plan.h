@@ -108,7 +108,7 @@ INLINE int is_shared(const row *a, const row *b, int64_t piece) {
 }
 
 // The same of rows[r] of few queries. Its context is cut into pieces. What it shares with the row
-// before is in an item of that one, but for every so many rows, which begin new ones.
+// before is in an item of that one, but for one in `at_once` rows, which begins a new one.
 static int64_t plan_few(const attention *args, const row *rows, int64_t r, int64_t end,
                         float *const *partials, item *items) {
     const row *own = rows + r;

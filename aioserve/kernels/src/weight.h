@@ -9,8 +9,8 @@
 // stored, then the codes, 32 bits of an output after 32 bits of the next. Those are 4 bytes, for the
 // inputs 0, 2, 1 and 3: so a mask gives 16 bits for each of two neighbours. Of 8 bits each is a code;
 // of 4 bits the low halves are those of 4 inputs, the high ones those of the next 4. With
-// `per_super`, a scale or offset of a group is a signed byte, times a float16 number that so many
-// groups share and that lies before them.
+// `per_super`, a scale or offset of a group is a signed byte, times a float16 number that
+// `per_super` groups share and that lies before them.
 typedef struct {
     const uint8_t *panels;  // padded with zeros
     int64_t out, bits;

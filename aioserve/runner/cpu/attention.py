@@ -151,7 +151,7 @@ class _StepPlan:
         self._row = row
         self._query_len = np.minimum(QUERY_BLOCK, query_lens[row] - offset)
         self._token = step.query_start_loc[row] + offset  # of the item's first query
-        self._position = step.seq_lens[row] - query_lens[row] + offset  # likewise
+        self._position = step.seq_lens[row] - query_lens[row] + offset  # of that query
         self._cache_slots: dict[int, Tensor] = {}
         self._groups: dict[_LayerShape, list[Group]] = {}
 

@@ -74,7 +74,7 @@ class CopyQueue(ABC):
 
     @abstractmethod
     def slots(self, count: int, num_bytes: int) -> Sequence[HostSlot]:
-        """So many, of so many bytes each. Raises `RuntimeError` if the host has no such memory."""
+        """`count` slots of `num_bytes` each. Raises `RuntimeError` if the host lacks the memory."""
 
     @abstractmethod
     def follow(self, event: Event) -> None:

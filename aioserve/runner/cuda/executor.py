@@ -134,7 +134,7 @@ class StepExecutor:
         return self._drafter is not None
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture decode steps of up to so many rows, where the model allows it."""
+        """Capture decode steps of up to each of these numbers of rows, if the model allows it."""
 
         def prepare(size: int) -> LayerAttention:
             buffer = self._ring.take()

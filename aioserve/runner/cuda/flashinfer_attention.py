@@ -54,7 +54,7 @@ def why_not(
 
 
 def workspace_bytes(calls: Sequence[AttentionCall], num_sizes: int) -> int:
-    """Device memory of the wrappers for so many captured sizes."""
+    """Bytes of device memory that the wrappers for `num_sizes` captured sizes take."""
     num_kinds = len({(call.num_heads, call.options[:3]) for call in calls})
     return WORKSPACE_BYTES + num_kinds * (num_sizes + 2) * INT_WORKSPACE_BYTES
 

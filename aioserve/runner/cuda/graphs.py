@@ -16,7 +16,7 @@ from aioserve.runner.attention.backend import LayerAttention
 
 logger = logging.getLogger(__name__)
 
-Prepare = Callable[[int], LayerAttention]  # fills the arena with so many rows
+Prepare = Callable[[int], LayerAttention]  # fills the arena with that number of rows
 Forward = Callable[[int, LayerAttention], Tensor]  # logits [B, V] of the first B tokens of it
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 

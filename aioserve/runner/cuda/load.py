@@ -349,7 +349,7 @@ def run_pass(
     num_samples: int,
     choose_token: Draw,
 ) -> int:
-    """So many tokens, of which so many sample; returns how many tokens there are to choose from."""
+    """Run `num_tokens` tokens, of which `num_samples` sample; returns the vocabulary size."""
     place = device.torch_device
     rows = torch.arange(min(num_samples, num_tokens), device=place)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=place)

@@ -32,7 +32,7 @@ class Sections(Generic[A]):
     qo_indptr: A  # B + 1, first token of each row
     kv_indptr: A  # B + 1, first entry of each row in kv_indices
     prefill_qo_indptr: A  # P + 1, of the P rows that are no decodes, from 0
-    prefill_kv_indptr: A  # P + 1, likewise
+    prefill_kv_indptr: A  # P + 1, of these P rows, from 0
     last_page_len: A  # B, tokens in the last page of a row: 1 to page_size
     seq_lens: A  # B, tokens whose K and V exist once this step has written its own
     logits_rows: A  # S, the token (of T) whose logits are sampled from
@@ -91,7 +91,7 @@ class Layout:
         return Sections(**{name: buffer[a:b] for name, (a, b) in self._bounds.items()})
 
     def used(self, num_page_entries: int) -> int:
-        """How much of an arena a step with so many entries of kv_indices fills."""
+        """Words of an arena that a step with `num_page_entries` entries of kv_indices fills."""
         return self._bounds["kv_indices"][0] + num_page_entries
 
 

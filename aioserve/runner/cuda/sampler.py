@@ -29,7 +29,7 @@ Words = npt.NDArray[np.int32]
 
 _IN_PROMPT = 1 << 24  # in `DeviceSampler._seen`; below: how often a token is in the output
 _NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # tokens of a bad word before its last
-_NOTHING = -1  # in `DeviceSampler._recent`: not so many were said yet
+_NOTHING = -1  # in `DeviceSampler._recent`: the output is not that long yet
 _ANYTHING = -2  # in the beginning of a bad word that is short
 NO_TOKEN = -1  # in `DeviceSampler.out`: of a row whose best logit is not finite
 _EDITS = {"penalties", "added", "bad_last", "allowed"}  # of `SamplePlan.extras`
@@ -279,7 +279,7 @@ def write_logprobs(logits: Tensor, token_ids: Tensor, width: int, out: Tensor) -
 
 
 def read_logprobs(words: Words, num_logprobs: Sequence[int], width: int) -> list[TokenLogprobs]:
-    """What `write_logprobs` wrote of the N, each of which wants so many alternatives."""
+    """What `write_logprobs` wrote of N tokens, which want `num_logprobs` alternatives each."""
     count = len(num_logprobs)
     bounds = np.cumsum([0, count, count, count * width, count * width])
     own, ranks, ids, values = (words[a:b] for a, b in itertools.pairwise(bounds))

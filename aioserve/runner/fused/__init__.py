@@ -123,7 +123,7 @@ def fuse(
 ) -> FusedModel:
     """The same model on fused weights; `module`, which `original` runs, is used up.
 
-    With `num_mrope_tokens`, so many tokens of a step may turn by axes.
+    Up to `num_mrope_tokens` tokens of a step may turn by axes (M-RoPE).
     Raises `NotFusedError`, with `module` intact, unless every layer gives the same results, and
     `ConfigError` for a setting that is wrong, or if a part of `module` is gone by then.
     """

@@ -81,7 +81,7 @@ class MRoPERows:
 def find_parts(
     module: nn.Module, probe: "AttentionProbe", max_model_len: int, num_mrope_tokens: int = 0
 ) -> DecoderParts:
-    """The parts of a causal language model, of which so many tokens of a step may turn by axes.
+    """The parts of a causal language model; `num_mrope_tokens` of a step may turn by axes.
     Raises `NotFusedError`.
     """
     head = child(module, "lm_head", nn.Linear)

@@ -44,7 +44,7 @@ def child(module: nn.Module, name: str, kind: type[Any]) -> Any:
 
 
 def find_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Recognized by its numbers; None if it is none of those known."""
+    """The activation that gives the same numbers as `function`; None if none is known."""
     x = torch.linspace(-6, 6, 193)
     found = function(x)
     for name, known in _ACTIVATIONS.items():

@@ -28,7 +28,7 @@ class HookedAdapters:
 
     @contextmanager
     def finding(self, num_tokens: int, states: StatefulLayers | None = None) -> Iterator[None]:
-        """The model is run in here on so many tokens: see which modules they pass through. What is
+        """The model is run in here on `num_tokens` tokens: see which modules they pass. What is
         in layers with `states` is called with others in steps.
         """
         handles = []

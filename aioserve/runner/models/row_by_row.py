@@ -225,7 +225,7 @@ class _PagedLayer(DynamicLayer):
 
     def update_indexer(self, keys: Tensor) -> Tensor:
         """[1, T, n], in halves, as there is a place for two."""
-        assert self._place.index_keys is not None, "likewise"
+        assert self._place.index_keys is not None, "the same calls as when places were found"
         half = keys.shape[2] // 2
         found = self._states.extend(
             self._place.index_keys, self._row, keys[0, :, :half], keys[0, :, half:]

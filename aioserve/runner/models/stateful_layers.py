@@ -189,7 +189,7 @@ class StatefulLayers:
             self._is_probing = False
 
     def allocate(self, num_slots: int) -> None:
-        """Room for so many states of each layer; in memory as they are written."""
+        """Make room for `num_slots` states of each layer; memory is taken as they are written."""
         self.num_slots = num_slots
         for layer in self._layers:
             layer.slots = {

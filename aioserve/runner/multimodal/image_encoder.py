@@ -102,7 +102,7 @@ class ImageEncoder(ImageRows):
 
     @torch.inference_mode()
     def encode(self, items: Iterable[tuple[EncoderInput, int]]) -> None:
-        """Make the rows of these images, so many of each. One that fails does so alone."""
+        """Make the rows of these (image, number of rows). An image that fails does so alone."""
         batches: dict[tuple[Any, ...], list[tuple[EncoderInput, int]]] = {}
         for item, count in items:
             assert item.arrays is not None, "refused at the door"

@@ -217,7 +217,7 @@ class SimulatedRunner(RunnerInterface):
         return self._kv_blocks
 
     def make_kv_store(self, max_bytes: int) -> SimulatedDirectory:
-        """A directory of at most so many bytes, or `kv_directory`. On the event loop."""
+        """A directory of at most `max_bytes`, or `kv_directory`. To be called on the event loop."""
         if self.kv_directory is not None:
             return self.kv_directory.shared()
         seconds = 1e-6 * self._step_time.kv_read_token_us * self._block_size
@@ -228,7 +228,7 @@ class SimulatedRunner(RunnerInterface):
         return self._config.simulated_kv_token_bytes * self._block_size
 
     def decode_on(self, request_ids: list[str], num_steps: int) -> list[list[int]]:
-        """The tokens of so many more steps of these rows, which none of them ends; by row."""
+        """The tokens of `num_steps` more steps of these rows, none of which ends; by row."""
         special, vocab_size, factor = self._special_token_ids, self._vocab_size, self._factor
         found = []
         for request_id in request_ids:
@@ -243,8 +243,8 @@ class SimulatedRunner(RunnerInterface):
         return found
 
     def ends_of_decodes(self, num_rows: int, num_context: int, num_steps: int) -> list[float]:
-        """When the step in flight ends, of so many rows that read so much context, and so many more
-        of the same rows after it.
+        """When the step in flight ends, of `num_rows` rows that read `num_context` tokens, and when
+        each of `num_steps` more steps of the same rows after it.
         """
         seconds = self._step_time.seconds_of_decodes(num_rows, num_context + num_rows, num_steps)
         if self.slowdown != 1:

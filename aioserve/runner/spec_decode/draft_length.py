@@ -13,8 +13,8 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-# What is believed of a request before the first of its drafts is verified: a chance, as if it had
-# been seen in so many. Guesses.
+# What is believed of a request before the first of its drafts is verified: a chance, and
+# the number of drafts in which it counts as seen. Guesses.
 FIRST_CHANCE, FIRST_TRIED = 0.5, 2.0
 MEMORY = 0.8  # weight of a verification against the one after it
 # Weight of a step, or of a verification of any request's, against the next: half after 34.
@@ -23,10 +23,10 @@ STEP_MEMORY = 0.98
 # something: below, what else differs between them decides. A guess.
 LEAST_SPREAD = 1e-3
 FORGETTING = 0.98  # and while its drafts are not sent: they may have become better
-# The first token of one in so many that do not seem to pay is sent: what is never tried is never
-# learned.
+# Of drafts that do not seem to pay, the first token of one in this many is sent: what is never
+# tried is never learned.
 TRIAL_INTERVAL = 64
-# In so many steps the first guesses of a request must repay the reading of its text. A guess.
+# Steps in which the first guesses of a request must repay the reading of its text. A guess.
 REPAID_IN = 128
 TRIAL_SHARE = 0.01  # of the time of steps, for trials of a draft model that pays for no request
 
@@ -82,7 +82,7 @@ class _StepCost:
         return base + slope * num_tokens
 
     def share(self, num_tokens: int) -> float:
-        """What one of so many tokens costs of their step, times their number: 1 if a step costs
+        """What one of `num_tokens` costs of their step, times their number: 1 if a step costs
         nothing besides its tokens, or as long as steps of different sizes were not seen. If drafts
         were free until then, they could fill every step to its limit, and none would ever be seen.
         """

@@ -147,7 +147,7 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
 
 
 def tapped_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers of the larger model, which has so many, whose input the head wants."""
+    """The layers whose input the head wants, of the larger model's `num_layers`."""
     stated = _Stated.of(config)
     inner = stated.eagle_config and stated.eagle_config.eagle_aux_hidden_state_layer_ids
     layers = inner or stated.eagle_aux_hidden_state_layer_ids

@@ -61,7 +61,7 @@ class FirstRankRunner(RunnerInterface):
 
     async def close(self) -> None:
         try:
-            await super().close()  # type: ignore[safe-super]  # likewise
+            await super().close()  # type: ignore[safe-super]  # of that runner
         finally:
             if self._other_ranks is not None:
                 await asyncio.to_thread(self._other_ranks.close)
