@@ -96,7 +96,7 @@ class UnknownAdapterError(RequestError):
 
 
 class UnknownKeyError(RequestError):
-    """The server wants a key, and there is none, or one that it does not know."""
+    """The server wants a key, and the request has no key, or one that it does not know."""
 
 
 class ForbiddenError(RequestError):

@@ -30,7 +30,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pooling: Pooling | None = None  # of all tokens, or the last one's; None: as the model was saved
     normalize: bool = True  # to length 1
     dimensions: int | None = None  # only of models that were trained to be cut (Matryoshka)
-    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: the model's limit
+    truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: the model's limit
 
     def __post_init__(self) -> None:
         if self.pooling not in (None, "mean", "last"):

@@ -87,7 +87,7 @@ class Lines(Generic[T]):
             self.close()
 
     def update(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Note that `count` more are done."""
         self._num_done += count
         if self._clock() - self._last_said >= SECONDS and self._num_done != self._total:
             self._tell()

@@ -77,8 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     n: int = 1  # independent samples of one prompt
     max_tokens: int | None = None  # None: up to the model's limit; 0: prompt_logprobs alone
-    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: leave max_tokens
-    min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
+    truncate_prompt_tokens: int | None = None  # tokens kept, the last ones; -1: leave max_tokens
+    min_tokens: int = 0  # tokens before which no EOS, stop token or stop string ends it
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens

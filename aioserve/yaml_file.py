@@ -31,7 +31,7 @@ def read_yaml(path: Path, what: str) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:  # such as for a character
         why = str(getattr(error, "reason", error))
         raise ConfigError(f"{what} {path}: not valid YAML: {' '.join(why.split())}") from error
-    except Exception as error:  # whatever a date that is none, or too many brackets provoke
+    except Exception as error:  # whatever an impossible date or too many brackets provoke
         raise ConfigError(f"{what} {path}: not valid YAML: {one_line(error)}") from error
 
 

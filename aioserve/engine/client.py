@@ -224,7 +224,7 @@ class EngineClient(ABC):
     def abort(self, request_id: str) -> bool:
         """End a request from outside: its reader gets what there is, with finish reason `abort`.
 
-        False if there is none of that id: it has ended. One that is still being tokenized ends as
+        False if no request has that id: it has ended. One that is still being tokenized ends as
         soon as that is done, without a token; no longer does it wait for its adapter.
         """
 

@@ -302,7 +302,7 @@ def _float8(
         expected = tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=True))
     if expected is None or math.prod(expected) != math.prod(size):
         raise ConfigError(
-            f"tensor {name}.{suffix} has the shape {size}, which is none of scales for blocks of "
+            f"tensor {name}.{suffix} has the shape {size}, which does not fit scales for blocks of "
             f"{block} of {shape}"
         )
 

@@ -228,7 +228,7 @@ class Directory(ModelSource):
             module, report = self._load_whole(
                 AutoModelForImageTextToText, dtype, device, {"text_config": attn_implementation}
             )
-        except Exception as error:  # likewise
+        except Exception as error:  # transformers raises whatever the files provoke
             raise not_loaded(self.path, error, attn_implementation) from error
         self._check_complete(module, report)
         return module.to(device)

@@ -105,7 +105,7 @@ class ModelSource(ABC):
         """
 
     def load_seeing_module(self, dtype: Any, device: Any, attn_implementation: str) -> Any:
-        """The whole of a model that sees, likewise; `attn_implementation` is for its text."""
+        """The vision-language model as `dtype` at `device`; its text has `attn_implementation`."""
         raise ConfigError(f"{self.path} holds no model that sees")
 
 

@@ -102,7 +102,7 @@ class _Run:
             scheduler.update_from_output(output, result)
 
     def _go_on(self, decodes: MultiStepDecode, count: int) -> Iterator[_Plan]:
-        """So many steps more, one by one, so that what each takes can be seen."""
+        """Go on by `count` steps, one by one, so that what each takes can be seen."""
         for _ in range(count):
             before = [len(request.block_ids) for request in decodes.requests]
             decodes.go_on([[0] for _ in decodes.requests])

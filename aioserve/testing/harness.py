@@ -100,9 +100,9 @@ class SchedulerHarness:
         call of the policy that has not come back after `call_seconds` of real time is ended, and
         breaks the contract; under a debugger none is.
 
-        `kv_connector` is as in `CacheConfig`, with so many blocks in host memory. Given
+        `kv_connector` is as in `CacheConfig`, with `num_host_slots` blocks in host memory. Given
         `num_state_slots`, it is a model with states, which takes no drafts. Given `window`, it has
-        layers that see so many tokens, with blocks for one request and so many more.
+        layers that see that many tokens, with blocks for one request and `num_spare_window_blocks`.
 
         `drafter` proposes draft tokens. With `tolerates_errors`, a policy may raise in `schedule`:
         as in the engine, the requests of that step end with an error; `errors` keeps what was

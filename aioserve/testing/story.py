@@ -187,7 +187,7 @@ def _merged(events: list[tuple[int, str]]) -> Iterator[str]:
 
 
 def _cut(lines: list[str], most: int) -> list[str]:
-    """At most so many lines: the first and the last ones."""
+    """At most `most` lines: the first and the last ones."""
     if len(lines) <= most:
         return lines
     head = most // 3

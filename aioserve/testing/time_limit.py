@@ -78,7 +78,7 @@ _WATCHER = _Watcher()
 
 
 def begin_call(seconds: float) -> TimedCall:
-    """From here on this thread has so many seconds, up to `end_call`. Beyond them, `OutOfTime` or
+    """From here on this thread has `seconds` seconds, up to `end_call`. Beyond them, `OutOfTime` or
     `KeyboardInterrupt` is raised in it.
     """
     return _WATCHER.begin(seconds)

@@ -22,7 +22,7 @@ class ToyStates:
         self._own.pop(request_id, None)
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
-        """A step, of requests that begin it behind so many tokens and have these keys of all."""
+        """Run a step; `rows` has each request's first position, and the keys of all its tokens."""
         where, told = f"step {output.step_id}", output.parts.get(StatePool.name, {})
         if strangers := told.keys() - rows.keys():
             raise ContractViolation(f"{where}: states of {sorted(strangers)}, which do not run")

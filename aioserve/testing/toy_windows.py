@@ -31,7 +31,7 @@ class ToyWindows:
             self._tables[request_id].update(zip(places, blocks.block_ids, strict=True))
 
     def run(self, output: SchedulerOutput, rows: dict[str, tuple[int, Sequence[int]]]) -> None:
-        """A step, of requests that begin it behind so many tokens and have these keys of all: all
+        """Run a step; `rows` has each request's first position, and the keys of all its tokens: all
         write, then all read.
         """
         writers: dict[int, str] = {}

@@ -173,4 +173,4 @@ def _plain(value: Any) -> Any:
     """What JSON has no word for."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is none")
+    raise TypeError(f"{value!r} has no form in JSON")

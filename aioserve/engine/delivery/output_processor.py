@@ -196,7 +196,7 @@ class OutputProcessor(StepObserver):
         self.add(RequestState(request, samples, index, stream, detokenizer, waits_for_end=waits))
 
     def reader_of(self, request_id: str) -> SampleState | None:
-        """The reader of a request; None if there is none any more. An id may be another's later."""
+        """The reader of a request; None once it is gone. A later request may have the same id."""
         return self._states.get(request_id)
 
     def reader_ids(self) -> list[str]:

@@ -1,4 +1,4 @@
-// The stretch of time that the picture shows: so many seconds, or what fits the traffic.
+// The stretch of time that the picture shows: a number of seconds, or what fits the traffic.
 // Knows lives of requests and times in milliseconds; knows nothing that is drawn.
 // @ts-check
 
@@ -6,7 +6,7 @@ const NICE = [1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3]; // a moving picture is one
 const LONGEST_MS = 60e3; // the last of them
 const QUIET_MS = 1500; // without a request: the traffic before it is over, and the picture rests
 const SHORTEST_MS = 10; // of a picture at rest
-const LIVES = 12; // a picture is at most so many lives wide, or requests are too thin to see
+const LIVES = 12; // lives that a picture is wide, at most: with more, requests are too thin to see
 
 // Where the last traffic began and ended, and how long its requests lived; null: there was none.
 export function lastTraffic(lives, now) {
@@ -42,7 +42,7 @@ export function fit(last, now) {
   return { to: last.to + 0.03 * length, window: 1.06 * length, isMoving: false };
 }
 
-// Times for numbers on the axis, at least so many pixels apart: back from the right edge while the
+// Times for numbers on the axis, at least `pixels` apart: back from the right edge while the
 // picture moves, and on from the left edge when it rests.
 export function ticks({ to, window, isMoving }, perMs, pixels = 76) {
   const least = pixels / perMs;

@@ -172,7 +172,7 @@ export class WhatIf {
       element("td", {}, `${count(this.story.gauges.num_running)}, ${count(this.story.gauges.num_waiting)}`),
       element("td", {}, `${count(shadow.num_running)}, ${count(shadow.num_waiting)}`), element("td", {})));
     const few = isEnough ? "" : ` No verdict: it needs ${ENOUGH} requests of each, and there are ${count(numRequests("live"))} and ${count(numRequests("shadow"))}.`;
-    const words = shadow.is_failed ? "Its policy has raised: it is off." : `${shadow.policy} follows the live ${about.policy} five seconds behind, in virtual time. Counted since this page was opened, in buckets, of so many requests or gaps. Part of a difference is the simulation's error: “Try” shows how large it is.${few}`;
+    const words = shadow.is_failed ? "Its policy has raised: it is off." : `${shadow.policy} follows the live ${about.policy} five seconds behind, in virtual time. Counted since this page was opened, in buckets; beside each stands the number of requests or gaps. Part of a difference is the simulation's error: “Try” shows how large it is.${few}`;
     byId("shadow").replaceChildren(
       element("div", { class: "scroll shadow" }, element("table", {},
         element("thead", {}, element("tr", {}, element("th", { scope: "col" }, ""), element("th", { scope: "col" }, "live"), element("th", { scope: "col" }, "shadow"), element("th", { scope: "col" }, "shadow is"))),

@@ -18,5 +18,5 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         return super().time() + self._ahead
 
     def jump(self, seconds: float) -> None:
-        """So many seconds pass at once: all that was to happen in them is due."""
+        """Let `seconds` pass at once: all that was to happen in them is due."""
         self._ahead += seconds

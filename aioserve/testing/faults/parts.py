@@ -69,7 +69,7 @@ def open_descriptors() -> dict[int, str]:
 
 @contextmanager
 def few_descriptors(spare: int = 0) -> Iterator[None]:
-    """Inside the block this process may open so many descriptors more than it has, and no more."""
+    """Inside the block this process may open `spare` more descriptors than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_descriptors()) + 1 + spare, hard))
     # Numbers below that are free as well: they are taken.
