@@ -113,7 +113,7 @@ async def test_a_stream_tells_its_origin_with_its_first_bytes(start_server):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"allowed_methods": ("GET",)}, "'POST' is not in"), ({"allowed_headers": ("x-a",)}, "header")],
+    [({"allowed_methods": ("GET",)}, "'POST' is not"), ({"allowed_headers": ("x-a",)}, "header")],
 )
 async def test_methods_and_headers_can_be_fewer(start_server, settings, message):
     async with start_server(access={"allowed_origins": (PAGE,), **settings}) as server:
