@@ -1,4 +1,4 @@
-"""Products with weights of a few bits, beside the same weights unpacked to bfloat16.
+"""Products with quantized weights, beside the same weights unpacked to bfloat16.
 
     python benchmarks/blocks.py                        # all variants that this CPU runs
     python benchmarks/blocks.py amx_bf16 --repeats 30

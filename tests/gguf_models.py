@@ -1,7 +1,7 @@
 """Tiny GGUF files, made of the directories that `tests.models` writes.
 
 Knows what llama.cpp's converter does to names, rows and metadata; the weights stay float32, or are
-stored as types of a few bits.
+stored as quantized types.
 """
 
 from collections import defaultdict

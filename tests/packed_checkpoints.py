@@ -1,4 +1,4 @@
-"""Tiny checkpoints of few bits, each written by the definition of its format, number by number.
+"""Tiny quantized checkpoints, each written by the definition of its format, number by number.
 
 Shares no code with what reads them: codes go into their words one after another, as the packers of
 AutoGPTQ (`QuantLinear.pack`), AutoAWQ (`WQLinear_GEMM.from_linear`), compressed-tensors

@@ -1,4 +1,4 @@
-"""Weights of few bits as GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 write them in safetensors.
+"""Quantized weights as GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 write them in safetensors.
 
 Knows which tensors make one weight and what their numbers mean; what is whole numbers times
 scales becomes a format of `quantized`, the rest float32. Knows no architecture and no files.
@@ -379,7 +379,7 @@ def _weight(
     zeros: "Tensor | None",
     group_of: "Tensor | None" = None,
 ) -> "QuantizedWeight | Tensor":
-    """`(codes - zeros) * scales`, as few bits if that is exact, else in float32: codes [out, in],
+    """`(codes - zeros) * scales`, quantized if that is exact, else in float32: codes [out, in],
     the others [out, G]. `group_of` [in] says which group an input has, where they are not in order.
     """
     import torch

@@ -167,7 +167,7 @@ class Directory(ModelSource):
 
     @cached_property
     def quantization_config(self) -> dict[str, Any]:
-        """What config.json says of weights that are stored as few bits; nothing if they are not."""
+        """The `quantization_config` of config.json; empty if the weights are not quantized."""
         config = self._config
         parts = [config, *(config.get(part) for part in TEXT_PARTS)]
         names = ("quantization_config", "compression_config")
@@ -354,7 +354,7 @@ class Directory(ModelSource):
                 raise ConfigError(f"transformers makes something else of {name} in {self.path}")
         if unpacked:
             logger.info(
-                "%s: %d of its %d weights of few bits (%s) are unpacked to %s",
+                "%s: %d of its %d quantized weights (%s) are unpacked to %s",
                 self.path.name,
                 len(unpacked),
                 len(stored),
@@ -364,7 +364,7 @@ class Directory(ModelSource):
         return module, report
 
     def _find_weights(self, files: ExitStack) -> tuple[dict[str, Stored], dict[str, Any]]:
-        """Weights of few bits, and other tensors, by name; open until `files` are closed."""
+        """Quantized weights, and other tensors, by name; open until `files` are closed."""
         tensors = dict(self._tensors(files))
         if not self.quantization_config:
             return {}, tensors

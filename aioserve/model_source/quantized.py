@@ -1,4 +1,4 @@
-"""Weights of a few bits in formats of blocks: as bytes, as codes and scales, and as numbers.
+"""Quantized weights in formats of blocks: as bytes, as codes and scales, and as numbers.
 
 The formats are those of GGUF, and groups of any size for what others write and `--quantization`
 makes. Knows bytes and arithmetic; knows nothing about files or the kernels that multiply.

@@ -15,7 +15,7 @@ Every text decoder that `transformers` {version} has, by `model_type`: {num_serv
 types are served. Each was tried with tiny random weights through the real engine, on a CPU, in
 float32, some in several ways: prompts of mixed lengths in pieces, with a prefix cache, under
 preemption. All tokens were those of `generate`, greedy. Whether a checkpoint fits into memory, and
-whether its type of few bits is served, is another matter ([quantization.md](quantization.md)).
+whether its quantization is served, is another matter ([quantization.md](quantization.md)).
 
 `python -m tests.architectures` writes this page; `make test-architectures` tries all of them again,
 and fails if one is not served as it says. What makes no text from text alone is left out: halves of

@@ -1,4 +1,4 @@
-"""A checkpoint of few bits that cannot be read is refused in one line that says what and where.
+"""A quantized checkpoint that cannot be read is refused in one line that says what and where.
 
 What the readers make of good ones is tests/runner/cpu/test_packed_checkpoints.py.
 """

@@ -1,4 +1,4 @@
-// Weights of a few bits as pairs of bfloat16, in panels as linear_pairs.h has them.
+// Quantized weights as pairs of bfloat16, in panels as linear_pairs.h has them.
 #pragma once
 #include "whole.h"
 

@@ -1,4 +1,4 @@
-// Weights of a few bits: where a panel lies, its scales, its codes, and what they are as floats.
+// Quantized weights: where a panel lies, its scales, its codes, and what they are as floats.
 // Knows no element types.
 #pragma once
 #include "plan.h"

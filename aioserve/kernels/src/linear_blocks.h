@@ -1,4 +1,4 @@
-// Products with a weight of a few bits. Included once per element type of two bytes: T, LOAD, STORE,
+// Products with a quantized weight. Included once per element type of two bytes: T, LOAD, STORE,
 // NAME. Rows become whole numbers (see whole.h): no result depends on other rows or on threads.
 
 // The outputs [column, column + count) of a row of y [rows, out], from the sums of their panel.

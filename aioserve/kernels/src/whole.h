@@ -1,4 +1,4 @@
-// Products of rows of whole numbers with weights of a few bits, straight from their codes. A sum
+// Products of rows of whole numbers with quantized weights, straight from their codes. A sum
 // over inputs that share scales is exact; those are added in float32, in their order. Knows no
 // element types.
 #pragma once

@@ -1,4 +1,4 @@
-"""Matrix products by our own kernels with weights of a few bits, which stay that small in memory.
+"""Matrix products by our own kernels with quantized weights, which stay that small in memory.
 
 Knows how the kernels want them; knows nothing about files, formats or models.
 """

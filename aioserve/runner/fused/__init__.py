@@ -165,7 +165,7 @@ def fuse(
 def _prove(
     parts: DecoderParts, proof: Proof, ops: Ops, ranks: Ranks | None
 ) -> tuple[Embedding, Linear, dict[int, DecoderLayer]]:
-    """Embedding, head, and layers of few bits of the fused model. Raises `NotFusedError`."""
+    """Embedding, head, and quantized layers of the fused model. Raises `NotFusedError`."""
     head = _fuse_linears((parts.head,), ops, LOGITS_DTYPE)
     table = parts.embedding.weight
     embedding = None
@@ -181,8 +181,8 @@ def _prove(
     proof.check_embedding(embedding)
     proof.check_head(parts.norm, head, ops)
     # one layer at a time, and all of them again later: there may not be memory for all layers
-    # beside the originals, and the originals are needed until the last one is proved; but layers
-    # of few bits, which take long to make, are kept, and what they were made of goes
+    # beside the originals, and the originals are needed until the last one is proved; but quantized
+    # layers, which take long to make, are kept, and what they were made of goes
     small: dict[int, DecoderLayer] = {}
     next_norms = [layer.input_norm for layer in parts.layers[1:]] + [parts.norm]
     layers = stage(parts.layers, "Checking fused layers", "layer")

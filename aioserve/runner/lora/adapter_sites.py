@@ -23,7 +23,7 @@ from aioserve.runner.low_rank import (
 )
 
 _NUM_COMPARED = 16  # rows or columns of a weight that an adapter brings along
-# How far the same weight may be from itself: one was rounded to few bits, say.
+# How far the same weight may be from itself: one was quantized, say.
 _MOST_DIFFERENT = 0.2
 
 

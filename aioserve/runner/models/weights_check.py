@@ -35,7 +35,7 @@ def warn_of_unsound(module: nn.Module) -> list[str]:
 
 
 def _is_sound(parameter: Tensor) -> bool:
-    """Whether all of its numbers are finite; weights of a few bits are not looked at."""
+    """Whether all of its numbers are finite; quantized weights are not looked at."""
     if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
         return True
     if parameter.itemsize < 2 or attached(parameter) is not None:

@@ -53,9 +53,7 @@ def check_model(config: EngineConfig, info: ModelInfo) -> None:
         raise ConfigError(f"{ranks} {config.model.model} is a GGUF file, which is not served so")
     stated = (getattr(c, "quantization_config", None) for c in (hf_config, info.whole_config))
     if any(stated):
-        raise ConfigError(
-            f"{ranks} weights of a few bits are not served so: take the model unpacked"
-        )
+        raise ConfigError(f"{ranks} quantized weights are not served so: take an unquantized model")
     body = getattr(hf_config, "base_model_tp_plan", None) or {}
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     styles = {_SYNONYMS.get(style, style) for style in body.values()}

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights others have made few bits, against `transformers` on what they mean."""
+"""Checkpoints whose weights were quantized elsewhere, against `transformers` on what they mean."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ CASES = {
     "gptq, inputs in another order": Case(
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
         gptq(4, 64, is_ordered=True),
-        "14 of its 14 weights of few bits (gptq) are unpacked to float32",
+        "14 of its 14 quantized weights (gptq) are unpacked to float32",
     ),
     "awq": Case(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
@@ -115,12 +115,12 @@ CASES = {
     "fp8 in blocks": Case(
         {"quant_method": "fp8", "weight_block_size": [128, 96]},
         float8((128, 96), "weight_scale_inv"),
-        "14 of its 14 weights of few bits (fp8) are unpacked to float32",
+        "14 of its 14 quantized weights (fp8) are unpacked to float32",
     ),
     "fp8, one scale": Case(
         {"quant_method": "fp8"},
         float8(None, "weight_scale"),
-        "14 of its 14 weights of few bits (fp8) are unpacked to float32",
+        "14 of its 14 quantized weights (fp8) are unpacked to float32",
     ),
 }
 
@@ -161,23 +161,23 @@ def test_tokens_are_those_of_what_is_meant(
 
 
 def test_experts_of_mxfp4_are_unpacked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In gpt-oss, which other types of few bits do not come in."""
+    """In gpt-oss, which other quantized types do not come in."""
     whole = make_model("gpt_oss", tmp_path / "whole", **SIZES)
     path = write_checkpoint(
         whole, tmp_path / "m", {"quant_method": "mxfp4"}, mxfp4, pattern="*.experts.*_proj"
     )
-    check(path, "4 of its 4 weights of few bits (mxfp4) are unpacked to float32", caplog)
+    check(path, "4 of its 4 quantized weights (mxfp4) are unpacked to float32", caplog)
 
 
 @needs_kernels
 def test_experts_that_transformers_puts_together_are_unpacked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is stored by itself; attention and experts are all of few bits."""
+    """Each is stored by itself; attention and experts are all quantized."""
     whole = make_model("mixtral", tmp_path / "whole")
     config, write, _ = CASES["gptq 4 bits, symmetric"]
     path = write_checkpoint(whole, tmp_path / "m", config, write, "*.layers.*.[wqkvo]*.weight")
-    check(path, "36 of its 48 weights of few bits (gptq) are unpacked to float32", caplog)
+    check(path, "36 of its 48 quantized weights (gptq) are unpacked to float32", caplog)
     assert "MixtralForCausalLM, fused: 0 MB of weights, int4/32, multiplied as" in caplog.text
 
 
@@ -207,5 +207,5 @@ def test_on_a_card_they_are_unpacked(
         with caplog.at_level("INFO"):
             model = load_model(settings, ModelInfo(settings), place)
         logits.append(model.forward(*place.begin_alone(model.kv_cache_spec, 1, 16, step)))
-    assert "14 of its 14 weights of few bits (gptq) are unpacked to float32" in caplog.text
+    assert "14 of its 14 quantized weights (gptq) are unpacked to float32" in caplog.text
     assert torch.equal(*logits)

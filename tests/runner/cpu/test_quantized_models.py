@@ -1,4 +1,4 @@
-"""Models whose weights stay as few bits as a file has, against the same weights unpacked.
+"""Models whose weights stay quantized as a file has them, against the same weights unpacked.
 
 The reference is `transformers` on what the package gguf unpacks, which shares no code with ours.
 """
