@@ -47,6 +47,23 @@ class SimulatorConfig(Section, frozen=True, kw_only=True):
         NonNegativeFloat | None,
         doc("simulator: us per token the KV connector reads from disk (default: the profile's)"),
     ] = None
+    step_host_factor: Annotated[
+        NonNegativeFloat | None,
+        doc(
+            "simulator: factor on the fixed ms of steps, for a slower host (default: the profile's)"
+        ),
+    ] = None
+    step_cold_ms: Annotated[
+        NonNegativeFloat | None,
+        doc("simulator: extra ms of the first step of a run (default: the profile's)"),
+    ] = None
+    step_jitter: Annotated[
+        NonNegativeFloat | None,
+        doc(
+            "simulator: standard deviation of step times as a share of them, drawn by "
+            "runner.seed (default: the profile's)"
+        ),
+    ] = None
     simulated_kv_token_bytes: Annotated[
         PositiveInt, doc("simulator: KV bytes per token, for the KV connector")
     ] = 32768

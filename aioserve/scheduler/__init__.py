@@ -10,6 +10,7 @@ from aioserve.scheduler.base import BaseScheduler, PolicyOptions
 from aioserve.scheduler.fallback import FAILURES_UNTIL_FALLBACK, FALLBACK_POLICY
 from aioserve.scheduler.interface import POLICY_API, SchedulerInterface
 from aioserve.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioserve.scheduler.peak_memory import PeakMemory
 from aioserve.scheduler.queue import RequestQueue
 from aioserve.scheduler.registry import available_policies, load_policy
 from aioserve.scheduler.step import Step
@@ -31,6 +32,7 @@ __all__ = [
     "NewRequestData",
     "NonNegativeFloat",
     "OnlineStepTime",
+    "PeakMemory",
     "PolicyOptions",
     "PositiveFloat",
     "PositiveInt",

@@ -120,6 +120,7 @@ class SteppedEngine:
             and settings.depth == 1
             and not settings.num_lookahead_tokens
             and not blueprint.config.runner.simulated_draft_tokens
+            and not self.runner.has_jitter
         )
 
     @property

@@ -7,6 +7,7 @@ nothing about what is computed. Its view of the batch is rebuilt from `Scheduler
 import asyncio
 from collections.abc import Callable, Generator, Mapping
 from itertools import accumulate
+from random import Random
 from typing import Any
 from zlib import crc32
 
@@ -143,6 +144,8 @@ class SimulatedRunner(RunnerInterface):
         self._jump_to = jump_to
         self._config = config.runner
         self._step_time = step_time or step_time_model(config.runner)
+        self._noise = Random(f"{config.runner.seed} step times")
+        self._is_cold = True  # no step has run yet
         self._model_info = model_info
         self._vocab_size = model_info.vocab_size
         self._factor = HASH_MULTIPLIER % self._vocab_size
@@ -206,6 +209,11 @@ class SimulatedRunner(RunnerInterface):
             is_idle = now - started > IDLE_SECONDS
             started = now + 1e-3 * self._step_time.idle_ms if is_idle else now
         seconds, output = self._compute(scheduler_output)
+        if self._is_cold and seconds:
+            self._is_cold = False
+            seconds += 1e-3 * self._step_time.cold_ms
+        if self._step_time.jitter:
+            seconds *= max(self._noise.gauss(1.0, self._step_time.jitter), 0.0)
         self._busy_until = started + self.slowdown * seconds
         if self.on_step is not None:
             self.on_step(scheduler_output, output, now, self._busy_until)
@@ -250,6 +258,11 @@ class SimulatedRunner(RunnerInterface):
         if self.slowdown != 1:
             seconds = [self.slowdown * of_one for of_one in seconds]
         return list(accumulate(seconds, initial=self._busy_until))
+
+    @property
+    def has_jitter(self) -> bool:
+        """Whether the times of steps vary by chance: then none is known in advance."""
+        return self._step_time.jitter > 0
 
     def num_steps_before_ends(self, request_ids: list[str]) -> int:
         """Decode steps after the one in flight in which none of these rows samples its end token;

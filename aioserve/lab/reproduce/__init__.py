@@ -1,0 +1,1 @@
+"""Published results predicted from other measurements of the same machine."""
