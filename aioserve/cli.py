@@ -137,6 +137,7 @@ TOOLS = {
     "sweep": "aioserve.lab.comparison.commands:run_sweep",
     "bench": "aioserve.lab.bench.commands:run_bench",
     "calibrate": "aioserve.lab.calibration.commands:run_calibrate",
+    "reproduce": "aioserve.lab.reproduce.commands:run_reproduce",
     "replay": "aioserve.lab.logs.commands:run_replay",
     "trace": "aioserve.lab.logs.commands:run_trace",
     "chat": "aioserve.console.chat:run_chat",

@@ -89,9 +89,9 @@ class PromptRoundsScheduler(BaseScheduler):
         return step.output()
 
     def _fits(self, peak: PeakMemory, users: set[str], request: Request) -> bool:
-        pool = self.options.pool_tokens or self.kv_cache.num_slots
-        clients = self.options.client_tokens * len(users | {request.user})
-        return peak.with_request(request) < pool - clients
+        pool: int = self.options.pool_tokens or self.kv_cache.num_slots
+        pool -= self.options.client_tokens * len(users | {request.user})
+        return peak.with_request(request) < pool
 
     def _next(self) -> Request | None:
         """The request that is to enter next, if one is there to be seen."""

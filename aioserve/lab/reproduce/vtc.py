@@ -52,10 +52,8 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def window(self) -> float:
-        """Seconds until the clients stop to ask, to the next full minute."""
-        return 60.0 * -(-self.arrivals[-1].arrival_s // 60) - (
-            60.0 if self.arrivals[-1].arrival_s % 60 < 5 else 0.0
-        )
+        """Seconds until the clients stop to ask, to the nearest minute."""
+        return 60.0 * round(self.arrivals[-1].arrival_s / 60)
 
 
 def read_logs(folder: Path) -> dict[str, list[Outcome]]:

@@ -1,0 +1,104 @@
+"""The command `reproduce`: a published result, predicted from other measurements.
+
+Arguments in, words and files out.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from aioserve.arguments import Parser, count, positive
+from aioserve.errors import ConfigError
+from aioserve.lab.arguments import add_output
+from aioserve.lab.calibration.measurement import write_profile
+from aioserve.lab.comparison.document import encode
+from aioserve.lab.reproduce.plot import draw
+from aioserve.lab.reproduce.vtc import predict
+from aioserve.lab.reproduce.words import as_document, render, summary, tabulate
+from aioserve.lab.terminal import paint, progress
+from aioserve.output_file import write
+
+#: Where the outcomes of the artifact are in a checkout of this repository.
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "published" / "vtc"
+
+
+def run_reproduce(argv: Sequence[str]) -> int:
+    """`python -m aioserve reproduce vtc`; returns the exit code. Raises `ConfigError`."""
+    parser = Parser(
+        "reproduce",
+        description="Predict a published result from other measurements of the same machine, and "
+        "print it beside what was measured, where that is published. vtc: fit a step-time profile "
+        "to what S-LoRA on an A10G did first come, first served, and predict (weighted) VTC (Sheng "
+        "et al., OSDI'24).",
+    )
+    parser.add_argument("result", choices=["vtc"], help="the published result")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help="workloads to predict (default: all)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=FOLDER,
+        metavar="FOLDER",
+        help="folder of outcomes: NAME.fcfs.csv to fit, NAME.vtc.csv or NAME.wvtc.csv to compare "
+        "with (default: those of the checkout)",
+    )
+    parser.add_argument(
+        "--runs", type=count, default=5, metavar="N", help="simulated runs of each workload"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="standard deviation of step times as a share of them, so that cycles in which equal "
+        "requests lock differ from run to run",
+    )
+    parser.add_argument(
+        "--speed",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="speed of the host against that of its session: 1.03 is 3%% quicker",
+    )
+    add_output(parser, "--profile", help="write the fitted profile to this file", metavar="YAML")
+    add_output(parser, "--json", help="write all numbers to this JSON file")
+    add_output(parser, "--svg", help="draw measured and predicted times to this SVG file")
+    arguments = parser.parse_args(argv)
+    if not 0 <= arguments.jitter < 1:
+        raise ConfigError(f"--jitter must be at least 0 and below 1, got {arguments.jitter:g}")
+    if not arguments.data.is_dir():
+        raise ConfigError(
+            f"{arguments.data} is no folder: the outcomes are in benchmarks/published/vtc of the "
+            "repository; name a copy with --data"
+        )
+    with progress(None) as report:
+        model, sessions, predictions = predict(
+            arguments.data,
+            num_runs=arguments.runs,
+            jitter=arguments.jitter,
+            speed=arguments.speed,
+            names=arguments.workloads,
+            num_jobs=os.cpu_count() or 1,
+            progress=report,
+        )
+    tables = [tabulate(prediction) for prediction in predictions]
+    speeds = ", ".join(
+        f"{file.removesuffix('.fcfs')} {session.host_factor:.3f}"
+        for file, session in sessions.items()
+    )
+    print(f"{model.source}; {model.error}\nhost factor of each session: {speeds}\n")
+    for table in tables:
+        print(paint(render(table)) + "\n")
+    print(summary(tables))
+    if arguments.profile is not None:
+        write_profile(model, arguments.profile)
+    write(
+        arguments.json,
+        encode({"profile": msgspec.to_builtins(model), "tables": as_document(tables)}),
+    )
+    if arguments.svg:
+        write(arguments.svg, draw(tables).encode())
+    return 0

@@ -1,0 +1,164 @@
+"""Predictions beside what was measured: as plain data, and as tables for a terminal.
+
+Knows runs and targets. A measured value that is not published is None, and a dash in tables.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aioserve.lab.reproduce.vtc import MIN_REQUESTS, Prediction, Run
+
+Value = Callable[[Run], float]
+Places = npt.NDArray[np.bool_]  # which requests are a client's
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One quantity of one workload: the mean over the runs and their range, beside the measured."""
+
+    name: str
+    measured: float | None
+    predicted: float
+    least: float
+    most: float
+
+    @property
+    def error(self) -> float | None:
+        """The predicted value minus the measured one, as a share of that; None without one."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """One workload."""
+
+    workload: str
+    policy: str
+    window: float  # seconds
+    requests: int
+    session_of: str  # the file whose host speed the runs have
+    host_factor: float
+    rows: list[Row]
+
+
+def tabulate(prediction: Prediction) -> Table:
+    """All rows of one workload: totals, then each client with enough requests."""
+    target = prediction.target
+    measured = None if target.measured is None else Run.of(target.measured)
+    fcfs = None if target.measured_fcfs is None else Run.of(target.measured_fcfs)
+    rows: list[Row] = []
+
+    def add(name: str, value: Value) -> None:
+        values = [value(run) for run in prediction.vtc]
+        is_there = None if measured is None else value(measured)
+        rows.append(Row(name, is_there, float(np.mean(values)), min(values), max(values)))
+
+    window = target.window
+    add("end of run, s", lambda run: float(run.end.max()))
+    add(f"finished by {window:.0f} s", lambda run: float(run.finished(window)))
+    add(f"requests/s until {window:.0f} s", lambda run: run.finished(window) / window)
+    add("TTFT mean, s", lambda run: float(run.ttft.mean()))
+    add("TTFT p50, s", lambda run: float(np.median(run.ttft)))
+    clients = np.array([outcome.client for outcome in target.arrivals])
+    for client in sorted(set(clients), key=lambda name: (len(name), name)):
+        own = clients == client
+        if own.sum() < min(MIN_REQUESTS, len(own) / 4):
+            continue
+        label = f"client {client} ({own.sum()} requests)"
+        add(f"{label}: finished", _finished(own, window))
+        add(f"{label}: TTFT mean, s", _mean_ttft(own))
+        add(f"{label}: TTFT p50, s", _median_ttft(own))
+        ratios = [
+            float(a.ttft[own].mean() / b.ttft[own].mean())
+            for a, b in zip(prediction.vtc, prediction.fcfs, strict=True)
+        ]
+        known = None
+        if measured is not None and fcfs is not None:
+            known = float(measured.ttft[own].mean() / fcfs.ttft[own].mean())
+        name = f"{label}: TTFT mean, VTC/FCFS"
+        rows.append(Row(name, known, float(np.mean(ratios)), min(ratios), max(ratios)))
+    return Table(
+        target.name,
+        "weighted VTC" if target.weights else "VTC",
+        window,
+        len(target.arrivals),
+        target.session_of,
+        target.session.host_factor,
+        rows,
+    )
+
+
+def _finished(own: Places, window: float) -> Value:
+    return lambda run: float((run.end[own] <= window).sum())
+
+
+def _mean_ttft(own: Places) -> Value:
+    return lambda run: float(run.ttft[own].mean())
+
+
+def _median_ttft(own: Places) -> Value:
+    return lambda run: float(np.median(run.ttft[own]))
+
+
+def render(table: Table) -> str:
+    """The table for a terminal."""
+    width = max(len(row.name) for row in table.rows)
+    lines = [
+        f"{table.workload}: {table.requests} requests under {table.policy}, host as in "
+        f"{table.session_of} (factor {table.host_factor:.3f})",
+        f"{'':{width}}  {'measured':>9}  {'predicted':>9}  {'over the runs':>18}  {'error':>7}",
+    ]
+    for row in table.rows:
+        measured = "-" if row.measured is None else _number(row.measured)
+        spread = f"{_number(row.least)} .. {_number(row.most)}"
+        error = "" if row.error is None else f"{100 * row.error:+.1f}%"
+        lines.append(
+            f"{row.name:{width}}  {measured:>9}  {_number(row.predicted):>9}  {spread:>18}  "
+            f"{error:>7}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:#.4g}".rstrip(".")
+
+
+def summary(tables: list[Table]) -> str:
+    """How far the predictions lie from what is published of them, in a few lines."""
+    kinds = {
+        "end of run": "end of run",
+        "finished": "finished by",
+        "TTFT mean of clients": "TTFT mean, s",
+        "ratio to FCFS of clients": "VTC/FCFS",
+    }
+    lines = []
+    for title, mark in kinds.items():
+        errors = [
+            abs(row.error)
+            for table in tables
+            for row in table.rows
+            if mark in row.name and row.error is not None and _is_of(title, row)
+        ]
+        if errors:
+            lines.append(
+                f"{title}: {len(errors)} published, mean absolute error "
+                f"{100 * float(np.mean(errors)):.2f}%, largest {100 * max(errors):.2f}%"
+            )
+    return "\n".join(lines) or "Nothing of what is predicted is published in this folder."
+
+
+def _is_of(title: str, row: Row) -> bool:
+    return row.name.startswith("client") == title.endswith("clients")
+
+
+def as_document(tables: list[Table]) -> list[dict[str, Any]]:
+    """The tables as plain data, errors included."""
+    return [
+        {
+            **msgspec.to_builtins(table),
+            "rows": [{**msgspec.to_builtins(row), "error": row.error} for row in table.rows],
+        }
+        for table in tables
+    ]
