@@ -36,7 +36,7 @@ def draw(tables: list[Table]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<style>{STYLE}</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="10" y="20">Mean time to first token under VTC, seconds</text>',
+        '<text x="10" y="20">Mean time to first token under VTC, seconds</text>',
         f'<circle class="measured" cx="{LEFT + 300}" cy="16" r="5"/>'
         f'<text class="small" x="{LEFT + 310}" y="20">measured</text>'
         f'<circle class="predicted" cx="{LEFT + 380}" cy="16" r="3.5"/>'
