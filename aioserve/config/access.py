@@ -130,5 +130,5 @@ class AccessConfig(Section, frozen=True, kw_only=True):
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "access.allow_credentials needs origins by name: with '*' any page could act for "
-                "whoever looks at it"
+                "the user who opens it"
             )

@@ -23,7 +23,7 @@ class PeakMemory:
         self._rows = sorted(map(_row, requests))
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """The number of requests that count as running."""
         return len(self._rows)
 
     def add(self, request: Request) -> None:

@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """One workload."""
+    """The measured and the predicted numbers of one workload under one policy."""
 
     workload: str
     policy: str
