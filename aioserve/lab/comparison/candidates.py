@@ -34,9 +34,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def load_candidates(
-    paths: Sequence[str], overrides: Sequence[tuple[str, Any]] = ()
+    paths: Sequence[str],
+    overrides: Sequence[tuple[str, Any]] = (),
+    defaults: Sequence[tuple[str, Any]] = (),
 ) -> list[Candidate]:
-    """Named after their files; `overrides` are laid over all. Raises `ConfigError`.
+    """Named after their files; `overrides` are laid over all, `defaults` where a configuration
+    leaves a setting at its default. Raises `ConfigError`.
 
     A policy stands for the default settings with it: `file.py`, `file.py:Class`, `module:Class`, or
     the name of one that was installed and has no configuration of its own.
@@ -48,7 +51,8 @@ def load_candidates(
         for i, name in enumerate(names)
     ]
     return [
-        Candidate(name, _load(path, overrides)) for name, path in zip(names, paths, strict=True)
+        Candidate(name, _load(path, overrides, defaults))
+        for name, path in zip(names, paths, strict=True)
     ]
 
 
@@ -63,7 +67,13 @@ def in_fleet(candidates: list[Candidate], spec: FleetSpec) -> list[Candidate]:
     return found
 
 
-def _load(path: str, overrides: Sequence[tuple[str, Any]]) -> EngineConfig:
+def _load(
+    path: str, overrides: Sequence[tuple[str, Any]], defaults: Sequence[tuple[str, Any]]
+) -> EngineConfig:
+    if defaults:
+        own, usual = (_flat(msgspec.to_builtins(c)) for c in (_load(path, (), ()), EngineConfig()))
+        left = [(name, value) for name, value in defaults if own.get(name) == usual.get(name)]
+        overrides = [*left, *overrides]
     is_policy = ":" in path or path.endswith(".py")
     if is_policy or (path in available_policies() and path not in config_names()):
         return EngineConfig.load(None, [("scheduler.policy", path), *overrides])

@@ -54,12 +54,13 @@ def run_compare(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     spec = _fleet(arguments)
     settings: list[tuple[str, Any]] = []
+    limits: list[tuple[str, Any]] = []
     recorded: dict[str, Any] | None = None
     if arguments.replay is not None:
-        workloads, settings, recorded = _replayed(arguments)
+        workloads, settings, limits, recorded = _replayed(arguments)
     else:
         workloads = _workloads(arguments)
-    candidates = load_candidates(arguments.configs, [*settings, *arguments.set])
+    candidates = load_candidates(arguments.configs, [*settings, *arguments.set], limits)
     if spec is not None:
         candidates = in_fleet(candidates, spec)
     document = _compare(arguments, candidates, workloads)
@@ -331,13 +332,21 @@ def _num_seeds(
 
 def _replayed(
     arguments: argparse.Namespace,
-) -> tuple[list[Workload], list[tuple[str, Any]], dict[str, Any] | None]:
-    """The requests of a decision log, the settings of its server, and what that measured; None
-    where the requests are not those of the log, one for one.
+) -> tuple[
+    list[Workload], list[tuple[str, Any]], list[tuple[str, Any]], dict[str, Any] | None
+]:
+    """The requests of a decision log, the machine of its server as settings, the limits of its
+    scheduler, which a configuration may state otherwise, and what that server measured; None where
+    the requests are not those of the log, one for one.
     """
     from aioserve.decision_log.reader import DecisionLog
     from aioserve.lab.comparison.recorded import measure_recorded
-    from aioserve.lab.logs.traffic import make_settings, make_workload, read_traffic
+    from aioserve.lab.logs.traffic import (
+        make_limits,
+        make_settings,
+        make_workload,
+        read_traffic,
+    )
 
     traffic = read_traffic(DecisionLog(arguments.replay))
     print(f"step times {traffic.step_time.source}: {traffic.step_time.error}")
@@ -346,7 +355,8 @@ def _replayed(
     source = _source(arguments)
     is_whole = source == WorkloadSource(path=source.path) and not arguments.live
     recorded = measure_recorded(traffic) if is_whole else None
-    return [source.cut(workload) for workload in workloads], make_settings(traffic), recorded
+    cut = [source.cut(workload) for workload in workloads]
+    return cut, make_settings(traffic), make_limits(traffic), recorded
 
 
 @contextmanager

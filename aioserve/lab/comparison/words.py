@@ -98,21 +98,25 @@ def _about_intervals(document: Document) -> str:
 
 def _about_recorded(document: Document) -> str:
     """How far the simulation of the recorded policy is from what was measured."""
-    recorded, first = document["recorded"], document["results"][0]
+    recorded = document["recorded"]
     said = (
         f"Recorded is what the server measured under {recorded['policies']}; "
         f"{recorded['finished']} of {recorded['requests']} requests had finished by then."
     )
-    if first["policy"] != recorded["policies"]:
-        return said
+    same = [r for r in document["results"] if r["policy"] == recorded["policies"]]
+    if not same:
+        return (
+            f"{said} How far the simulation is off is told where {recorded['policies']} is one of "
+            "the configurations."
+        )
     rows = {(row.measure, row.statistic): row for row in ROWS}
     parts = []
     for measure in ("ttft", "gap", "e2e"):
         row = rows[measure, "p50"]
-        real, simulated = value_of(recorded, row), value_of(first, row)
+        real, simulated = value_of(recorded, row), value_of(same[0], row)
         if real > 0 and not math.isnan(simulated):
             parts.append(f"{row.label.partition(',')[0]} {100 * (simulated / real - 1):+.0f}%")
-    return f"{said} Simulated, {first['name']} is off by: {', '.join(parts)}." if parts else said
+    return f"{said} Simulated, {same[0]['name']} is off by: {', '.join(parts)}." if parts else said
 
 
 def _about_weights(document: Document) -> str:

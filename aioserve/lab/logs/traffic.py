@@ -98,6 +98,7 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("cache.num_kv_blocks", header.num_kv_blocks),
         ("cache.block_size", header.block_size),
         ("cache.enable_prefix_caching", header.enable_prefix_caching),
+        ("cache.watermark", (header.num_watermark_blocks + 0.5) / header.num_kv_blocks),
         ("cache.num_state_slots", header.num_state_slots),
         *_window_settings(header),
         ("runner.step_base_ms", step_time.base_ms),
@@ -107,6 +108,17 @@ def make_settings(traffic: Traffic) -> list[tuple[str, Any]]:
         ("runner.step_query_context_ns", step_time.query_context_ns),
         ("runner.step_prefill_us", step_time.prefill_us),
         ("runner.step_idle_ms", step_time.idle_ms),
+    ]
+
+
+def make_limits(traffic: Traffic) -> list[tuple[str, Any]]:
+    """The scheduler's settings of the server that wrote the log, besides its policy and what it
+    noted: seats, budgets, limits of the queue, victims.
+    """
+    return [
+        (f"scheduler.{name}", value)
+        for name, value in traffic.header.scheduler.items()
+        if name not in ("policy", "options", "decision_log", "request_log")
     ]
 
 

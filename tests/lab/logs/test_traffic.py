@@ -61,6 +61,22 @@ def test_the_machine_of_the_log_is_simulated(traffic: Traffic) -> None:
     assert settings["runner.step_base_ms"] == pytest.approx(4.0, rel=0.05)
 
 
+def test_the_limits_of_the_recorded_scheduler_hold_where_a_configuration_states_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a server with six seats is compared with six, unless a file says otherwise."""
+    log = tmp_path / "log"
+    record(log, num_requests=60)
+    more = tmp_path / "more.yaml"
+    more.write_text("scheduler: {policy: fcfs, max_num_seqs: 3}")
+    out = tmp_path / "c.json"
+    words = ["compare", "fcfs", "chunked_prefill", str(more), "--replay", str(log)]
+    assert command([*words, "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [r["settings"]["scheduler"]["max_num_seqs"] for r in results] == [6, 6, 3]
+    assert "Simulated, chunked_prefill is off by" in capsys.readouterr().out
+
+
 def test_drafts_of_a_log_are_as_good_in_the_workload(tmp_path: Path) -> None:
     requests = [
         WorkloadRequest(float(i), (Piece(i, 40),), 100, draft_acceptance=0.9 if i % 2 else 0.2)
