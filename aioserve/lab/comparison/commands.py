@@ -332,9 +332,7 @@ def _num_seeds(
 
 def _replayed(
     arguments: argparse.Namespace,
-) -> tuple[
-    list[Workload], list[tuple[str, Any]], list[tuple[str, Any]], dict[str, Any] | None
-]:
+) -> tuple[list[Workload], list[tuple[str, Any]], list[tuple[str, Any]], dict[str, Any] | None]:
     """The requests of a decision log, the machine of its server as settings, the limits of its
     scheduler, which a configuration may state otherwise, and what that server measured; None where
     the requests are not those of the log, one for one.
