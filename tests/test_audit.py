@@ -31,6 +31,7 @@ def audit(folder: Path, told: dict[str, object], *words: str) -> tuple[int, str]
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "code", "offline_code", "words"),
     [

@@ -60,6 +60,7 @@ def test_the_installed_policy_is_found_by_its_name(environment: dict[str, str]) 
     assert run(environment, "-c", code).strip() == "aioserve_shortest_first.policy"
 
 
+@pytest.mark.slow
 def test_it_passes_the_contract_by_name_from_anywhere(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -269,6 +269,7 @@ def private_names(module: str) -> Iterator[str]:
         yield from used & theirs
 
 
+@pytest.mark.slow
 def test_the_table_has_every_private_name_that_is_read_and_no_other() -> None:
     found = {(m, name) for m in MODULES for name in private_names(m) if name not in DOCUMENTED}
     assert found == {(row.module, row.name) for row in TABLE}

@@ -147,6 +147,7 @@ class Hub(BaseHTTPRequestHandler):
         """Nothing of it."""
 
 
+@pytest.mark.slow
 def test_the_log_tells_each_stage_of_a_start(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub, (tmp_path / "log").open("w") as log:
         threading.Thread(target=hub.serve_forever, daemon=True).start()

@@ -160,6 +160,7 @@ async def test_cancelled_half_way_it_aborts_its_requests(pair):
     assert engine.get_stats().num_decode_tokens < 4 * 3000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["engine", "client"])
 async def test_what_is_refused_for_lack_of_room_is_asked_again(way):
     config = EngineConfig(

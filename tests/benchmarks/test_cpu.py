@@ -31,6 +31,7 @@ def test_every_weight_is_in_a_product_and_products_of_one_input_are_one(shapes: 
     assert shapes.kv_bytes_per_token == 4 * 2 * 64 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_floor_counts_each_token_of_context_once(
     dtype: torch.dtype, shapes: Shapes, monkeypatch: pytest.MonkeyPatch

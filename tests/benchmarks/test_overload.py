@@ -4,9 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run
 
 
+@pytest.mark.slow
 def test_a_flood_is_served_or_refused_with_429_and_waits_in_a_bounded_queue(tmp_path: Path) -> None:
     """Without the limits of time, which depend on what else the machine does."""
     result = run(

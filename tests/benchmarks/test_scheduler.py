@@ -48,6 +48,7 @@ def copy_of_this_one(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_another_checkout_is_run_with_its_own_scheduler_and_policies(tmp_path: Path) -> None:
     other = copy_of_this_one(tmp_path)
     code, text = compare(other, 1000, "bursts", "engine")

@@ -20,6 +20,7 @@ def soak(path: Path, *words: str) -> dict[str, dict[str, object]]:
     return limits
 
 
+@pytest.mark.slow
 def test_mixed_requests_are_answered_rightly_and_leave_nothing(tmp_path: Path) -> None:
     """Without the limits of memory, which caches have not filled yet."""
     limits = soak(tmp_path, "--seconds", "10", "--round", "5", "--clients", "6")

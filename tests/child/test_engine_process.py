@@ -28,6 +28,7 @@ from aioserve.errors import (
 )
 from aioserve.outputs import FinishReason
 from tests.processes import PATIENCE, started, until
+from tests.slow import mostly_slow
 
 SIMULATED = EngineConfig(
     runner=RunnerConfig(
@@ -74,6 +75,7 @@ def engine():
         yield engine
 
 
+@pytest.mark.slow
 def test_its_texts_are_those_of_an_engine_in_this_process():
     async def here():
         async with AsyncEngine(EMBEDDED) as engine:
@@ -210,6 +212,7 @@ def test_a_killed_process_is_told_in_words_to_all_that_wait():
             engine.generate_one("Hello", SHORT)
 
 
+@pytest.mark.slow
 def test_closing_lets_calls_of_other_threads_end_and_leaves_nothing():
     threads = set(threading.enumerate())
     engine = EngineProcess(SIMULATED)
@@ -283,7 +286,10 @@ print(engine.pid, engine.base_url, flush=True)
 
 @pytest.mark.parametrize(
     "end",
-    ["os._exit(0)", "sys.exit(0)", "del deltas, engine; sys.stdin.read()"],
+    mostly_slow(
+        ["os._exit(0)", "sys.exit(0)", "del deltas, engine; sys.stdin.read()"],
+        but=["os._exit(0)"],
+    ),
     ids=["dies", "forgets", "lets_go"],
 )
 def test_the_engine_ends_with_its_program_however_that_ends(end):

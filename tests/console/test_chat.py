@@ -266,6 +266,7 @@ def test_what_was_said_goes_with_the_next_message(url: str) -> None:
     assert with_system > first
 
 
+@pytest.mark.slow
 async def test_a_server_that_loads_is_waited_for() -> None:
     sockets = bind("127.0.0.1", 0)
     url = url_of(sockets[0])
@@ -297,6 +298,7 @@ def test_a_server_with_keys_is_given_the_one_of_the_environment(
         assert result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_goes_on_with_the_text(tmp_path: Path) -> None:
     model = tmp_path / "plain"
     shutil.copytree(EMBEDDED, model, ignore=shutil.ignore_patterns("chat_template.jinja"))

@@ -88,7 +88,7 @@ def test_every_policy_decides_again_what_it_decided(
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", mostly_slow([1, 2], but=[2]))
 def test_what_happened_in_real_time_comes_out_again(
     depth: int, loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:

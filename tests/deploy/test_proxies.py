@@ -85,6 +85,7 @@ def ask(url: str, **fields: object) -> urllib.request.Request:
     return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
 
 
+@pytest.mark.slow
 def test_tokens_come_one_by_one_through_a_proxy(proxy: tuple[str, Path]) -> None:
     url, _ = proxy
     times = []
@@ -97,6 +98,7 @@ def test_tokens_come_one_by_one_through_a_proxy(proxy: tuple[str, Path]) -> None
     assert len(set(times)) > 50  # not all at once
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_through_a_proxy_ends_its_request(proxy: tuple[str, Path]) -> None:
     url, _ = proxy
     with urllib.request.urlopen(ask(url, max_tokens=3000), timeout=processes.PATIENCE) as response:

@@ -121,6 +121,7 @@ async def test_both_policies_are_simulated_and_nothing_is_left_behind() -> None:
     assert folders() <= before
 
 
+@pytest.mark.slow
 async def test_where_nothing_is_said_it_records_until_there_is_a_verdict() -> None:
     async with busy() as engine:
         report = await engine.ask(TryPolicy("fcfs", {}, None))

@@ -89,6 +89,7 @@ async def test_replies_satisfy_their_schemas_under_every_policy(policy: str) -> 
         VALIDATORS[name].validate(json.loads(output.text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", mostly_slow([0, 1.0], but=[1.0]))
 async def test_what_is_forced_takes_fewer_steps_and_the_same_tokens(
     temperature: float, monkeypatch: pytest.MonkeyPatch

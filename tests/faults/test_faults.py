@@ -36,10 +36,11 @@ from tests.faults.rig import (
     config_of,
     reference_of,
 )
+from tests.slow import mostly_slow
 
 NUM_DAYS = int(os.environ.get("AIOSERVE_FAULT_DAYS", "0"))
 IS_LONG = NUM_DAYS > 0
-DEPTHS = (1, 2)
+DEPTHS = (1, 2) if IS_LONG else mostly_slow((1, 2), but=[2])
 LINE_KINDS = ("raises", "cancelled", "no memory") if IS_LONG else ("raises",)
 PASSES = (0, 2) if IS_LONG else (0,)
 PART_KINDS = ("raises", "no memory", "cancelled", "slow")
@@ -279,7 +280,7 @@ def test_a_step_that_never_comes_back_is_an_end_for_every_client(injected: Count
     asyncio.run(hang())
 
 
-@pytest.mark.parametrize("part", STORE)
+@pytest.mark.parametrize("part", mostly_slow(STORE, but=[] if IS_LONG else ["store read"]))
 def test_a_store_of_blocks_that_fails_harms_no_client(part: str, injected: Counter[str]) -> None:
     async def fail() -> None:
         config = config_of(2)

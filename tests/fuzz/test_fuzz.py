@@ -13,8 +13,8 @@ from tests.fuzz.targets import TARGETS
 
 # Cases beside the corpus and the good ones: what some seconds in all are enough for.
 NUM_CASES = {
-    **{"http": 30, "client": 100, "configs": 100, "models": 15, "starts": 15, "gguf": 60},
-    **{"adapters": 40, "grammars": 60, "templates": 40, "logs": 60, "blocks": 20},
+    **{"http": 30, "client": 60, "configs": 60, "models": 8, "starts": 8, "gguf": 40},
+    **{"adapters": 30, "grammars": 40, "templates": 15, "logs": 40, "blocks": 20},
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from aioserve.kernels import usable_variants
 from aioserve.kernels.cpu import extension
 from tests import processes
+from tests.slow import mostly_slow
 
 COMPILER = os.environ.get("CC", "cc")
 if not usable_variants() or shutil.which(COMPILER) is None:
@@ -30,7 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize("variant", mostly_slow(usable_variants(), but=usable_variants()[-1:]))
 def test_every_kernel_gives_what_loops_over_numbers_give(program: str, variant: str) -> None:
     result = processes.run(program, str(extension(variant)))
     assert result.returncode == 0, result.stdout + result.stderr

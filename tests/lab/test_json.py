@@ -48,6 +48,7 @@ def check(*words: str) -> tuple[list[str], Any]:
     return at_a_terminal, told
 
 
+@pytest.mark.slow
 def test_replay(tmp_path: Path) -> None:
     path = tmp_path / "log"
     record(path, num_requests=20)
@@ -61,6 +62,7 @@ def test_replay(tmp_path: Path) -> None:
     assert not [line for line in lines if "e2e" in line or DURATIONS["TPOT"] in line]
 
 
+@pytest.mark.slow
 def test_bench(tmp_path: Path) -> None:
     with processes.serving("--runner", "simulated", "--step-base-ms", "1") as (process, url):
         processes.read_lines(process)

@@ -67,6 +67,7 @@ def test_a_fetched_model_is_found_by_its_name(
     assert main(["fetch", "tiny"]) == 1
 
 
+@pytest.mark.slow
 def test_serving_a_model_by_its_name_fetches_it(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from aiohttp import ClientConnectionResetError
 from aioserve.server.sse import EventStream
 from tests.processes import PATIENCE
 from tests.server.raw_client import IDLE, POST_HEAD, RawClient, until, until_idle
+from tests.slow import mostly_slow
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -117,7 +118,7 @@ async def test_many_clients_that_leave_at_once_leave_nothing(server):
     await until_idle(server, num_aborted=50)
 
 
-@pytest.mark.parametrize("return_token_ids", [False, True])
+@pytest.mark.parametrize("return_token_ids", mostly_slow([False, True], but=[True]))
 async def test_a_reader_that_stops_reading_delays_nobody_and_loses_nothing(
     server, return_token_ids
 ):

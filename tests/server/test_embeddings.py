@@ -109,6 +109,7 @@ async def test_what_cannot_be_embedded_is_refused_by_its_place(server, body, par
 LONG = [[7] * 2500] * 3  # 64 tokens per step: each needs many
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_frees_the_blocks_of_all_its_inputs(start_server):
     async with start_server(runner={"step_base_ms": 50}) as server:
         client = await RawClient.post(server, "/v1/embeddings", input=LONG)

@@ -39,6 +39,7 @@ from tests.server.access.conftest import BEN, keys_file
 from tests.server.bad_bodies import check, mutations
 from tests.server.serving import running
 from tests.server.test_images import DOORS, TEXT, ask, chat_part, names
+from tests.slow import mostly_slow
 from tests.workers.joined import connected
 
 # The loop is the subject of other tests; these load a model each.
@@ -301,7 +302,7 @@ async def test_who_waits_for_the_encoder_says_so_and_what_nobody_needs_is_freed(
     assert len(NotingScheduler.freed) >= 2
 
 
-@pytest.mark.parametrize("kind", SEEING_KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(SEEING_KINDS, but=SEEING_KINDS[:3]))
 async def test_a_worker_hands_over_what_it_has_processed(kind, tmp_path):
     """Whatever arrays the family has."""
     sockets = bind("127.0.0.1", 0)
@@ -452,6 +453,7 @@ async def test_images_of_requests_are_bounded_in_memory_and_let_go_at_their_end(
         assert statuses[-1] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["chat", "responses"])
 async def test_what_was_sent_of_an_image_is_let_go_once_it_is_prepared(seeing, door):
     path, body_of, part, _ = DOORS[door]

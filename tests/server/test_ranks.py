@@ -163,6 +163,7 @@ async def killed_here(model: Path) -> None:
     assert not ranks_of(psutil.Process())
 
 
+@pytest.mark.dist
 def test_two_ranks_say_what_one_says_until_one_of_them_is_killed(model: Path) -> None:
     asyncio.run(killed_here(model))
 

@@ -144,6 +144,7 @@ def test_a_chat_ends_where_the_model_ends_its_turn(client: openai.OpenAI) -> Non
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_ten_questions_are_answered_in_bfloat16(file: Path) -> None:
     config = EngineConfig(
         model=ModelConfig(model="smollm2", dtype="bfloat16"), runner=RunnerConfig(threads=1)

@@ -24,7 +24,11 @@ def show(program: str) -> None:
 
 
 # Those that hypothesis takes longest to find.
-RARE = {"RollsGlobalDice", "ThrowsOutThePrompts", "ExceedsTheBudget", "KeepsWrongDrafts"}
+RARE = {
+    *("RollsGlobalDice", "ThrowsOutThePrompts", "ExceedsTheBudget", "KeepsWrongDrafts"),
+    *("BeginsWithoutItsWindow", "KeepsWindows", "KeepsStates", "RunsPastStopTokens"),
+    *("GivesWindowsBackTooEarly", "SendsTheLastDrafts"),
+}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from policies.fcfs import FCFSScheduler
 from tests.testing.hostile import HostileScheduler
 
 # Fewer than strangers get by default: there are many policies here, and they share a base.
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 @pytest.mark.parametrize("name", sorted(available_policies()))

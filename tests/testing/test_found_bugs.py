@@ -107,6 +107,7 @@ def test_whoever_reads_an_image_computed_by_another_goes_when_the_other_goes() -
     harness.run_until_idle()
 
 
+@pytest.mark.slow
 def test_requests_that_failed_together_are_forgotten_in_their_order() -> None:
     """Else slots come back in another order each time, and the same events give other plans."""
     for _ in range(10):  # the order of a set of requests is one of chance

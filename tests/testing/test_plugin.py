@@ -47,6 +47,7 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_sound_policy_passes_in_an_empty_folder_whatever_it_is_called(tmp_path: Path) -> None:
     code, output = run_pytest(
         tmp_path,

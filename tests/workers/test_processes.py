@@ -50,6 +50,7 @@ def test_a_worker_serves_and_ends_with_the_server():
         assert not worker.is_running()
 
 
+@pytest.mark.dist
 def test_no_connection_is_lost_or_refused_once_the_server_has_said_that_it_is_ready():
     command = [sys.executable, "-m", "aioserve", "serve", "--port", "0", *TWO]
     with started(*command, stderr=subprocess.PIPE) as process, ThreadPoolExecutor(4) as threads:
@@ -79,6 +80,7 @@ def test_no_connection_is_lost_or_refused_once_the_server_has_said_that_it_is_re
             assert asking.result(timeout=PATIENCE) == [200] * 50
 
 
+@pytest.mark.dist
 def test_a_signal_while_workers_start_ends_the_server_at_once(tmp_path):
     environment = workers_begin_with("import time; time.sleep(1000)", tmp_path)
     command = [sys.executable, "-m", "aioserve", "serve", "--port", "0", *TWO]
@@ -287,6 +289,7 @@ def ask_unix(path: Path, key: str, target: str = "/v1/models") -> int:
         connection.close()
 
 
+@pytest.mark.dist
 def test_workers_share_a_unix_socket_and_keys_which_a_signal_has_read_again(tmp_path):
     path, keys = tmp_path / "a.sock", tmp_path / "keys"
     keys.write_text("sk-ann-0123456789\n")

@@ -231,6 +231,7 @@ async def test_extra_fields_reach_the_server_and_null_removes_one() -> None:
     assert all(body["min_tokens"] == 3 and "ignore_eos" not in body for body in bodies)
 
 
+@pytest.mark.slow
 async def test_a_run_can_be_cut_by_time() -> None:
     for seconds in (0.3, 3, 30, PATIENCE):  # until it is enough for this machine
         async with serving() as (url, _engine):

@@ -73,6 +73,7 @@ def test_fair_bounds_what_a_light_client_waits_for_a_heavy_one() -> None:
     assert worst["fair"] < 0.1 * worst["chunked_prefill"]
 
 
+@pytest.mark.slow
 def test_shortest_first_gains_on_average_and_starves_the_long_without_ageing() -> None:
     """Shortest job first is best on average; only ageing (HRRN) keeps the long ones alive."""
     spec = msgspec.convert(

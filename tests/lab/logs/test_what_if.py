@@ -84,6 +84,7 @@ def test_compare_says_the_same_where_nobody_leaves_and_no_reply_is_asked_back(
     assert other["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_real_time_is_simulated_roughly(tmp_path: Path) -> None:
     """Only roughly, and in one of some runs: a shared test machine stalls as it likes."""
     found = []

@@ -87,6 +87,7 @@ def test_a_model_that_was_prepared_gives_the_same_logits_to_the_bit(
     assert again == first
 
 
+@pytest.mark.slow
 def test_a_prepared_model_is_read_without_transformers(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path / "model")
     script = (

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 ITSELF = SpeculationConfig(speculative_method="draft", draft_model="embedded")
 
 
+@pytest.mark.slow
 async def test_a_draft_model_on_a_device_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts in pieces, preemptions, cached prefixes, stop strings, log probabilities and
     grammars. Where both models are the same, all but near ties are right: what one has read, the

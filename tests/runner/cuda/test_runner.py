@@ -184,6 +184,7 @@ async def serve(engine: AsyncEngine, seed: int) -> list[list[RequestOutput]]:
     return await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 async def test_a_device_is_paused_between_steps_and_does_not_sleep(
     served_path: Callable[..., Path],
 ) -> None:
@@ -211,6 +212,7 @@ async def test_a_device_is_paused_between_steps_and_does_not_sleep(
         assert told[0] == told[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["llama", "mistral"], but=["mistral"]))
 @pytest.mark.parametrize("eagerness", mostly_slow([0, 0.5], but=[0.5]))
 async def test_a_device_that_is_behind_gives_clients_the_tokens_of_the_cpu(

@@ -21,6 +21,7 @@ from aioserve.server.protocol import FunctionDefinition
 from aioserve.structured_outputs import StructuredOutputs
 from tests.server.scripted import EMBEDDED, make_model
 from tests.server.serving import running
+from tests.slow import mostly_slow
 
 PARAMETERS = {
     "type": "object",
@@ -183,7 +184,9 @@ BARE = [
 ]
 
 
-@pytest.mark.parametrize(("parser", "text"), BY_ITSELF + BARE)
+@pytest.mark.parametrize(
+    ("parser", "text"), mostly_slow(BY_ITSELF + BARE, but=[*BY_ITSELF[:2], *BARE[:2]])
+)
 async def test_a_call_that_the_model_begins_keeps_to_its_strict_schema(takes, parser, text):
     good, bad = text.replace("@", ARGUMENTS), text.replace("@", WRONG)
     assert await takes(good, parser, "none", use=STRICT)

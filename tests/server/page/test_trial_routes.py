@@ -2,7 +2,10 @@
 
 import asyncio
 
+import pytest
 
+
+@pytest.mark.slow
 async def test_a_report_is_made_and_can_be_read_by_who_knows_its_name(start_server):
     async with start_server(server={"enable_admin": True}) as server:
 
